@@ -1,4 +1,4 @@
-"""Functions as graphs: which calls share one, and that results are nobody else's.
+"""Functions as graphs: which calls share one, and what they return.
 
 What stands for a graph repeats the function on the tensors that the graph would read.
 """
@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs triton")
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.kernels.data.first_times import FirstTimes
+from outdraft.kernels.triton import graphed_calls
 from outdraft.kernels.triton.graphed_calls import CallGraphs
 
 
@@ -71,15 +72,43 @@ def assert_same(got: Outer, want: Outer) -> None:
     assert got.sizes == want.sizes
 
 
-def test_calls_that_are_alike_share_a_graph_and_keep_their_results():
+def test_calls_that_are_alike_share_a_graph():
     times = FirstTimes()
     graphs, repeats = CallGraphs[Outer](times, capture := Repeats()), capture
-    calls = [outer(seed) for seed in range(5)]
-    found = [graphs.call(function, *call) for call in calls]
-    for got, call in zip(found, calls, strict=True):
-        assert_same(got, function(*call))
+    for seed in range(5):
+        call = outer(seed)
+        assert_same(graphs.call(function, *call), function(*call))
     assert repeats.num_made == 1
     assert times.number == 2  # the first call, and the graph
+
+
+def test_all_graphs_of_a_function_lie_in_the_same_memory():
+    graphs = CallGraphs[Outer](FirstTimes(), Repeats())
+    places = set[int]()
+    for rows in (2, 3, 2, 3, 2, 3):
+        call = outer(rows, rows=rows)
+        got = graphs.call(function, *call)
+        assert_same(got, function(*call))
+        places.add(got.x_BN.untyped_storage().data_ptr())
+    assert len(places) == 3  # of the first two calls, and of all graphs
+
+
+def test_lengths_that_are_rounded_up_share_a_graph_which_finds_zeros_behind_them():
+    repeats, longest = Repeats(), list[int]()
+
+    def looking(outer: Outer, factor_B: Tensor) -> Outer:
+        assert not factor_B[longest[-1] :].any()
+        return function(outer, factor_B)
+
+    graphs = CallGraphs[Outer](FirstTimes(), repeats)
+    for seed, rows in enumerate((4, 2, 4, 3, 2, 4, 3)):
+        longest.append(rows)
+        inputs, factor_B = outer(seed, rows=rows)
+        got = graphs.call(looking, inputs, factor_B + 1, lengths=(4, 4))
+        want = function(inputs, factor_B + 1)
+        assert torch.equal(got.x_BN[:rows], want.x_BN)
+        assert torch.equal(got.inner.scale_B[:rows], want.inner.scale_B)
+    assert repeats.num_made == 1
 
 
 @pytest.mark.parametrize(
@@ -105,10 +134,9 @@ def test_calls_that_differ_share_none(other):
 
 def test_what_takes_too_much_memory_stays_launch_by_launch():
     repeats, calls = Repeats(), [outer(seed) for seed in range(3)]
-    num_bytes = sum(
-        one.nbytes for one in (calls[0][0].x_BN, calls[0][0].inner.scale_B, calls[0][1])
-    )
-    for most_bytes, num_made in ((num_bytes - 1, 0), (num_bytes, 1)):
+    num_aligned = 3 + 2  # tensors that are given, and that come out
+    num_bytes = num_aligned * graphed_calls._ALIGNED
+    for most_bytes, num_made in ((num_bytes - 1, 1), (num_bytes, 2)):
         graphs = CallGraphs[Outer](FirstTimes(), repeats, most_bytes)
         for call in calls:
             assert_same(graphs.call(function, *call), function(*call))

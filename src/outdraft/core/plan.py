@@ -46,6 +46,7 @@ class ModelDrafting:
 
 
 MODEL_CHAIN = ModelDrafting()
+NO_CAP = 1 << 30  # rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,12 @@ class LiveStop:
     weights: tuple[float, ...]
     biases: tuple[float, ...]
     price: float
-    row_cap: int = 1 << 30
+    row_cap: int = NO_CAP
+
+    @property
+    def may_end(self) -> bool:
+        """False: it only looks."""
+        return self.price > 0 or self.row_cap < NO_CAP
 
     def __post_init__(self) -> None:
         if len(self.weights) != len(self.biases):

@@ -7,13 +7,15 @@ Dimension key: B requests, E ids of a request's list (padded), W bad words, L pr
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from outdraft.attention.rows import to_device
 from outdraft.core.admission import TokenRules
 
 # Stands for any token in the prefix of a bad word; it is no token and no padding itself.
@@ -181,6 +183,23 @@ class SamplingBatch:
         verification is told."""
         return ~(self.is_greedy_B | self.shares_noise_B)
 
+    def with_copies(self, request: int, num_requests: int) -> "SamplingBatch":
+        """So many requests: these, and copies of one of them behind; kept as long as this batch."""
+        if num_requests == self.num_requests:
+            return self
+        key = request, num_requests
+        if key not in self._copied:
+            places = [*range(self.num_requests)]
+            places += [request] * (num_requests - len(places))
+            (places_B,) = to_device([np.array(places)], self.seeds_B.device)
+            self._copied[key] = _rows_of(self, places_B)
+        return self._copied[key]
+
+    @cached_property
+    def _copied(self) -> "dict[tuple[int, int], SamplingBatch]":
+        """As `with_copies`."""
+        return {}
+
     @property
     def all_draw(self) -> bool:
         return not (self.any_greedy or self.any_shares_noise)
@@ -209,6 +228,17 @@ class SamplingBatch:
             or self.allowed is not None
             or self.bias is not None
         )
+
+
+def _rows_of(value: Any, places_B: Tensor) -> Any:
+    """The same of these requests, for a value or the fields of a dataclass."""
+    if isinstance(value, Tensor):
+        return value.index_select(0, places_B)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    return replace(
+        value, **{one.name: _rows_of(getattr(value, one.name), places_B) for one in fields(value)}
+    )
 
 
 _NEVER = 2**62  # longer than any text

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,12 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outdraft.core.draft import DraftSource
+from outdraft.core.plan import LiveStop
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.tree_shape import TreeShape
 from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.network_drafter import NetworkDrafter, NetworkLevels
-from outdraft.drafting.device.proposer import DeviceProposer
+from outdraft.drafting.device.proposer import FEW_UNREAD, DeviceProposer
 from outdraft.kernels.draft_ops import (
     Frontier,
     Growth,
@@ -85,8 +87,9 @@ def propose(
     *,
     samples: bool = True,
     grow: Grow | None = None,
+    rounded: Callable[[int], int] = int,
 ) -> ModelDrafts:
-    """`grow`: instead of the table's."""
+    """`grow`: instead of the table's. `rounded`: numbers of requests."""
     sampling = batch_of_params(
         case.params[chosen],
         seeds=[case.seed + i for i in range(len(case.params))][chosen],
@@ -94,7 +97,7 @@ def propose(
         device="cpu",
     )
     kernels = kernels_for(torch.float32)
-    kernels = kernels if grow is None else replace(kernels, grow=grow)
+    kernels = replace(kernels, grow=grow or kernels.grow, rounded_requests=rounded)
     proposer = DeviceProposer(kernels, drafter_of(network), case.shape, samples=samples)
     with torch.inference_mode():
         return proposer.propose(case.asks()[chosen], TEXTS_SL, sampling)
@@ -216,6 +219,54 @@ def test_a_whole_draft_is_that_of_single_levels(
     torch.testing.assert_close(
         mine.probs_BKV[is_drawn_BK], theirs.probs_BKV[is_drawn_BK], rtol=1e-4, atol=1e-6
     )
+
+
+@settings(max_examples=12, deadline=None)
+@given(case=cases(), samples=st.booleans(), more=st.integers(1, 4))
+def test_requests_that_round_up_a_batch_change_nothing(
+    network: Network, case: Case, samples: bool, more: int
+):
+    grown = list[int]()
+
+    def growing(
+        levels: TreeLevels,
+        growth: Growth,
+        by_levels: Callable[[TreeLevels, Growth], ModelDrafts],
+    ) -> ModelDrafts:
+        grown.append(growth.sampling.num_requests)
+        return by_levels(levels, growth)
+
+    small = SingleLevels(network[0]), network[1]
+    want = propose(small, case, samples=samples)
+    got = propose(small, case, samples=samples, grow=growing, rounded=lambda number: number + more)
+    number = len(case.params)
+    has_short = any(length <= FEW_UNREAD for length in case.num_tokens)
+    assert grown == [number + more if has_short else number]
+    assert torch.equal(got.token_ids_BK, want.token_ids_BK)
+    assert torch.equal(got.num_drafts_B, want.num_drafts_B)
+    for mine_K, theirs_K, rows in zip(got.parents_BK, want.parents_BK, case.num_rows, strict=True):
+        assert torch.equal(mine_K[:rows], theirs_K[:rows])
+    if want.is_sampled_BK is not None:
+        assert torch.equal(got.is_sampled_BK, want.is_sampled_BK)
+        mine, theirs = (one.probs_BKV[want.is_sampled_BK] for one in (got, want))
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("stop", [LiveStop((1.0,), (0.0,), 0.5), LiveStop((1.0,), (0.0,), 0, 3)])
+def test_no_request_rounds_up_a_batch_whose_rules_count_rows(network: Network, stop: LiveStop):
+    kernels = replace(kernels_for(torch.float32), rounded_requests=lambda _: 4)
+    proposer = DeviceProposer(kernels, drafter_of(network), None, samples=True)
+    case = Case(TreeShape.chain(1), [GREEDY], [5], [1])
+    sampling = batch_of_params(case.params, seeds=[0], vocab_size=VOCABULARY, device="cpu")
+    asks = [replace(case.asks()[0], stop=stop)]
+    with (
+        torch.inference_mode(),
+        patch.object(proposer.drafter, "draft", wraps=proposer.drafter.draft) as draft,
+    ):
+        proposer.propose(asks, TEXTS_SL, sampling)
+        assert draft.call_args[0][0] == asks
+        proposer.propose([replace(asks[0], stop=None)], TEXTS_SL, sampling)
+        assert len(draft.call_args[0][0]) == 4
 
 
 @settings(max_examples=6, deadline=None)

@@ -25,6 +25,8 @@ from outdraft.kernels.draft_ops import Growth, ModelDrafts
 from outdraft.kernels.ops import Kernels
 from outdraft.sampling.batch import SamplingBatch
 
+FEW_UNREAD = 16  # tokens of a text that may be read more than once in a step
+
 
 class Drafter(Protocol):
     """Says what may follow texts, without waiting for anything.
@@ -131,6 +133,27 @@ class DeviceProposer:
             num_host_rows: rows of the step that the host drafted; live rules count them.
             shares: which of the requests are this rank's.
         """
+        num_requests = len(asks)
+        number = num_requests
+        if shares.group.size == 1:
+            number = self._kernels.rounded_requests(num_requests)
+        copied = _to_copy(asks) if number > num_requests else None
+        if copied is not None:
+            copy = replace(asks[copied], stop=None, max_taught=0)
+            asks = [*asks, *[copy] * (number - num_requests)]
+            sampling = sampling.with_copies(copied, number)
+        drafts = self._grown(asks, token_ids_SL, sampling, num_host_rows, shares)
+        return drafts if len(asks) == num_requests else _first(drafts, num_requests)
+
+    def _grown(
+        self,
+        asks: Sequence[DraftModelAsk],
+        token_ids_SL: Tensor,
+        sampling: SamplingBatch,
+        num_host_rows: int,
+        shares: RequestShares,
+    ) -> ModelDrafts:
+        """As `propose`."""
         wanted = [ask.num_drafts for ask in asks]
         assert max(wanted) <= self.max_drafts, "more drafts than rows"
         (levels,) = {ask.levels for ask in asks}
@@ -151,6 +174,36 @@ class DeviceProposer:
             shares=shares,
         )
         return self.drafter.draft(asks, token_ids_SL, growth)
+
+
+def _to_copy(asks: Sequence[DraftModelAsk]) -> int | None:
+    """Which request may be drafted for more than once; None: none.
+
+    All copies write the same to the same slots. What a rule that counts rows says of the others
+    would change with them, and a long text should not be read again.
+    """
+    if any(ask.stop is not None and ask.stop.may_end for ask in asks):
+        return None
+    short = [i for i, ask in enumerate(asks) if ask.num_tokens - ask.num_computed <= FEW_UNREAD]
+    return short[-1] if short else None
+
+
+def _first(drafts: ModelDrafts, num_requests: int) -> ModelDrafts:
+    """Those of the first requests."""
+
+    def first(of_all: Tensor | None) -> Tensor | None:
+        return None if of_all is None else of_all[:num_requests]
+
+    return replace(
+        drafts,
+        token_ids_BK=drafts.token_ids_BK[:num_requests],
+        parents_BK=drafts.parents_BK[:num_requests],
+        num_drafts_B=drafts.num_drafts_B[:num_requests],
+        probs_BKV=first(drafts.probs_BKV),
+        is_sampled_BK=first(drafts.is_sampled_BK),
+        margins_BL=first(drafts.margins_BL),
+        taught_B2=first(drafts.taught_B2),
+    )
 
 
 def _first_levels(whole: TreeShape) -> list[TreeShape]:

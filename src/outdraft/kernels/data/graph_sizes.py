@@ -1,7 +1,7 @@
 """How large the graphs of a GPU are, and how sizes are rounded up so that few graphs are made."""
 
 TREE_ROWS = 256  # of a request; those with more are prompt chunks, and are part of no graph
-GRAPH_BYTES = 1 << 28  # that the arguments of all graphs of a function take together
+GRAPH_BYTES = 1 << 28  # that all graphs of a function share: arguments and results of one of them
 GRAPHED_FUNCTIONS = 3  # growth, matching, verification
 MOST_GRAPHS = 256  # of one function on one cache
 _LEAST_LEN = 512

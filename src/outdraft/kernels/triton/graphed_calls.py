@@ -3,14 +3,16 @@
 """Functions of tensors as CUDA graphs: drafts that grow, and rules that verify them.
 
 A graph repeats the launches of one call on the same addresses. So what is given is copied into
-tensors that the graph reads, and what comes out is copied from those that it writes. Calls are
-alike, and share a graph, if the shapes of all tensors and all other parts of the arguments are the
-same. The first of them is launched as it is, which compiles what it needs; the second one becomes a
-graph.
+tensors that the graph reads. These, and what comes out, lie in memory that all graphs of a function
+share, since one runs after the other. Calls are alike, and share a graph, if the shapes of all
+tensors and all other parts of the arguments are the same. The first of them is launched as it is,
+which compiles what it needs; the second one becomes a graph.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,8 +26,14 @@ from outdraft.kernels.triton.graphs import Capture, DeviceCapture, Replay
 from outdraft.kernels.triton.kept_graphs import SecondTimes
 
 _FIXED = (Kernels, RequestShares)  # they are what they are, whatever they hold
+_ALIGNED = 256  # bytes
 
 Result = TypeVar("Result")
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+class _NoRoomError(Exception):
+    """The memory of a function's graphs is too small for one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +41,13 @@ class _Graph(Generic[Result]):
     inputs: Sequence[Tensor]
     replay: Replay
     result: Result
+
+
+class _TooLarge:
+    """Stands for a graph that there is no room for."""
+
+
+_TOO_LARGE = _TooLarge()
 
 
 class CallGraphs(Generic[Result]):
@@ -48,47 +63,108 @@ class CallGraphs(Generic[Result]):
         Args:
             first_times: counts kinds of calls that are new, and graphs.
             capture: what makes graphs; None: that of the device.
-            most_bytes: that the arguments of all graphs take together.
+            most_bytes: that the arguments and the result of a call may take.
         """
         self._capture = capture or DeviceCapture()
-        self._graphs = SecondTimes[_Graph[Result]](first_times, most_bytes)
+        self._graphs = SecondTimes[_Graph[Result] | _TooLarge](first_times)
+        self._room = _Room(most_bytes)
 
-    def call(self, function: Callable[..., Result], *arguments: object) -> Result:
-        """function(*arguments), in tensors of their own.
+    def call(
+        self,
+        function: Callable[..., Result],
+        *arguments: object,
+        lengths: Sequence[int | None] = (),
+    ) -> Result:
+        """function(*arguments). What it returns holds until the next call.
 
         Args:
             function: waits for nothing, and writes to none of its arguments.
             arguments: tensors, dataclasses of such, and what can be compared.
+            lengths: by argument, how long its tensors become, so that few graphs are made; None:
+                as they are. Behind what is there are zeros. (): of all arguments as they are.
         """
         tensors: list[Tensor] = []
-        kind = _parts(arguments, tensors)
+        shapes: list[Shape] = []
+        kinds: list[object] = []
+        for argument, length in zip(arguments, lengths or [None] * len(arguments), strict=True):
+            start = len(tensors)
+            kinds.append(_parts(argument, tensors))
+            shapes += [_shape(one, length) for one in tensors[start:]]
 
-        def make() -> _Graph[Result]:
-            return self._captured(function, arguments, tensors)
+        def moved(inputs: Sequence[Tensor]) -> Callable[[], Result]:
+            """The call, over tensors that hold its arguments."""
+            _fill(inputs, tensors)
+            return partial(function, *_with_tensors(arguments, iter(inputs)))
 
-        graph = self._graphs.find(kind, make, tensors)
-        if graph is None:
-            return function(*arguments)
-        _copy_all(tensors, graph.inputs)
-        graph.replay()
-        return _cloned(graph.result)
+        def make() -> _Graph[Result] | _TooLarge:
+            return self._captured(moved, shapes, tensors[0].device)
+
+        graph = self._graphs.find((*kinds, *shapes), make)
+        if isinstance(graph, _Graph):
+            _fill(graph.inputs, tensors)
+            graph.replay()
+            return graph.result
+        return moved([tensors[0].new_empty(shape, dtype=dtype) for shape, dtype in shapes])()
 
     def _captured(
         self,
-        function: Callable[..., Result],
-        arguments: tuple[object, ...],
-        tensors: Sequence[Tensor],
-    ) -> _Graph[Result]:
-        inputs = [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in tensors]
-        moved = _with_tensors(arguments, iter(inputs))
-        return _Graph(inputs, *self._capture(lambda: function(*moved)))
+        moved: Callable[[Sequence[Tensor]], Callable[[], Result]],
+        shapes: Sequence[Shape],
+        device: torch.device,
+    ) -> _Graph[Result] | _TooLarge:
+        try:
+            inputs, end = self._room.tensors(shapes, device)
+            call = moved(inputs)
+            return _Graph(inputs, *self._capture(lambda: self._kept(call(), end)))
+        except _NoRoomError:
+            return _TOO_LARGE
+
+    def _kept(self, result: Result, start: int) -> Result:
+        """A result in the memory of all graphs, from a byte on."""
+        tensors: list[Tensor] = []
+        _parts(result, tensors)
+        shapes = [_shape(one) for one in tensors]
+        kept, _ = self._room.tensors(shapes, tensors[0].device, start)
+        _copy_all(tensors, kept)
+        return _with_tensors(result, iter(kept))
+
+
+class _Room:
+    """Memory of a device, allocated when it is needed first."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._memory: Tensor | None = None
+
+    def tensors(
+        self, shapes: Sequence[Shape], device: torch.device, start: int = 0
+    ) -> tuple[list[Tensor], int]:
+        """Tensors one behind the other, and the byte where they end.
+
+        Raises:
+            _NoRoomError: they do not fit.
+        """
+        starts = [start]
+        for shape, dtype in shapes:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            starts.append(starts[-1] + -(-num_bytes // _ALIGNED) * _ALIGNED)
+        if starts[-1] > self._num_bytes:
+            raise _NoRoomError
+        if self._memory is None:
+            self._memory = torch.zeros(self._num_bytes, dtype=torch.uint8, device=device)
+        found: list[Tensor] = []
+        for at, (shape, dtype) in zip(starts, shapes, strict=False):
+            num_bytes = math.prod(shape) * dtype.itemsize
+            found.append(self._memory[at : at + num_bytes].view(dtype).view(shape))
+        return found, starts[-1]
 
 
 def _parts(value: Any, tensors: list[Tensor]) -> object:
-    """What two values must have in common; their tensors are added to the list."""
+    """What two values must have in common, beside the shapes of their tensors; these are added to
+    the list."""
     if isinstance(value, Tensor):
         tensors.append(value)
-        return value.shape, value.dtype
+        return Tensor
     if isinstance(value, tuple):
         return tuple(_parts(one, tensors) for one in value)
     if _is_open(value):
@@ -98,7 +174,7 @@ def _parts(value: Any, tensors: list[Tensor]) -> object:
     return id(value) if isinstance(value, _FIXED) else value
 
 
-def _with_tensors(value: Any, tensors: Any) -> Any:
+def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
     """The same value of other tensors, in the order of `_parts`."""
     if isinstance(value, Tensor):
         return next(tensors)
@@ -112,15 +188,32 @@ def _with_tensors(value: Any, tensors: Any) -> Any:
     return value
 
 
-def _cloned(value: Any) -> Any:
-    tensors: list[Tensor] = []
-    _parts(value, tensors)
-    return _with_tensors(value, iter([one.clone() for one in tensors]))
-
-
 def _is_open(value: object) -> bool:
     """Whether a dataclass counts as what it holds."""
     return is_dataclass(value) and not isinstance(value, (*_FIXED, type))
+
+
+def _shape(tensor: Tensor, length: int | None = None) -> Shape:
+    """Of a tensor of this length, or of its own."""
+    shape = tuple(tensor.shape)
+    return (shape if length is None else (length, *shape[1:])), tensor.dtype
+
+
+def _fill(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy into tensors that may be longer, with zeros behind what is copied."""
+    starts: list[Tensor] = []
+    ends: dict[torch.dtype, list[Tensor]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        if target.shape == source.shape:
+            starts.append(target)
+            continue
+        starts.append(target[: len(source)])
+        rest = target[len(source) :]
+        if rest.numel():
+            ends.setdefault(rest.dtype, []).append(rest)
+    _copy_all(sources, starts)
+    for rests in ends.values():
+        torch._foreach_zero_(rests)
 
 
 def _copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

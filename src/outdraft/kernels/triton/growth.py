@@ -30,11 +30,5 @@ class GraphedGrowth:
             return by_levels(levels.over(tensors, common), its_growth)
 
         graphs = self._graphs.of(levels.ground)
-        return graphs.call(grow, *levels.parts(), _of_its_kind(growth))
-
-
-def _of_its_kind(growth: Growth) -> Growth:
-    """The same: of `fewest` it only matters whether all requests want all rows."""
-    if growth.fewest == growth.shape.num_rows:
-        return growth
-    return replace(growth, fewest=0)
+        # Rows that some requests do not want are left out in any case: that is one kind less.
+        return graphs.call(grow, *levels.parts(), replace(growth, fewest=0))

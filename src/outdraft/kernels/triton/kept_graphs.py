@@ -1,13 +1,13 @@
 """Which graphs are made, and how long they are kept."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, TypeVar, cast
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from outdraft.kernels.data.first_times import FirstTimes
-from outdraft.kernels.data.graph_sizes import GRAPH_BYTES, MOST_GRAPHS
+from outdraft.kernels.data.graph_sizes import MOST_GRAPHS
 
 Made = TypeVar("Made")
 Kept = TypeVar("Kept")
@@ -16,32 +16,20 @@ Kept = TypeVar("Kept")
 class SecondTimes(Generic[Made]):
     """Things that are made when their kind comes again: what comes once costs nothing more."""
 
-    def __init__(self, first_times: FirstTimes, most_bytes: int = GRAPH_BYTES) -> None:
-        """
-        Args:
-            first_times: counts kinds that are new, and things that are made.
-            most_bytes: that all of them keep.
-        """
-        self._first_times, self._bytes_left = first_times, most_bytes
+    def __init__(self, first_times: FirstTimes) -> None:
+        """`first_times`: counts kinds that are new, and things that are made."""
+        self._first_times = first_times
         self._made: dict[object, Made | None] = {}  # None: it came once
 
     @property
     def num_made(self) -> int:
         return sum(made is not None for made in self._made.values())
 
-    def find(
-        self, kind: object, make: Callable[[], Made], kept: Sequence[Tensor] = ()
-    ) -> Made | None:
-        """That of a kind; None: the kind is new, or was when there was no room for it.
-
-        Args:
-            make: is called the second time.
-            kept: it keeps as many bytes as these.
-        """
+    def find(self, kind: object, make: Callable[[], Made]) -> Made | None:
+        """That of a kind, which `make` makes the second time; None: the kind is new, or was when
+        there were too many."""
         if kind not in self._made:
-            num_bytes = sum([one.nbytes for one in kept])
-            if len(self._made) < MOST_GRAPHS and num_bytes <= self._bytes_left:
-                self._bytes_left -= num_bytes
+            if len(self._made) < MOST_GRAPHS:
                 self._made[kind] = None
                 self._first_times.number += 1
             return None

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 
+from outdraft.kernels.data.graph_sizes import rounded_rows
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference.drawn_level import draw_level
 from outdraft.kernels.reference.verification import verify
@@ -42,4 +43,5 @@ def with_triton(others: Kernels, *, has_graphs: bool) -> Kernels:
         grow=GraphedGrowth(kernels.first_times),
         match=verification.match,
         verify=verification.verify,
+        rounded_requests=rounded_rows,
     )

@@ -1,17 +1,21 @@
 """Verification on a GPU, as graphs.
 
+Numbers of requests and rows are rounded up, so that few graphs are made. Requests behind the last
+one have no drafts and one row each, behind all others; nobody looks at what comes of them.
+
 Dimension key: B requests, R flat rows, V vocabulary.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
-from torch.nn.functional import pad
 
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
 from outdraft.kernels.data.graph_sizes import rounded_rows
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.triton.graphed_calls import CallGraphs
+from outdraft.kernels.triton.graphs import Capture
 
 if TYPE_CHECKING:
     from outdraft.sampling.batch import SamplingBatch
@@ -20,15 +24,24 @@ if TYPE_CHECKING:
 class GraphedVerification:
     """As `ops.Match` and `ops.Verify`."""
 
-    def __init__(self, others: Kernels) -> None:
-        """`others`: the same, launch by launch."""
+    def __init__(self, others: Kernels, capture: Capture | None = None) -> None:
+        """
+        Args:
+            others: the same, launch by launch.
+            capture: what makes graphs; None: that of the device.
+        """
         self._others = others
-        self._matches = CallGraphs[Verdict](others.first_times)
-        self._verdicts = CallGraphs[Verdict](others.first_times)
+        self._matches = CallGraphs[Verdict](others.first_times, capture)
+        self._verdicts = CallGraphs[Verdict](others.first_times, capture)
 
     def match(self, choices_R: Tensor, drafts: DraftBatch) -> Verdict:
         """As `ops.Match`."""
-        return self._matches.call(self._others.match, _rounded(choices_R), drafts)
+        number = rounded_rows(drafts.num_requests)
+        num_rows = max(number * (drafts.width + 1), rounded_rows(len(choices_R)))
+        verdict = self._matches.call(
+            self._others.match, choices_R, _bare(drafts), lengths=(num_rows, number)
+        )
+        return _first(verdict, drafts.num_requests)
 
     def verify(
         self,
@@ -39,12 +52,29 @@ class GraphedVerification:
         rule: Rule,
     ) -> Verdict:
         """As `ops.Verify`."""
-        return self._verdicts.call(
-            self._others.verify, _rounded(processed_RV), drafts, sampling, num_tokens_B, rule
+        number, num_requests = rounded_rows(drafts.num_requests), drafts.num_requests
+        num_rows = rounded_rows(len(processed_RV) + number - num_requests)
+        verdict = self._verdicts.call(
+            self._others.verify,
+            processed_RV,
+            _bare(drafts),
+            sampling.with_copies(num_requests - 1, number),
+            num_tokens_B,
+            rule,
+            lengths=(num_rows, number, None, number, None),
         )
+        return _first(verdict, num_requests)
 
 
-def _rounded(rows: Tensor) -> Tensor:
-    """With some rows behind the last request's, which count for nothing: kinds of calls are few."""
-    num_more = rounded_rows(len(rows)) - len(rows)
-    return pad(rows, (0, 0) * (rows.dim() - 1) + (0, num_more)) if num_more else rows
+def _bare(drafts: DraftBatch) -> DraftBatch:
+    """The same without what verification does not look at."""
+    return replace(drafts, margins_BL=None, taught_B2=None)
+
+
+def _first(verdict: Verdict, num_requests: int) -> Verdict:
+    """Of the first requests."""
+    return Verdict(
+        verdict.token_ids_BN1[:num_requests],
+        verdict.num_emitted_B[:num_requests],
+        verdict.rows_BN[:num_requests],
+    )

@@ -1,0 +1,68 @@
+"""Verification as graphs of rounded numbers of requests and rows: verdicts as launch by launch.
+
+What stands for a graph repeats the launches.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outdraft.kernels.data.drafts import DraftBatch, Rule
+from outdraft.kernels.reference.table import reference_kernels
+from tests.kernels.test_verification import KINDS, Step, batches, same
+
+pytest.importorskip("triton", reason="needs triton")
+from outdraft.kernels.triton.verification import GraphedVerification
+
+
+class Again:
+    """It counts what it made."""
+
+    def __init__(self) -> None:
+        self.num_made = 0
+
+    def __call__(self, launch):
+        self.num_made += 1
+        return launch, launch()
+
+
+@settings(max_examples=15, deadline=None)
+@given(found=st.lists(batches(), min_size=2, max_size=4))
+def test_matches_are_those_of_the_reference(found):
+    reference = reference_kernels()
+    graphed = GraphedVerification(reference, capture := Again())
+    for drafts, choices_R in found * 3:
+        want = reference.match(choices_R, drafts)
+        assert same(graphed.match(choices_R, drafts), want)
+    assert 1 <= capture.num_made <= len(found)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    kind=st.sampled_from(sorted(KINDS)),
+    sizes=st.lists(st.integers(1, 11), min_size=2, max_size=3),
+)
+def test_verdicts_are_those_of_the_reference(seed, kind, sizes):
+    (rule, sampled_trees), rng = KINDS[kind], np.random.default_rng(seed)
+    reference = reference_kernels()
+    graphed = GraphedVerification(reference, capture := Again())
+    steps = [Step(rng, size, most=4, vocab_size=23, sampled_trees=sampled_trees) for size in sizes]
+    for step in steps * 3:
+        arguments = step.logits_RV, step.drafts, step.sampling, step.num_tokens_B, rule
+        assert same(graphed.verify(*arguments), reference.verify(*arguments))
+    assert 1 <= capture.num_made <= len(sizes)
+
+
+def test_plain_steps_of_few_more_requests_share_a_graph():
+    reference, rng = reference_kernels(), np.random.default_rng(0)
+    graphed = GraphedVerification(reference, capture := Again())
+    for number in (9, 16, 12, 13):
+        drafts = DraftBatch.empty(number, "cpu")
+        step = Step(rng, number, most=0, vocab_size=9)
+        choices_R = step.logits_RV.argmax(1)
+        assert same(graphed.match(choices_R, drafts), reference.match(choices_R, drafts))
+        arguments = step.logits_RV, drafts, step.sampling, step.num_tokens_B, Rule.TRAVERSAL
+        assert same(graphed.verify(*arguments), reference.verify(*arguments))
+    assert capture.num_made <= 1 + 2  # Step draws which requests are greedy, or have a seed
