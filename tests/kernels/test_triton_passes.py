@@ -30,7 +30,12 @@ from tests.kernels.decoders import (
 from tests.kernels.test_decoder import BOUNDS, KINDS, assert_near
 
 pytest.importorskip("triton", reason="needs triton")
-from outdraft.kernels.data.graph_sizes import TREE_ROWS, rounded_len, rounded_rows
+from outdraft.kernels.data.graph_sizes import (
+    TREE_ROWS,
+    rounded_len,
+    rounded_requests,
+    rounded_rows,
+)
 from outdraft.kernels.triton import graphs
 from outdraft.kernels.triton.decoder import TritonDecoder
 from outdraft.kernels.triton.graphs import GraphedPasses
@@ -48,9 +53,10 @@ STEPS = (
     [(9, 1, ()), (34, 1, ())],
     [(10, 2, (0,)), (35, 1, CHAIN), (10, 1, ())],
 )
-# Requests, rows, and whether a request has more than a tile of few rows: those of STEPS that are
-# alike once they are rounded up.
-SECOND_TIME = {3, 5}
+# The steps that are the first with so few rows, or more, with taps or without.
+FIRST = {0, 1, 2}
+# Numbers of rows and requests of the others, once they are rounded up.
+NUM_LATER, NUM_SIZES = 3, 5  # and of all of them
 
 
 def spans_of(step: Sequence[tuple[int, int, tuple[int, ...]]]) -> list[Span]:
@@ -137,20 +143,19 @@ def test_passes_of_all_steps_are_the_references(device, kind, dtype, has_graphs)
     if has_graphs:
         assert len(graphs_of(decoder)._graphs) == 1
         made = graphs_of(decoder)._graphs.of(cache.layers[0].k_PSGC).made
-        assert made.num_made == len(SECOND_TIME)
+        assert made.num_made == NUM_LATER
 
 
-def test_a_pass_becomes_a_graph_when_its_sizes_come_again():
+def test_sizes_become_a_graph_when_their_launches_were_made_before():
     sizes, repeats = Sizes(), Repeats()
     kernels = with_triton(reference_kernels(), has_graphs=False)
     decoder = graphed(make_spec(sizes, kernels, torch.float32), repeats)
     cache = make_cache(sizes, torch.float32)
     read_steps(decoder, sizes, torch.float32, cache)
-    assert (repeats.num_made, repeats.num_repeated) == (len(SECOND_TIME), len(SECOND_TIME))
+    assert (repeats.num_made, repeats.num_repeated) == (NUM_LATER, len(STEPS) - len(FIRST))
     read_steps(decoder, sizes, torch.float32, cache)
-    others = len(STEPS) - len(SECOND_TIME)
-    assert repeats.num_made == others
-    assert repeats.num_repeated == len(SECOND_TIME) + len(STEPS)
+    assert repeats.num_made == NUM_SIZES
+    assert repeats.num_repeated == 2 * len(STEPS) - len(FIRST)
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -173,7 +178,7 @@ def test_each_cache_has_graphs_of_its_own_as_long_as_it_lives():
     first, second = (make_cache(sizes, torch.float32) for _ in range(2))
     for cache in (first, second, first, second):
         read_steps(decoder, sizes, torch.float32, cache)
-    assert num_made == 2 * (len(STEPS) - len(SECOND_TIME))
+    assert num_made == 2 * NUM_SIZES
     assert len(graphs_of(decoder)._graphs) == 2
     del cache, second
     gc.collect()
@@ -194,6 +199,9 @@ def test_sizes_are_few_and_hold_all_rows():
     assert sizes[-1] == graphs.MOST_ROWS
     assert len(set(sizes)) == 17
     assert all(size < 2 * number for number, size in enumerate(sizes, start=1))
+    assert [rounded_requests(number) for number in (1, 2, 4, 5, 16, 17, 256)] == [
+        *(1, 4, 4, 16, 16, 64, 256)
+    ]
     assert [rounded_len(length) for length in (1, 512, 513, 1025)] == [512, 512, 1024, 2048]
 
 

@@ -519,7 +519,7 @@ class Kernels:
         has_threads: products and attention have threads of their own, which wait for cores while
             torch's threads have them.
         first_times: counts what the operations do once.
-        rounded_requests: with how many requests drafts should grow that are wanted for so many:
+        num_grown: with how many requests drafts should grow that are wanted for so many:
             more where something would be made for each number.
     """
 
@@ -553,10 +553,10 @@ class Kernels:
     verify: Verify
     compile_decoder: CompileDecoder
     first_times: FirstTimes = field(default_factory=FirstTimes)
-    rounded_requests: Callable[[int], int] = int
+    num_grown: Callable[[int], int] = int
 
 
 def operation_names() -> list[str]:
     """All that a table chooses an implementation for."""
-    others = ("name", "has_threads", "first_times", "rounded_requests")
+    others = ("name", "has_threads", "first_times", "num_grown")
     return [one.name for one in fields(Kernels) if one.name not in others]

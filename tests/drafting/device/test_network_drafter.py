@@ -97,7 +97,7 @@ def propose(
         device="cpu",
     )
     kernels = kernels_for(torch.float32)
-    kernels = replace(kernels, grow=grow or kernels.grow, rounded_requests=rounded)
+    kernels = replace(kernels, grow=grow or kernels.grow, num_grown=rounded)
     proposer = DeviceProposer(kernels, drafter_of(network), case.shape, samples=samples)
     with torch.inference_mode():
         return proposer.propose(case.asks()[chosen], TEXTS_SL, sampling)
@@ -254,7 +254,7 @@ def test_requests_that_round_up_a_batch_change_nothing(
 
 @pytest.mark.parametrize("stop", [LiveStop((1.0,), (0.0,), 0.5), LiveStop((1.0,), (0.0,), 0, 3)])
 def test_no_request_rounds_up_a_batch_whose_rules_count_rows(network: Network, stop: LiveStop):
-    kernels = replace(kernels_for(torch.float32), rounded_requests=lambda _: 4)
+    kernels = replace(kernels_for(torch.float32), num_grown=lambda _: 4)
     proposer = DeviceProposer(kernels, drafter_of(network), None, samples=True)
     case = Case(TreeShape.chain(1), [GREEDY], [5], [1])
     sampling = batch_of_params(case.params, seeds=[0], vocab_size=VOCABULARY, device="cpu")

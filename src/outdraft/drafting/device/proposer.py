@@ -136,7 +136,7 @@ class DeviceProposer:
         num_requests = len(asks)
         number = num_requests
         if shares.group.size == 1:
-            number = self._kernels.rounded_requests(num_requests)
+            number = self._kernels.num_grown(num_requests)
         copied = _to_copy(asks) if number > num_requests else None
         if copied is not None:
             copy = replace(asks[copied], stop=None, max_taught=0)

@@ -15,6 +15,11 @@ def rounded_rows(num_rows: int) -> int:
     return step * -(-num_rows // step)
 
 
+def rounded_requests(num_requests: int) -> int:
+    """What so many requests of a pass are padded to. Those without rows take hardly any time."""
+    return 1 << 2 * -(-(num_requests - 1).bit_length() // 2)
+
+
 def rounded_len(num_tokens: int) -> int:
     """What a text counts as, so that one that grows stays the same for long."""
     return _power_of_2(max(num_tokens, _LEAST_LEN))

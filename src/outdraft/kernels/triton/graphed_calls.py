@@ -5,8 +5,8 @@
 A graph repeats the launches of one call on the same addresses. So what is given is copied into
 tensors that the graph reads. These, and what comes out, lie in memory that all graphs of a function
 share, since one runs after the other. Calls are alike, and share a graph, if the shapes of all
-tensors and all other parts of the arguments are the same. The first of them is launched as it is,
-which compiles what it needs; the second one becomes a graph.
+tensors and all other parts of the arguments are the same. The first of those that differ in shapes
+only is launched as it is, which compiles what it needs.
 """
 
 import math
@@ -23,7 +23,7 @@ from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.kernels.data.graph_sizes import GRAPH_BYTES
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.triton.graphs import Capture, DeviceCapture, Replay
-from outdraft.kernels.triton.kept_graphs import SecondTimes
+from outdraft.kernels.triton.kept_graphs import MadeGraphs
 
 _FIXED = (Kernels, RequestShares)  # they are what they are, whatever they hold
 _ALIGNED = 256  # bytes
@@ -66,7 +66,7 @@ class CallGraphs(Generic[Result]):
             most_bytes: that the arguments and the result of a call may take.
         """
         self._capture = capture or DeviceCapture()
-        self._graphs = SecondTimes[_Graph[Result] | _TooLarge](first_times)
+        self._graphs = MadeGraphs[_Graph[Result] | _TooLarge](first_times)
         self._room = _Room(most_bytes)
 
     def call(
@@ -99,7 +99,7 @@ class CallGraphs(Generic[Result]):
         def make() -> _Graph[Result] | _TooLarge:
             return self._captured(moved, shapes, tensors[0].device)
 
-        graph = self._graphs.find((*kinds, *shapes), make)
+        graph = self._graphs.find(tuple(kinds), tuple(shapes), make)
         if isinstance(graph, _Graph):
             _fill(graph.inputs, tensors)
             graph.replay()
@@ -164,7 +164,7 @@ def _parts(value: Any, tensors: list[Tensor]) -> object:
     the list."""
     if isinstance(value, Tensor):
         tensors.append(value)
-        return Tensor
+        return value.dtype
     if isinstance(value, tuple):
         return tuple(_parts(one, tensors) for one in value)
     if _is_open(value):

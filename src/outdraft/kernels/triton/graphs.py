@@ -2,9 +2,8 @@
 
 A graph repeats the launches of one pass: with the same sizes, on the same addresses. So the rows of
 a pass are copied into buffers of its own, and sizes are rounded up. Rows behind the last request
-are padding that is kept nowhere, and requests behind the last one have no rows. A pass of new sizes
-runs launch by launch, which compiles what it needs; if the same sizes come again they become a
-graph.
+are padding that is kept nowhere, and requests behind the last one have no rows. The first pass runs
+launch by launch, which compiles what it needs; then each new size becomes a graph.
 
 Rows that are padded are no other rows: the same sizes are computed alike with a graph or without.
 
@@ -19,12 +18,12 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from triton import cdiv, next_power_of_2
+from triton import cdiv
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.kernels.data.first_times import FirstTimes
-from outdraft.kernels.data.graph_sizes import TREE_ROWS, rounded_len, rounded_rows
-from outdraft.kernels.triton.kept_graphs import OfCaches, SecondTimes
+from outdraft.kernels.data.graph_sizes import TREE_ROWS, rounded_len, rounded_requests, rounded_rows
+from outdraft.kernels.triton.kept_graphs import MadeGraphs, OfCaches
 from outdraft.kernels.triton.padding import pad_rows
 
 MOST_ROWS = TREE_ROWS  # of a pass that becomes a graph; more rows take longer than their launches
@@ -69,7 +68,7 @@ class _Graphs:
     """Those on one cache, by `PassSizes`."""
 
     capture: Capture
-    made: SecondTimes[_Graph]
+    made: MadeGraphs[_Graph]
 
 
 class GraphedPasses:
@@ -116,7 +115,9 @@ class GraphedPasses:
         def launch() -> tuple[Tensor, Tensor]:
             return self._run(*rows.of(sizes, caches, has_states=states_TD is not None))
 
-        graph = graphs.made.find(sizes, lambda: _Graph(*graphs.capture(launch)))
+        has_many = sizes.max_rows > self._few_rows
+        launches = has_many, sizes.num_requests == 1, states_TD is not None, sizes.taps
+        graph = graphs.made.find(launches, sizes, lambda: _Graph(*graphs.capture(launch)))
         if graph is None:
             out_TD, tapped_TKD = launch()
             return out_TD[:num_rows], tapped_TKD[:num_rows]
@@ -125,7 +126,7 @@ class GraphedPasses:
         return out_TD[:num_rows].clone(), tapped_TKD[:num_rows].clone()
 
     def _new_graphs(self) -> _Graphs:
-        return _Graphs(self._new_capture(), SecondTimes(self._first_times))
+        return _Graphs(self._new_capture(), MadeGraphs(self._first_times))
 
     def _sizes(
         self, num_rows: int, metadata: AttentionMetadata, block_size: int, taps: tuple[int, ...]
@@ -134,7 +135,7 @@ class GraphedPasses:
         seq_len = rounded_len(max(metadata.max_seq_len, num_blocks * block_size))
         return PassSizes(
             num_rows=rounded_rows(num_rows),
-            num_requests=next_power_of_2(num_requests),
+            num_requests=rounded_requests(num_requests),
             max_rows=self._few_rows if metadata.max_rows <= self._few_rows else MOST_ROWS,
             max_seq_len=seq_len,
             num_blocks=cdiv(seq_len, block_size),
@@ -220,8 +221,8 @@ class DeviceCapture:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         graph = torch.cuda.CUDAGraph()
         with _no_collection(), torch.cuda.stream(self._stream):
-            # Other threads may allocate and copy meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            # Kernels may be loaded meanwhile, and other threads may allocate and copy.
+            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:
                 results = launch()
             finally:

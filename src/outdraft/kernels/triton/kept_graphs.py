@@ -13,31 +13,42 @@ Made = TypeVar("Made")
 Kept = TypeVar("Kept")
 
 
-class SecondTimes(Generic[Made]):
-    """Things that are made when their kind comes again: what comes once costs nothing more."""
+class MadeGraphs(Generic[Made]):
+    """Graphs by what they launch and for which sizes.
+
+    What is launched for the first time compiles kernels and allocates what libraries need, and so
+    becomes no graph. Of what was launched before, each new size becomes one at once: to make it
+    takes about as long as its launches would.
+    """
 
     def __init__(self, first_times: FirstTimes) -> None:
-        """`first_times`: counts kinds that are new, and things that are made."""
+        """`first_times`: counts first launches, and graphs that are made."""
         self._first_times = first_times
-        self._made: dict[object, Made | None] = {}  # None: it came once
+        self._launched = set[object]()
+        self._made: dict[object, Made] = {}
 
     @property
     def num_made(self) -> int:
-        return sum(made is not None for made in self._made.values())
+        return len(self._made)
 
-    def find(self, kind: object, make: Callable[[], Made]) -> Made | None:
-        """That of a kind, which `make` makes the second time; None: the kind is new, or was when
-        there were too many."""
-        if kind not in self._made:
-            if len(self._made) < MOST_GRAPHS:
-                self._made[kind] = None
-                self._first_times.number += 1
-            return None
-        made = self._made[kind]
-        if made is None:
-            made = self._made[kind] = make()
+    def find(self, launches: object, sizes: object, make: Callable[[], Made]) -> Made | None:
+        """The graph, which `make` makes; None: the launches are new, or there are too many graphs.
+
+        Args:
+            launches: what is the same if the same kernels are launched.
+            sizes: what all calls of a graph have in common besides.
+        """
+        if launches not in self._launched:
+            self._launched.add(launches)
             self._first_times.number += 1
-        return made
+            return None
+        kind = launches, sizes
+        if kind not in self._made:
+            if len(self._made) >= MOST_GRAPHS:
+                return None
+            self._made[kind] = make()
+            self._first_times.number += 1
+        return self._made[kind]
 
 
 class OfCaches(Generic[Kept]):

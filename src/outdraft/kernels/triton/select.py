@@ -43,5 +43,5 @@ def with_triton(others: Kernels, *, has_graphs: bool) -> Kernels:
         grow=GraphedGrowth(kernels.first_times),
         match=verification.match,
         verify=verification.verify,
-        rounded_requests=rounded_rows,
+        num_grown=rounded_rows,
     )
