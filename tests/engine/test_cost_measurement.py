@@ -93,6 +93,23 @@ def test_a_networks_costs_without_noise_are_what_was_true(tree):
     assert cost.max_passes == 63
 
 
+def test_lags_that_were_not_measured_take_longer_as_the_prior_says():
+    """Most of what is measured of few tokens may not grow with them."""
+    steps = DrafterSteps(COUNTS, NUM_LONG, depth=4, tree=(), max_passes=63, reads_texts=True)
+    first, *others = LAGS
+    wanted = [step for step in steps.wanted if step.lag <= first]
+
+    def truth(step):
+        return (1e-3 + (9e-4 if step.lag else 0) if step.is_network else 1e-4), 1.0, 1.0
+
+    prior = PRIOR.drafters["eagle3"]
+    cost = steps.fitted(measured_as(wanted, truth), prior)
+    assert cost.catch_up.at(np.array(first)) == pytest.approx(9e-4)
+    prior_s = prior.catch_up.at(np.array([first, *others]))
+    assert prior_s[-1] > prior_s[0]
+    assert cost.catch_up.at(np.array(others)) == pytest.approx(9e-4 + prior_s[1:] - prior_s[0])
+
+
 def test_what_a_look_takes_is_told_from_passes_over_a_part_of_the_text():
     """A pass of a long text reads 100 tokens, a look all of them, and only where they are more."""
     steps = DrafterSteps(

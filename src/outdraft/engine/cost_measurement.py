@@ -18,6 +18,7 @@ from outdraft.core.draft import MAX_TAUGHT
 from outdraft.engine.cost_steps import SHORT, Samples, ScratchSteps, Step
 
 TURNS = 5
+MOST_READY_S = 15.0  # beside the budget, in which kernels are compiled and graphs are made
 IN_A_ROW, QUICK_S = 3, 0.02  # runs in a turn of a step that takes less
 ROWS_OF_ONE = 8  # of one request; more rows belong to several, where the engine has room for them
 MOST_OF_FEW = 32  # rows, where it has not
@@ -54,15 +55,19 @@ def take_turns(
 ) -> Measured:
     """Run the steps that there is room for in turns, until the budget is spent.
 
+    What is made ready once, such as a kernel that is compiled, is not counted, up to MOST_READY_S.
+
     prior: of the target's pass; from it follows whether a step fits into what is left.
     """
     end_s, slowdown, texts = time.perf_counter() + budget_s, 1.0, (0, False)
+    ready_s = runner.ready_s
     last_s: dict[Step, float] = {}
     samples = {step: Samples() for step in wanted if runner.fits(step)}
     for _ in range(TURNS):
         for step, own in samples.items():
             prior_s = float(prior.at(np.array(step.num_rows)))
-            if time.perf_counter() + last_s.get(step, slowdown * prior_s) > end_s:
+            more_s = min(runner.ready_s - ready_s, MOST_READY_S)
+            if time.perf_counter() + last_s.get(step, slowdown * prior_s) > end_s + more_s:
                 continue
             seconds = runner.run(step, own)
             if seconds < QUICK_S:
@@ -326,7 +331,8 @@ def _owners(rows: int, counts: Sequence[int]) -> int:
 
 def _catch_up(lags: dict[int, float | None], prior: DrafterCost) -> CostCurve:
     """What a backlog adds to the pass that reads it, comparing the network with its last tokens
-    included. `lags`: 0 stands for a usual step."""
+    included. `lags`: 0 stands for a usual step. The longest ones may not have been measured: these
+    take so much longer than those that were as the prior says."""
     usual_s = lags.get(0)
     found = {
         lag: max(0.0, seconds - usual_s)
@@ -335,5 +341,8 @@ def _catch_up(lags: dict[int, float | None], prior: DrafterCost) -> CostCurve:
     }
     if not found:
         return prior.catch_up
-    least = min(found)
+    least, most = min(found), max(found)
+    more = [lag for lag in lags if lag > most]
+    for lag, prior_s in zip(more, prior.catch_up.at(np.array(more)).tolist(), strict=True):
+        found[lag] = found[most] + max(0.0, prior_s - float(prior.catch_up.at(np.array(most))))
     return curve({1: found[least] / least, **found})

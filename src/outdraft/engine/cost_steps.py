@@ -82,6 +82,7 @@ class ScratchSteps:
     Attributes:
         max_requests: that the cache has room for.
         num_long: tokens of the long text.
+        ready_s: seconds of runs in which something was made ready for those that count.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class ScratchSteps:
         """`most_long`: tokens of the long text, where the cache has room for twice as many."""
         self._runner, self._max_rows = runner, limits.max_num_batched_tokens
         self._max_len = max_model_len
+        self.ready_s = 0.0
         size, num_blocks = runner.cache.block_size, runner.cache.num_blocks
         length = min(max_model_len, num_blocks * size)
         self.num_long = min(most_long, length // 2)
@@ -125,6 +127,7 @@ class ScratchSteps:
         for _ in range(MOST_FIRST_TIMES):
             if not times.is_first:
                 break
+            self.ready_s += step_s
             step_s, times = self._run(step)
         target_s = times.verify_s + times.sample_s
         samples.draft_s.append(times.draft_s)
