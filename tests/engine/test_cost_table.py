@@ -105,6 +105,25 @@ def test_the_rows_of_a_measured_step_differ():
     assert len({int(ids[0]) for ids in drafts}) == len(drafts) == 4
 
 
+@pytest.mark.parametrize(("first_runs_count", "num_runs"), [(True, [1, 1, 1]), (False, [2, 1, 2])])
+def test_a_first_run_that_makes_something_ready_is_no_sample(
+    first_runs_count: bool, num_runs: list[int]
+):
+    llm = engine(FAMILY, "plain")
+    runner, plans = llm.engine.runner, list[StepPlan]()
+    launch = runner.launch
+    runner.launch = lambda plan: plans.append(plan) or launch(plan)
+    steps = ScratchSteps(runner, llm.config.scheduler, 64, first_runs_count=first_runs_count)
+    samples, ready_s = Samples(), 0.0
+    for step, number in zip((Step(1, 1), Step(1, 1), Step(2, 4)), num_runs, strict=True):
+        steps.run(step, samples)
+        assert len(plans) == number
+        assert (steps.ready_s > ready_s) == (number > 1)
+        plans.clear()
+        ready_s = steps.ready_s
+    assert len(samples.draft_s) == len(num_runs)
+
+
 def test_a_table_is_measured_once(tmp_path: Path):
     llm = engine(FAMILY, "eagle3")
     table = measured(llm, tmp_path)

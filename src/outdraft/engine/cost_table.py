@@ -189,7 +189,13 @@ class _Measuring:
 
     def _steps(self, most_long: int = LONG) -> ScratchSteps:
         limits = self._config.scheduler
-        return ScratchSteps(self._runner, limits, self._runner.state.row_len - 1, most_long)
+        return ScratchSteps(
+            self._runner,
+            limits,
+            self._runner.state.row_len - 1,
+            most_long,
+            first_runs_count=self._models.device.type == "cpu",
+        )
 
 
 def _table_in(path: Path) -> CostTable:
