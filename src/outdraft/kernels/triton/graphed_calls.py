@@ -194,7 +194,7 @@ def _is_open(value: object) -> bool:
 
 
 def _shape(tensor: Tensor, length: int | None = None) -> Shape:
-    """Of a tensor of this length, or of its own."""
+    """The shape of a tensor with this length, or with its own."""
     shape = tuple(tensor.shape)
     return (shape if length is None else (length, *shape[1:])), tensor.dtype
 

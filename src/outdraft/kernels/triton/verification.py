@@ -72,7 +72,7 @@ def _bare(drafts: DraftBatch) -> DraftBatch:
 
 
 def _first(verdict: Verdict, num_requests: int) -> Verdict:
-    """Of the first requests."""
+    """The verdict about the first requests."""
     return Verdict(
         verdict.token_ids_BN1[:num_requests],
         verdict.num_emitted_B[:num_requests],
