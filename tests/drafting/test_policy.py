@@ -144,7 +144,7 @@ class Scripted:
         self.standing: Decision | None = None
         self.asked_to_hold: list[tuple[int, int]] = []
         self.late_shadows: list[ShadowOutcome] = []
-        self.network_due_in = 0
+        self.due_in = 0
         self.num_quiet = self.num_rests = 0
         self.asked_for_quiet: list[bool] = []
         self.wants_plain_time = False
@@ -167,6 +167,9 @@ class Scripted:
     def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
         self.asked_to_hold.append((num_requests, prompt_rows))
         return self.is_held
+
+    def network_due_in(self, num_running: int) -> int:
+        return self.due_in
 
     def quiet_steps(self, *, may_find: bool) -> int:
         self.asked_for_quiet.append(may_find)
@@ -731,11 +734,11 @@ def test_a_request_is_followed_while_the_network_may_soon_draft_for_it(
     due_in: int, max_len: int, running: int, params: dict[str, Any], is_followed: bool
 ):
     control = Scripted()
-    control.network_due_in = due_in
+    control.due_in = due_in
     ours = policy(suffix(), drafter_max_len=max_len, control=control, disable_by_batch_size=8)
     one = request("a", num_prompt=10, **params)
     assert (ours.may_follow(running) and ours.follows(one)) == is_followed
-    assert ours.reads_prompts == (due_in == 0)
+    assert ours.reads_prompts(running) == (due_in == 0)
 
 
 class Priced(Scripted):
@@ -788,7 +791,7 @@ QUIET_ROOM = StepRoom(prompt_rows=0, free_rows=40, free_slots=60)
 def resting(*proposers: ScriptedProposer, **options: Any) -> tuple[DraftPolicy, Scripted]:
     """A policy whose control holds a plain decision for ever; it says that ten steps are quiet."""
     control = Scripted(wants_offers=False)
-    control.is_held, control.num_quiet, control.network_due_in = True, 10, 1000
+    control.is_held, control.num_quiet, control.due_in = True, 10, 1000
     control.standing = Decision((), 0, 0, Reason.NO_GAIN, 0, 1, 0, 1, 1, 0)
     return policy(*proposers, control=control, **options), control
 
@@ -817,9 +820,9 @@ def test_nobody_is_asked_about_steps_that_are_sure_to_be_plain():
 @pytest.mark.parametrize(("due_in", "num_rests"), [(16, 0), (17, 0), (18, 1), (20, 3), (100, 5)])
 def test_nobody_rests_when_states_have_to_be_kept_for_the_network(due_in: int, num_rests: int):
     ours, control = resting(drafter_max_len=100)
-    control.network_due_in = due_in
+    control.due_in = due_in
     assert quiet_run(ours, request(), 1 + num_rests) == "a" + num_rests * "r"
-    control.network_due_in = 0
+    control.due_in = 0
     if due_in < 100:
         assert not ours.rests(1, 0)
 

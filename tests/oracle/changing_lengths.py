@@ -47,8 +47,7 @@ class ChangingLengths:
     def wants_margins(self) -> bool:
         return self._rng.random() < 0.5
 
-    @property
-    def network_due_in(self) -> int:
+    def network_due_in(self, num_running: int) -> int:
         return 0
 
     @property

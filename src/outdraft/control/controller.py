@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from outdraft.control.answers import Answers, Question, question
-from outdraft.control.choosing import chosen_plan, gain_of, pays_anew
+from outdraft.control.choosing import MOST_ALIKE, chosen_plan, gain_of, pays_anew
 from outdraft.control.costs import CostTable
 from outdraft.control.drift import Costs
 from outdraft.control.estimates import Estimates
@@ -99,12 +99,12 @@ class Controller:
             return False
         return self._looks.are_due(self._num_steps)
 
-    @property
-    def network_due_in(self) -> int:
+    def network_due_in(self, num_running: int) -> int:
         """Steps until the network may draft again; 0 while drafts pay and it makes them, or did a
         few steps ago, or will for requests to come. A probe alone is no reason for it to read whole
-        prompts."""
-        if self._welcomes or (self._is_drafting and self.probe.idle_steps < LINGERING):
+        prompts; nor is what was said of a few requests where more run now."""
+        welcomes = self._welcomes and num_running <= MOST_ALIKE
+        if welcomes or (self._is_drafting and self.probe.idle_steps < LINGERING):
             return 0
         return max(1, self.probe.due_in)
 

@@ -57,8 +57,7 @@ class FixedLength:
         assert self.standing is not None
         return self.standing
 
-    @property
-    def network_due_in(self) -> int:
+    def network_due_in(self, num_running: int) -> int:
         return 0 if self.num_drafts else NEVER
 
     @property

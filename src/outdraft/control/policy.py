@@ -64,10 +64,9 @@ class LengthPolicy(Protocol):
         """
         ...
 
-    @property
-    def network_due_in(self) -> int:
-        """Steps until a network may draft again, as far as is known; 0 while it does in earnest,
-        and reads prompts as they pass by."""
+    def network_due_in(self, num_running: int) -> int:
+        """Steps until a network may draft again for so many requests, as far as is known; 0 while
+        it does in earnest, and reads prompts as they pass by."""
         ...
 
     @property

@@ -200,7 +200,7 @@ class DraftPolicy:
         """Steps that follow a held one in which nobody needs to be asked for anything."""
         steps = self.control.quiet_steps(may_find=self._host.may_find(requests))
         if self._has_network:  # its states are to be kept early enough
-            steps = min(steps, self.control.network_due_in - WARM_UP_STEPS - 1)
+            steps = min(steps, self.control.network_due_in(len(requests)) - WARM_UP_STEPS - 1)
         return max(0, steps)
 
     def _fitting(
@@ -222,15 +222,14 @@ class DraftPolicy:
         """Whether the network should be able to draft for any request in one of the next steps."""
         if not self._has_network or self._is_disabled(num_running):
             return False
-        return self.control.network_due_in <= WARM_UP_STEPS
+        return self.control.network_due_in(num_running) <= WARM_UP_STEPS
 
-    @property
-    def reads_prompts(self) -> bool:
+    def reads_prompts(self, num_running: int) -> bool:
         """Whether a network that reads states should read prompts as they pass by.
 
         That takes as long as several steps. Else it begins with the states of the newest tokens.
         """
-        return self.control.network_due_in == 0
+        return self.control.network_due_in(num_running) == 0
 
     def follows(self, request: Request) -> bool:
         """Whether it should for this one, if it should for any."""

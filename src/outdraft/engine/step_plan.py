@@ -14,4 +14,5 @@ def plan_step(scheduler: Scheduler, drafting: DraftPolicy) -> ScheduledStep:
     choices = drafting.choose(scheduler.decoding_requests(), num_running, scheduler.room())
     may_follow = drafting.may_follow(num_running)
     follows = drafting.follows if may_follow else None
-    return scheduler.schedule(choices, follows, reads_prompts=may_follow and drafting.reads_prompts)
+    reads_prompts = may_follow and drafting.reads_prompts(num_running)
+    return scheduler.schedule(choices, follows, reads_prompts=reads_prompts)
