@@ -169,3 +169,22 @@ def test_loops_for_few_requests_find_the_plan_of_arrays_to_the_last_bit(seed: in
         else:
             assert few.picks == ()
     assert num_drafting > 10
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_levels_that_no_plan_has_change_nothing(seed: int):
+    """Options are cut before they are looked at; the twin that looks at all of them is not."""
+    rng = np.random.default_rng(seed)
+    prices = random_prices(rng, 150, stairs=seed % 2 == 0)
+    chosen = [
+        (index, Option("eagle3", falling(rng, 63), is_network=True, fixed_s=fixed_s))
+        for index, fixed_s in enumerate(rng.choice([0.0, 0.0, 0.3, 2.0], int(rng.integers(2, 9))))
+    ]
+    whole = best_of_many(chosen, prices)
+    plan = best_plan([[option] for _, option in chosen], prices)
+    assert plan.objective == pytest.approx(max(0.0, whole.objective))
+    if whole.objective > 1e-9:
+        assert (plan.depth, plan.rows, plan.price) == (whole.depth, whole.rows, whole.price)
+        assert [(pick.request, pick.levels) for pick in plan.picks] == [
+            (pick.request, pick.levels) for pick in whole.picks
+        ]

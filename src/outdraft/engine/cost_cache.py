@@ -24,7 +24,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.engine.loading import LoadedModels
 from outdraft.engine.machine import installed_version, processor
 
-FORMAT, MOST_FILES = 7, 128
+FORMAT, MOST_FILES = 8, 128
 MODEL_FILES = (".json", ".safetensors")
 Key = dict[str, Any]
 _logger = logging.getLogger(__name__)
