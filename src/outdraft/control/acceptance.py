@@ -153,23 +153,23 @@ class NetworkCurve:
         """By level, for a request of which nothing is known."""
         return [sigmoid(level.logit) for level in self._levels]
 
-    def survivals(self, request_id: str, num_levels: int, *, optimism: bool = False) -> list[float]:
+    def survivals(self, request_id: str, num_levels: int, *, optimism: float = 0.0) -> list[float]:
         """By level: the chance that a draft is accepted so far. From finished steps only.
 
-        optimism: as high as few labels leave room for.
+        optimism: 1: as high as few labels leave room for; 0: as they say; or a share of the way.
         """
         return self.all_survivals([request_id], optimism=optimism)[0][:num_levels]
 
     def all_survivals(
-        self, request_ids: Sequence[str], *, optimism: bool = False, most_known: float = 0.0
+        self, request_ids: Sequence[str], *, optimism: float = 0.0, most_known: float = 0.0
     ) -> list[list[float]]:
         """`survivals` of all levels, by request.
 
         most_known: information about another shape. A shape that is known less is hoped for.
         """
-        firm = FIRM_INFORMATION if optimism else min(FIRM_INFORMATION, most_known + LEANING)
-        known = self.information + LEANING
-        hope = max(0.0, known**-0.5 - firm**-0.5)
+        doubt = (self.information + LEANING) ** -0.5
+        hope = optimism * (doubt - FIRM_INFORMATION**-0.5)
+        hope = max(0.0, hope, doubt - min(FIRM_INFORMATION, most_known + LEANING) ** -0.5)
         offsets = [hope + self._offset(request_id) for request_id in request_ids]
         if len(offsets) < FEW:
             return [self._survivals(offset) for offset in offsets]

@@ -29,6 +29,7 @@ LONGEST_PLAIN = 256  # steps that one holds for where it takes long beside a ste
 RELEASE = 0.05  # gain beyond what was predicted at an alarm that ends the patience
 REUSED = 8  # steps that a decision to draft holds for if nothing else changes
 SETTLED = 4  # decisions that nothing is offered before one stands for steps to come
+HOPE = 0.5  # share of the doubt about chances that drafts begin with
 LINGERING = 8  # steps without the network's drafts before it counts as off
 ROUTINE = 8  # steps that are held of which one is timed
 EXPERIMENTS = (Reason.NETWORK_PROBE, Reason.PLAIN_PROBE)
@@ -422,10 +423,12 @@ class Controller:
         options = self.estimates.options(facts.requests, self.costs)
         known = regime.speedup if facts.has_offers and regime.num_steps else None
         plan = chosen_plan(options, prices, outlook, known, is_drafting=self._is_drafting)
-        if not plan.picks and self._is_drafting:
+        if not plan.picks and network is not None and not regime.guard.waiting:
             # A few unlucky labels do not end it: without drafts there would be hardly any more.
-            hopeful = self.estimates.options(facts.requests, self.costs, optimism=True)
-            plan = chosen_plan(hopeful, prices, outlook, known, is_drafting=True)
+            # Nor do they keep it from beginning again where it nearly pays.
+            optimism = 1.0 if self._is_drafting else HOPE
+            hopeful = self.estimates.options(facts.requests, self.costs, optimism=optimism)
+            plan = chosen_plan(hopeful, prices, outlook, known, is_drafting=self._is_drafting)
         gain = gain_of(plan, outlook)
         if regime.guard.waiting and plan.picks:
             if gain <= regime.guard.gain_at_alarm + RELEASE:

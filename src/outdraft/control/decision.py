@@ -66,7 +66,7 @@ def _without_vain_levels(
     """The same without the levels that no plan has: all requests together would get less from one
     than its pass costs, which takes as long as that of one row at least. Deeper ones are no better.
 
-    Of 63 levels about six are left, and to decide takes a tenth of the time.
+    About six of 63 levels are left, and to decide takes a quarter of the time.
     """
     least = prices.rate * float(prices.pass_N[1])
     lengths = [len(o.survivals) for _, own in drafting for o in own if o.is_network]

@@ -47,7 +47,7 @@ class Estimates:
         return self.hosts[source]
 
     def options(
-        self, requests: Sequence[RequestFacts], costs: Costs, *, optimism: bool = False
+        self, requests: Sequence[RequestFacts], costs: Costs, *, optimism: float = 0.0
     ) -> list[list[Option]]:
         """By request: all ways in which it could draft now."""
         survivals = _Survivals(self, requests, optimism=optimism)
@@ -211,7 +211,7 @@ class _Survivals:
     """Those of a step's requests, computed at once by network, rule and shape."""
 
     def __init__(
-        self, estimates: Estimates, requests: Sequence[RequestFacts], *, optimism: bool
+        self, estimates: Estimates, requests: Sequence[RequestFacts], *, optimism: float
     ) -> None:
         ids: dict[CurveKey, list[str]] = {}
         for request in requests:

@@ -104,7 +104,11 @@ class CallGraphs(Generic[Result]):
             _fill(graph.inputs, tensors)
             graph.replay()
             return graph.result
-        return moved([tensors[0].new_empty(shape, dtype=dtype) for shape, dtype in shapes])()
+        own = [
+            one if _shape(one) == shape else one.new_empty(shape[0])
+            for one, shape in zip(tensors, shapes, strict=True)
+        ]
+        return moved(own)()
 
     def _captured(
         self,
@@ -200,7 +204,8 @@ def _shape(tensor: Tensor, length: int | None = None) -> Shape:
 
 
 def _fill(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy into tensors that may be longer, with zeros behind what is copied."""
+    """Copy into tensors that may be longer, with zeros behind what is copied; a tensor that is its
+    own target stays."""
     starts: list[Tensor] = []
     ends: dict[torch.dtype, list[Tensor]] = {}
     for target, source in zip(targets, sources, strict=True):
@@ -220,7 +225,7 @@ def _copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """One launch for all tensors of a dtype."""
     by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for source, target in zip(sources, targets, strict=True):
-        if source.numel():
+        if source.numel() and target is not source:
             of_dtype = by_dtype.setdefault(source.dtype, ([], []))
             of_dtype[0].append(target)
             of_dtype[1].append(source)
