@@ -17,8 +17,8 @@ class MadeGraphs(Generic[Made]):
     """Graphs by what they launch and for which sizes.
 
     What is launched for the first time compiles kernels and allocates what libraries need, and so
-    becomes no graph. Later each new size of it becomes one at once: to make it
-    takes about as long as its launches would.
+    becomes no graph. Later each new size of it becomes one at once: to make it takes about as long
+    as its launches would.
     """
 
     def __init__(self, first_times: FirstTimes) -> None:
