@@ -12,7 +12,6 @@ only is launched as it is, which compiles what it needs.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -94,7 +93,7 @@ class CallGraphs(Generic[Result]):
         def moved(inputs: Sequence[Tensor]) -> Callable[[], Result]:
             """The call, over tensors that hold its arguments."""
             _fill(inputs, tensors)
-            return partial(function, *_with_tensors(arguments, iter(inputs)))
+            return lambda: function(*_with_tensors(arguments, iter(inputs)))
 
         def make() -> _Graph[Result] | _TooLarge:
             return self._captured(moved, shapes, tensors[0].device)
