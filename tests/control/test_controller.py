@@ -710,16 +710,18 @@ def test_probes_are_as_rare_as_what_they_really_take_asks_for():
     assert 0.002 < share(2.5) < 0.012
 
 
-@pytest.mark.parametrize(("num_labels", "drafts"), [(20, True), (600, False)])
-def test_drafts_begin_where_few_labels_leave_room_for_a_gain(num_labels: int, drafts: bool):
+@pytest.mark.parametrize(("num_labels", "drafts"), [(100, True), (600, False)])
+def test_drafts_begin_where_few_labels_leave_room_for_a_gain(
+    num_labels: int, drafts: bool, monkeypatch: pytest.MonkeyPatch
+):
     """They said that drafts do not pay, by little: only many of them are believed."""
     controller = Controller(table(0.1, 0.3), 5)
     curve = controller.estimates.network("eagle3", "", ())
     for number in range(num_labels):
         curve.observe(DraftOutcome(str(number // 10), 1, int(number * 0.35 % 1 < 0.35)))
     facts = StepFacts((request("new", network="eagle3"),))
-    pays = controller.estimates.options(facts.requests, controller.costs)[0][0].survivals[0] > 0.45
-    assert not pays
-    decision = controller.decide(facts)
+    decision = copy.deepcopy(controller).decide(facts)
     assert bool(decision.grants) == drafts
     assert decision.reason is (Reason.GAIN if drafts else Reason.NO_GAIN)
+    monkeypatch.setattr("outdraft.control.controller.HOPE", 0.0)
+    assert controller.decide(facts).reason is Reason.NO_GAIN
