@@ -170,6 +170,31 @@ def test_a_networks_passes_and_its_catching_up_have_their_own_factors():
     assert costs.catch_up_s("eagle3", 40) == pytest.approx(0.1, rel=0.02)
 
 
+@pytest.mark.parametrize("change", [0.75, 1.4])
+def test_a_network_that_is_off_is_as_fast_as_plain_steps_say_of_the_machine(change: float):
+    costs = Costs(TABLE)
+    for _ in range(100):  # its table is wrong by half
+        costs.observe_target(1, 0, 1.0)
+        costs.observe_drafter("eagle3", [1], 0, [0], 1.5 * 0.13)
+    before = costs.pass_N("eagle3", 2, 0)[1]
+    assert before == pytest.approx(1.5 * 0.1, rel=0.05)
+    for _ in range(300):
+        costs.observe_target(1, 0, change)
+    assert costs.target_s(1, 0) == pytest.approx(change, rel=0.02)
+    # Half of what one number of rows says, or more, is the machine.
+    least, most = sorted((before * change**0.45, before * change))
+    assert least <= costs.pass_N("eagle3", 2, 0)[1] <= most
+
+
+def test_how_slow_a_network_is_says_nothing_of_the_target():
+    costs = Costs(TABLE)
+    for _ in range(100):
+        costs.observe_target(1, 0, 1.0)
+        costs.observe_drafter("eagle3", [1], 0, [0], 2 * 0.13)
+    assert costs.target_s(1, 0) == pytest.approx(1.0, rel=0.01)
+    assert costs.pass_N("eagle3", 2, 0)[1] == pytest.approx(0.2, rel=0.05)
+
+
 @pytest.mark.parametrize("change", [0.5, 1.0, 1.6])
 def test_lone_steps_take_longer_and_tell_how_the_network_changed(change: float):
     costs, rng = Costs(TABLE), np.random.default_rng(0)

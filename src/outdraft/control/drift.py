@@ -2,9 +2,10 @@
 
 One correction is shared by all numbers of rows, and one belongs to each, much like those of its
 neighbours. The shared one carries what is learned while speculating over to plain steps, which are
-seldom seen meanwhile; the own ones tell a machine that slowed down from a table that is wrong in
-one place. A sudden change is taken for both by halves: plain decoding that looks too fast is tried
-and put right at once, while it would be put right by rare probes only if it looked too slow.
+seldom seen meanwhile, and what plain steps tell over to networks that are off; the own ones tell a
+machine that slowed down from a table that is wrong in one place. A sudden change is taken for both
+by halves: plain decoding that looks too fast is tried and put right at once, while it would be put
+right by rare probes only if it looked too slow.
 """
 
 import math
@@ -29,7 +30,7 @@ SPAN = 4096  # rows whose times are kept at hand
 
 
 class Correction:
-    """Factors on a table's times by bucket: a Kalman filter. N: buckets.
+    """Factors on a table's times by bucket: a Kalman filter. N: buckets, and what they share.
 
     Without covariances, lengths that were not tried lately would look as dear as they did then.
     """
@@ -39,9 +40,10 @@ class Correction:
         self._clip = clip
         self.num_far = 0  # times in a row that the correction was beyond FAR
         self._factors: list[float] | None = None  # until the next time is observed
-        bucket_N = np.arange(num_buckets)
+        bucket_N = np.arange(num_buckets + 1)
         near_NN = NEAR ** np.abs(bucket_N[:, None] - bucket_N)
-        self._log_N = np.zeros(num_buckets)
+        near_NN[-1] = near_NN[:, -1] = 0  # what all share has no own correction
+        self._log_N = np.zeros(num_buckets + 1)
         self._variance_NN = SHARED + OWN * near_NN
         self._walk_NN = WALK * (1 + near_NN)
 
@@ -49,12 +51,17 @@ class Correction:
     def factors(self) -> list[float]:
         """By bucket."""
         if self._factors is None:
-            logs_N, clip = self._log_N.tolist(), self._clip
+            logs_N, clip = self._log_N[:-1].tolist(), self._clip
             self._factors = [math.exp(max(-clip, min(clip, log))) for log in logs_N]
         return self._factors
 
     def factor(self, bucket: int) -> float:
         return self.factors[bucket]
+
+    @property
+    def shared_log(self) -> float:
+        """The logarithm of what all buckets share: how much slower the machine is."""
+        return max(-self._clip, min(self._clip, float(self._log_N[-1])))
 
     def observe(self, bucket: int, table_s: float, actual_s: float) -> None:
         """Learn what a pass of this bucket took, and what the table says that it takes."""
@@ -105,9 +112,13 @@ class NetworkCorrection:
     twice as long as the same step among others that draft, and would say that the network became
     slow. So how much longer lone steps take is learned as well (a Kalman filter of two numbers):
     what then changes from one to the next has changed for all steps.
+
+    All of it comes on top of what the target's passes say of the machine. A network that is off
+    would else look as slow as the machine was when it drafted last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, target: Correction) -> None:
+        self._target = target
         self.num_far = 0  # as Correction
         self._log, self._log_lone = 0.0, 0.0
         self._variance, self._covariance, self._variance_lone = SHARED + OWN, 0.0, LONE
@@ -116,11 +127,11 @@ class NetworkCorrection:
     @property
     def factor(self) -> float:
         """For a step among others that draft."""
-        return math.exp(max(-CLIP, min(CLIP, self._log)))
+        return math.exp(max(-CLIP, min(CLIP, self._log + self._target.shared_log)))
 
     @property
     def catch_up_factor(self) -> float:
-        return self._catch_up.factor
+        return self._catch_up.factor * math.exp(self._target.shared_log)
 
     def observe(
         self, table_s: float, catch_up_s: float, actual_s: float, *, is_lone: bool = False
@@ -132,6 +143,8 @@ class NetworkCorrection:
         """
         if table_s <= 0 or actual_s <= 0:
             return
+        machine = math.exp(self._target.shared_log)
+        table_s, catch_up_s = table_s * machine, catch_up_s * machine
         expected = self._log + (self._log_lone if is_lone else 0.0)
         if catch_up_s > 0:
             passes_s = table_s * math.exp(max(-CLIP, min(CLIP, expected)))
@@ -165,7 +178,7 @@ class Costs:
         self._catch_up_N = {
             name: one.catch_up.at(rows).tolist() for name, one in table.drafters.items()
         }
-        self._drafters = {name: NetworkCorrection() for name in table.drafters}
+        self._drafters = {name: NetworkCorrection(self._target) for name in table.drafters}
         self._host, self._drafting_host = LoneCorrection(HOST_CLIP), LoneCorrection(HOST_CLIP)
 
     def target_s(self, num_rows: int, context_tokens: int, num_requests: int = 1) -> float:
@@ -252,15 +265,15 @@ class Costs:
         if not is_probe and not is_passing:
             self.observe_host(len(lengths), outcome.host_s, drafts=bool(outcome.drafts))
         network, pass_rows, lag = self._read(outcome)
-        target_s = outcome.target_s
-        if network:
-            if not facts.prompt_rows and not (is_passing and not _has_rule(outcome.decision)):
-                self.observe_drafter(
-                    network, pass_rows, lag, lengths, outcome.draft_s, is_lone=is_lone or is_probe
-                )
-            target_s -= self.beside_s(network)
+        beside_s = self.beside_s(network) if network else 0.0
         if not is_probe:
+            target_s = outcome.target_s - beside_s
             self.observe_target(outcome.num_rows, sum(lengths), target_s, len(lengths))
+        if not network or facts.prompt_rows or (is_passing and not _has_rule(outcome.decision)):
+            return
+        self.observe_drafter(
+            network, pass_rows, lag, lengths, outcome.draft_s, is_lone=is_lone or is_probe
+        )
 
     def observe_passing(
         self, facts: StepFacts, decision: Decision, draft_s: float, target_s: float
@@ -276,9 +289,9 @@ class Costs:
             network, num_rows = grant.source, num_rows + grant.rows
             _add_passes(pass_rows, grant, min(self.drafter(network).max_passes, grant.levels))
         lengths = [request.context_tokens for request in facts.requests]
-        self.observe_drafter(network, pass_rows, 0, lengths, draft_s)
         target_s -= self.beside_s(network)
-        self.observe_target(num_rows, sum(lengths), target_s, len(facts.requests))
+        self.observe_target(num_rows, sum(lengths), target_s, len(lengths))
+        self.observe_drafter(network, pass_rows, 0, lengths, draft_s)
 
     def _read(self, outcome: StepOutcome) -> tuple[str, list[int], int]:
         """Which network drafted ("": none did), rows of each of its passes, and tokens that it read
