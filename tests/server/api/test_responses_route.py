@@ -104,6 +104,8 @@ def test_parameters_reach_the_engine(served, client):
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"top_logprobs": 21}, "top_logprobs"),
         ({"input": []}, "input"),
         ({"input": [{"type": "reasoning"}]}, "input"),
         ({"input": [{"type": "reasoning", "content": "x"}]}, "input[0].content"),

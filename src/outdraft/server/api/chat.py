@@ -14,7 +14,7 @@ from outdraft.server.api.answers import Answer, Json, check_stream_options
 from outdraft.server.api.bodies import ChatRequest
 from outdraft.server.api.generation import new_generation
 from outdraft.server.api.guard import guarded_router
-from outdraft.server.api.params import sampling_params
+from outdraft.server.api.params import check_numbers, sampling_params
 from outdraft.server.api.prompts import conversation, encode_chat, model_name, prompt_encoder
 from outdraft.server.api.reasoning import (
     AnswerParser,
@@ -44,6 +44,7 @@ def chat_router(context: ApiContext) -> APIRouter:
         """Continue a conversation."""
         model = model_name(context, body.model)
         check_stream_options(body)
+        check_numbers(body, context.settings)
         params = sampling_params(
             body,
             context.settings,
@@ -68,10 +69,7 @@ def chat_router(context: ApiContext) -> APIRouter:
 
 
 def _num_logprobs(body: ChatRequest) -> int | None:
-    for name in ("max_tokens", "max_completion_tokens"):
-        if getattr(body, name) == 0:
-            raise RequestError(f"{name} must be at least 1", name)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
 

@@ -49,6 +49,21 @@ def sampling_params(body: SamplingFields, settings: ApiSettings, **values: Any) 
     return params
 
 
+def check_numbers(body: ChatRequest | ResponsesRequest, settings: ApiSettings) -> None:
+    """Check fields that SamplingParams has under other names, which the error must not tell.
+
+    Raises:
+        RequestError: one is out of its range.
+    """
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+        value = getattr(body, name, None)
+        if value is not None and value < 1:
+            raise RequestError(f"{name} must be at least 1, got {value}", name)
+    most, top = settings.max_logprobs, body.top_logprobs
+    if top is not None and not 0 <= top <= most:
+        raise RequestError(f"top_logprobs must be between 0 and {most}, got {top}", "top_logprobs")
+
+
 def wants_metrics(body: SamplingFields) -> bool:
     """Whether the answer is to tell how speculation fared."""
     return bool(body.include_metrics) or body.speculation is not None
@@ -131,7 +146,8 @@ def _response_format(field: str, asked: object) -> Iterator[tuple[str, Structure
 def _check_limits(params: SamplingParams, settings: ApiSettings) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(params, name) or 0) > settings.max_logprobs:
-            raise RequestError(f"{name} must be at most {settings.max_logprobs}", name)
+            most, got = settings.max_logprobs, getattr(params, name)
+            raise RequestError(f"{name} must be between 0 and {most}, got {got}", name)
     most, longest = settings.max_stop_strings, settings.max_stop_length
     _check_texts("stop", "strings", "stop string", params.stop_strings, most, longest)
     most, longest = settings.max_bad_words, settings.max_bad_word_length

@@ -15,7 +15,7 @@ from outdraft.server.api.bodies import ResponsesRequest
 from outdraft.server.api.errors import ApiError
 from outdraft.server.api.generation import Generation, new_generation, outputs, updates
 from outdraft.server.api.guard import guarded_router
-from outdraft.server.api.params import sampling_params, wants_metrics
+from outdraft.server.api.params import check_numbers, sampling_params, wants_metrics
 from outdraft.server.api.prompts import encode_chat, input_messages, model_name, prompt_encoder
 from outdraft.server.api.reasoning import (
     AnswerParser,
@@ -40,6 +40,7 @@ def responses_router(context: ApiContext) -> APIRouter:
     async def create(body: ResponsesRequest) -> Response:
         """Answer a text or a conversation."""
         model = model_name(context, body.model)
+        check_numbers(body, context.settings)
         params = sampling_params(
             body,
             context.settings,
