@@ -142,6 +142,9 @@ PREFIX:spec_decode_num_draft_tokens_total{model_name="m"} 1.2e+02
 PREFIX:spec_decode_num_accepted_tokens_total{model_name="m"} 60.0
 PREFIX:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="0"} 40.0
 PREFIX:spec_decode_num_accepted_tokens_per_pos_total{position="1",model_name="m"} 20.0
+PREFIX:spec_decode_num_accepted_tokens_per_pos_created{position="1"} 1.7e+09
+PREFIX:spec_decode_drafts_per_pos_total{position="0",source="suffix"} 44.0
+PREFIX:spec_decode_accepted_drafts_per_pos_total{position="0",source="suffix"} 40.0
 PREFIX:num_requests_running{model_name="m"} 3.0
 """
 

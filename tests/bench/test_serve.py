@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from outdraft.bench.client import Endpoint
+from outdraft.bench.client import Clients, Endpoint
 from outdraft.bench.metrics import RequestSample
 from outdraft.bench.serve import LoadRun, Reporting, Traffic, run_load, serve_report, with_model
 from outdraft.bench.workloads import BenchRequest, arrival_times
@@ -163,6 +163,17 @@ def test_no_more_requests_than_the_concurrency_are_under_way(limit):
     assert seen.most_running == limit
     assert len(seen.bodies) == len(PROMPTS)
     assert all(sample.error is None for sample in run.samples)
+
+
+def test_requests_under_way_have_clients_of_their_own_which_are_used_again():
+    clients = Clients("http://127.0.0.1:1", {})
+    with clients.lend() as first, clients.lend() as second:
+        assert first is not second
+    with clients.lend() as third, clients.lend() as fourth:
+        assert {third, fourth} == {first, second}
+    asyncio.run(clients.aclose())
+    assert first.is_closed
+    assert second.is_closed
 
 
 def test_in_a_closed_loop_latency_counts_from_the_sending():

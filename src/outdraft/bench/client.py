@@ -1,7 +1,9 @@
 """One streaming request to an OpenAI-compatible server, and every time it takes."""
 
 import json
-from collections.abc import Callable, Mapping
+import ssl
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,15 +61,49 @@ class BadStreamError(Exception):
     """The server answered, but not with a whole completion."""
 
 
-def open_client(base_url: str, headers: Mapping[str, str]) -> httpx.AsyncClient:
-    """A client with as many connections as there are requests; proxies of the shell are ignored."""
+def open_client(
+    base_url: str, headers: Mapping[str, str], verify: ssl.SSLContext | bool = True
+) -> httpx.AsyncClient:
+    """A client without a limit on the time of an answer; proxies of the shell are ignored."""
     return httpx.AsyncClient(
         base_url=base_url,
         headers=dict(headers),
         timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        verify=verify,
         trust_env=False,
     )
+
+
+class Clients:
+    """As many clients as there are requests under way, each with a connection of its own.
+
+    One client for all would look through all its connections whenever a request begins or ends:
+    where there are a thousand, that takes longer than the server does.
+    """
+
+    def __init__(self, base_url: str, headers: Mapping[str, str]) -> None:
+        self._base_url = base_url
+        self._headers = headers
+        self._verify = httpx.create_ssl_context()  # takes long, so all share it
+        self._all: list[httpx.AsyncClient] = []
+        self._free: list[httpx.AsyncClient] = []
+
+    @contextmanager
+    def lend(self) -> Iterator[httpx.AsyncClient]:
+        """One that nobody else uses in this block; its connection may be open already."""
+        if not self._free:
+            self._free.append(open_client(self._base_url, self._headers, self._verify))
+            self._all.append(self._free[-1])
+        client = self._free.pop()
+        try:
+            yield client
+        finally:
+            self._free.append(client)
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        for client in self._all:
+            await client.aclose()
 
 
 async def send(

@@ -98,9 +98,11 @@ def parse_spec_counters(exposition: str) -> SpecCounters | None:
         return None
     for sample in chain.from_iterable(family.samples for family in families):
         prefix, _, name = sample.name.removesuffix("_total").partition(":spec_decode_")
-        if prefix in ("outdraft", "vllm") and "position" in sample.labels:
+        if prefix not in ("outdraft", "vllm"):
+            continue
+        if name == "num_accepted_tokens_per_pos":  # others tell positions by source
             per_pos[int(sample.labels["position"])] += sample.value
-        elif prefix in ("outdraft", "vllm"):
+        else:
             sums[name] += sample.value
     if "num_drafts" not in sums:
         return None

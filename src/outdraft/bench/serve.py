@@ -9,13 +9,20 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-import httpx
 import numpy as np
 
-from outdraft.bench.client import Endpoint, first_model, open_client, send, spec_counters
+from outdraft.bench.client import (
+    Clients,
+    Endpoint,
+    first_model,
+    open_client,
+    send,
+    spec_counters,
+)
 from outdraft.bench.metrics import (
     METRICS,
     RequestSample,
@@ -84,14 +91,16 @@ async def run_load(
     for request in requests:
         endpoint.request_body(request)  # refused before anything is sent
     warm_ups, measured = requests[: traffic.num_warmups], requests[traffic.num_warmups :]
-    async with open_client(endpoint.base_url, endpoint.headers) as client:
+    async with aclosing(Clients(endpoint.base_url, endpoint.headers)) as clients:
         warming = replace(traffic, request_rate=math.inf)
-        warmed = await _send_all(client, endpoint, warm_ups, warming, deadline_s, lambda _: None)
-        before = await spec_counters(client)
+        warmed = await _send_all(clients, endpoint, warm_ups, warming, deadline_s, lambda _: None)
+        with clients.lend() as client:
+            before = await spec_counters(client)
         started_s = time.monotonic()
-        samples = await _send_all(client, endpoint, measured, traffic, deadline_s, on_done)
+        samples = await _send_all(clients, endpoint, measured, traffic, deadline_s, on_done)
         duration_s = time.monotonic() - started_s
-        after = await spec_counters(client)
+        with clients.lend() as client:
+            after = await spec_counters(client)
     speculation = after - before if before is not None and after is not None else None
     num_failed = sum(sample.error is not None for sample in warmed)
     return LoadRun(samples, duration_s, speculation, num_failed)
@@ -169,7 +178,7 @@ def _notes(result: dict[str, Any], run: LoadRun, traffic: Traffic) -> list[str]:
 
 
 async def _send_all(
-    client: httpx.AsyncClient,
+    clients: Clients,
     endpoint: Endpoint,
     requests: Sequence[BenchRequest],
     traffic: Traffic,
@@ -194,7 +203,8 @@ async def _send_all(
                 async with room:
                     if traffic.is_closed_loop:
                         sample.due_s = clock()
-                    await send(client, endpoint, request, sample, clock)
+                    with clients.lend() as client:
+                        await send(client, endpoint, request, sample, clock)
         except TimeoutError:
             what = "not sent" if sample.sent_s is None else "unanswered"
             sample.error = f"{what} when the time was over"
