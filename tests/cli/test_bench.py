@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from outdraft.cli.command import check_output
 from tests.bench.scripted_server import Script, completion, serving
 from tests.cli.test_commands import SMALL, run
 
@@ -65,7 +66,8 @@ def test_a_test_in_which_everything_failed_is_exit_code_1(command):
     ("arguments", "complaint"),
     [
         (["--sweep", "1,b"], "--sweep must be numbers"),
-        (["--sweep", "1,2", "--request-rate", "3"], "--sweep chooses the concurrency"),
+        (["--sweep", "1,2", "--request-rate", "3"], "leave out --max-concurrency and"),
+        (["--endpoint", "/v1/responses"], "--endpoint must be /v1/completions or"),
         (["--sweep", "0"], "max_concurrency must be at least 1"),
         (["--header", "key"], "KEY=VALUE"),
         (["--extra-body", "[]"], "must be a JSON object"),
@@ -80,6 +82,34 @@ def test_what_cannot_be_measured_is_one_line_and_exit_code_2(command, arguments,
     result = run(command, "bench", "serve", *arguments)
     assert result.exit_code == 2
     assert complaint in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        (["bench", "serve", "--save-result", "--result-dir"], "--result-dir"),
+        (["bench", "latency", "--output-json"], "--output-json"),
+        (["bench", "throughput", "--output-json"], "--output-json"),
+        (["bench", "sweep", "--output-json"], "--output-json"),
+        (["tune", "--output"], "--output"),
+    ],
+)
+def test_a_result_that_cannot_be_written_is_told_before_anything_is_measured(
+    command, arguments, flag, tmp_path
+):
+    (tmp_path / "file").write_text("")
+    result = run(command, *arguments, tmp_path / "file" / "result")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {flag}: ")
+    assert "cannot be written" in result.stderr
+
+
+def test_checking_a_result_leaves_no_file_behind_and_an_older_one_as_it_is(tmp_path):
+    check_output(tmp_path / "folder" / "new", "--x")
+    (tmp_path / "old").write_text("old")
+    check_output(tmp_path / "old", "--x")
+    assert not (tmp_path / "folder" / "new").exists()
+    assert (tmp_path / "old").read_text() == "old"
 
 
 def test_random_prompts_are_token_ids_that_go_on_behind_the_end(command, pair):

@@ -89,6 +89,11 @@ def test_folders_of_checkpoints_can_be_planned(command, pair):
         (["--target", "lama"], "no known model"),
         (["--acceptance", "x"], "--acceptance must be numbers"),
         (["--measured", "1:2"], "a measured point is a file or"),
+        (["--measured", "1:0:nan"], "a measured point needs"),
+        (["--measured", "1:-2:5"], "a measured point needs"),
+        (["--measured", "1:3:5:9"], "1 to length + 1 tokens a step"),
+        (["--concurrency", "1,1000000000"], "concurrency must be between 1 and 100000"),
+        (["--plot", "plan.pgn"], "--plot must be a file that ends in .png or .svg"),
         (["--tp", "3"], "between 1 and the 2 cards"),
     ],
 )
@@ -96,3 +101,10 @@ def test_wrong_values_are_one_line(command, arguments, message):
     result = run(command, "plan", *PAIR, *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_points_that_are_no_text_are_one_line(command, tmp_path):
+    (tmp_path / "points").write_bytes(b"\xff")
+    result = run(command, "plan", *PAIR, "--measured", str(tmp_path / "points"))
+    assert result.exit_code == 2
+    assert "cannot read" in result.stderr

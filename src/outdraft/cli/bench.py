@@ -22,7 +22,7 @@ from outdraft.cli.bench_options import (
     traffics_of,
 )
 from outdraft.cli.bench_sweep import sweep
-from outdraft.cli.command import Command
+from outdraft.cli.command import Command, check_output
 from outdraft.cli.options import EngineOptions, engine_config, takes_options
 from outdraft.cli.threads import use_physical_cores
 from outdraft.config.benchmarks import Dataset, LatencyPlan, Traffic
@@ -74,6 +74,8 @@ def serve(
         percentiles=tuple(numbers(result.metric_percentiles, "--metric-percentiles", float)),
         is_detailed=result.save_detailed,
     )
+    if result.save_result or length.sweep is not None:
+        check_output(result.result_dir / (result.result_filename or "x.json"), "--result-dir")
     endpoint = endpoint_of(server, ignores_eos=dataset.name == "random")
     runs = traffics_of(traffic, length.sweep)
     each = traffic.num_warmups + length.num_prompts
@@ -121,6 +123,7 @@ def latency(
     from outdraft.bench.in_process import measure_latency
     from outdraft.bench.workloads import load_requests
 
+    check_output(run.output_json, "--output-json")
     llm = _llm(model, engine, plan.batch_size)
     count = plan.num_requests + plan.batch_size * profile
     requests = load_requests(dataset, count, engine.seed or 0, llm.models.tokenizer)
@@ -163,6 +166,7 @@ def throughput(
     from outdraft.bench.in_process import measure_throughput
     from outdraft.bench.workloads import load_requests
 
+    check_output(run.output_json, "--output-json")
     llm = _llm(model, engine, max_num_seqs)
     requests = load_requests(dataset, 1 + num_prompts, engine.seed or 0, llm.models.tokenizer)
     deadline_s = time.monotonic() + run.max_seconds

@@ -89,6 +89,9 @@ def endpoint_of(options: ServerOptions, *, ignores_eos: bool) -> "Endpoint":
     pairs = [text.partition("=") for text in options.header or ()]
     if any(not separator for _, separator, _ in pairs):
         raise ConfigError("--header must be KEY=VALUE")
+    if not options.endpoint.rstrip("/").endswith("completions"):
+        routes = "/v1/completions or /v1/chat/completions"
+        raise ConfigError(f"--endpoint must be {routes}, got {options.endpoint!r}")
     return Endpoint(
         base_url=(options.base_url or f"http://{options.host}:{options.port}").rstrip("/"),
         path=options.endpoint,
@@ -103,7 +106,9 @@ def traffics_of(traffic: Traffic, sweep: str | None) -> list[Traffic]:
     if sweep is None:
         return [traffic]
     if traffic.max_concurrency is not None or not math.isinf(traffic.request_rate):
-        raise ConfigError("--sweep chooses the concurrency: leave out the other two")
+        raise ConfigError(
+            "--sweep chooses the concurrency: leave out --max-concurrency and --request-rate"
+        )
     levels = numbers(sweep, "--sweep", int)
     return [replace(traffic, max_concurrency=level) for level in levels]
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from outdraft.cli.bench_options import concurrencies, numbers
-from outdraft.cli.command import Model, wide_console
+from outdraft.cli.command import Model, check_output, wide_console
 from outdraft.cli.options import (
     EngineOptions,
     engine_config,
@@ -71,6 +71,7 @@ def sweep(
 
     if options.output_json is not None:
         check_installed("matplotlib")
+        check_output(options.output_json, "--output-json")
     base = engine_config(model, engine)
     configs = variants(
         base, _speculation(model, engine), numbers(options.lengths, "--lengths", int)

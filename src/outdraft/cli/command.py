@@ -1,6 +1,7 @@
 """What commands share: flags, how they show them, what they say about one they do not know."""
 
 from collections import defaultdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -39,6 +40,24 @@ def held_out(count: int) -> list[HeldOutPrompt]:
     if count >= len(prompts):
         raise ConfigError(f"--prompts must be below {len(prompts)}: one more is for warming up")
     return prompts[: count + 1]
+
+
+def check_output(path: Path | None, flag: str) -> None:
+    """Make the folder of a file that is written at the end, which may be hours away.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if path is None:
+        return
+    is_new = not path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"{flag}: {path} cannot be written: {error.strerror}") from None
 
 
 def wide_console(least: int) -> Console:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outdraft.cli.bench_options import numbers
-from outdraft.cli.command import Json
+from outdraft.cli.command import Json, check_output
 from outdraft.cli.options import takes_options
 from outdraft.config.flags import flag
+from outdraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from outdraft.planning.roofline import Setup
@@ -86,6 +87,9 @@ def plan(
 
     if plot is not None:
         check_installed("matplotlib")
+        if plot.suffix.lower() not in (".png", ".svg"):
+            raise ConfigError(f"--plot must be a file that ends in .png or .svg, got {str(plot)!r}")
+        check_output(plot, "--plot")
     chances = Acceptance.parse(numbers(traffic.acceptance, "--acceptance", float))
     points = read_points(traffic.measured or (), chances.tokens(traffic.max_length))
     result = make_plan(

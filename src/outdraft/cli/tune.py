@@ -14,7 +14,7 @@ from tqdm import tqdm
 from outdraft import assets
 from outdraft.cli.bench_methods import TREE_LEVELS
 from outdraft.cli.bench_options import concurrencies
-from outdraft.cli.command import Model
+from outdraft.cli.command import Model, check_output
 from outdraft.cli.options import (
     EngineOptions,
     engine_config,
@@ -66,6 +66,7 @@ def tune(
     """
     if engine.speculative_config is not None:
         raise ConfigError("tune chooses the --speculative-config: name drafters with --draft")
+    check_output(options.output, "--output")
     levels = concurrencies(options.concurrency)
     base = engine_config(model, replace(engine, speculative_config="null"))
     base = replace(base, cache=replace(base.cache, enable_prefix_caching=False))

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from outdraft.config.checks import check_whole
 from outdraft.core.errors import ConfigError
 from outdraft.planning.predictors import Predictor
 from outdraft.planning.roofline import Setup, StepTime
 
 MEMORY_SHARE = 0.9  # of a card; the rest is for activations and the runtime
+_MOST_PLANNED = 100_000  # running requests: the time of a plan grows with them
 _MOST_REQUESTS = 4096
 
 
@@ -130,10 +132,11 @@ def make_plan(
 ) -> Plan:
     """
     Raises:
-        ConfigError: a number is not positive.
+        ConfigError: a number is not positive, or there are more requests than can be planned for.
     """
-    if max_length < 1 or not concurrencies or min(concurrencies) < 1:
-        raise ConfigError("lengths and concurrencies must be at least 1")
+    check_whole("max_length", max_length, 1)
+    for concurrency in concurrencies:
+        check_whole("concurrency", concurrency, 1, _MOST_PLANNED)
     memory = plan_memory(predictor.setup, max_length)
     tokens_of = acceptance.tokens(max_length)
     return Plan(

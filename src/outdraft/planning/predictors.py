@@ -47,6 +47,11 @@ class Point:
     tpot_s: float
     tokens: float
 
+    @property
+    def is_possible(self) -> bool:
+        is_counted = self.num_requests >= 1 and 1 <= self.tokens <= self.length + 1
+        return is_counted and 0 < self.tpot_s < math.inf
+
 
 class RooflinePredictor:
     """Nothing measured. The band: each constant at the ends of its range, combined in squares."""
@@ -88,8 +93,12 @@ class CalibratedPredictor:
         """
         if not points:
             raise ConfigError("calibration needs a measured point")
-        if any(point.tpot_s <= 0 or point.tokens < 1 for point in points):
-            raise ConfigError("a measured point needs a TPOT above 0 and at least 1 token a step")
+        for point in points:
+            if not point.is_possible:
+                raise ConfigError(
+                    "a measured point needs a concurrency of at least 1, a length of at least 0, a "
+                    f"TPOT above 0, and 1 to length + 1 tokens a step, got {point}"
+                )
         self.setup = setup
         parts = np.array([self._parts(p.num_requests, p.length, p.tokens) for p in points])
         seconds = np.array([point.tpot_s * point.tokens for point in points])
@@ -207,7 +216,10 @@ def _read_word(value: str) -> dict[str, Any]:
 
 
 def _read_file(path: Path) -> list[dict[str, Any]]:
-    text = path.read_text("utf-8")
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
     if path.suffix == ".json":
         try:
             rows: Any = json.loads(text)
