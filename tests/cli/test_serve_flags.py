@@ -76,6 +76,22 @@ def test_the_command_line_wins_over_the_file(command, started, tmp_path):
     assert {"OMP_NUM_THREADS", "GOMP_SPINCOUNT"} <= environ.keys()
 
 
+@pytest.mark.parametrize("value", ['"one"', '["one"]'])
+def test_a_repeatable_flag_is_a_list_in_the_file_or_one_value(command, started, tmp_path, value):
+    file = tmp_path / "serve.toml"
+    file.write_text(f"served-model-name = {value}\n")
+    result = command.invoke(app, ["serve", "m", "--config", str(file)])
+    assert result.exit_code == 0, result.output
+    assert started[0][1].served_model_name == ["one"]
+
+
+def test_a_server_drains_for_a_day_at_most(command, started):
+    result = command.invoke(app, ["serve", "m", "--drain-timeout", "inf"])
+    assert result.exit_code == 2
+    assert "86400" in result.output
+    assert started == []
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -137,6 +153,12 @@ def test_a_key_comes_from_a_flag_a_file_or_the_environment_in_this_order(tmp_pat
     assert api_key(ServerOptions(), environ) == "from outside"
     assert api_key(ServerOptions(api_key="from a flag"), environ) == "from a flag"
     assert api_key(ServerOptions(api_key_file=file), environ) == "from a file"
+
+
+def test_a_key_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "key").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"--api-key-file .* cannot be read"):
+        api_key(ServerOptions(api_key_file=tmp_path / "key"), {})
 
 
 def test_a_key_that_is_empty_or_given_twice_is_refused(tmp_path):

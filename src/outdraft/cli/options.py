@@ -263,7 +263,7 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
     """Make the file's values the defaults of a command's flags; for the callback of --config.
 
     Keys are names of flags without the leading dashes. `model` is the argument of that name, and a
-    table stands for a flag that takes JSON.
+    table stands for a flag that takes JSON. A repeatable flag takes a list, or one value.
 
     Raises:
         ConfigError: the file is no TOML, or a key is no flag.
@@ -280,11 +280,14 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
         for spelling in parameter.opts
         if parameter.name not in ("config", "help")
     }
+    repeatable = {one.name for one in context.command.params if getattr(one, "multiple", False)}
     defaults: dict[str, Any] = {}
     for key, value in values.items():
         name = names.get(key.replace("_", "-"))
         if name is None:
             raise ConfigError(f"unknown key {key!r} in {path}: {did_you_mean(key, names)}")
+        if name in repeatable and not isinstance(value, list):
+            value = [value]
         defaults[name] = json.dumps(value) if isinstance(value, dict) else value
     context.default_map = defaults
     return path

@@ -73,7 +73,7 @@ class ServerOptions:
         "that is part of the answer."
     )
     drain_timeout: float = flag(
-        "Seconds that running requests have to finish at the end.", default=30.0, min=0
+        "Seconds that running requests have to finish at the end.", default=30.0, min=0, max=86_400
     )
     restart_engine: bool = flag(
         "Start another engine when it dies.", "--restart-engine", default=False
@@ -95,7 +95,10 @@ def api_key(options: ServerOptions, environ: Mapping[str, str]) -> str | None:
         source, key = "--api-key", options.api_key
     elif options.api_key_file is not None:
         source = f"--api-key-file {options.api_key_file}"
-        key = options.api_key_file.read_text("utf-8").strip()
+        try:
+            key = options.api_key_file.read_text("utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{source} cannot be read: {error}") from None
     if key == "":
         raise ConfigError(f"{source} is empty: give a key, or none")
     return key
