@@ -70,6 +70,14 @@ def test_a_request_that_can_never_run_is_refused():
         run_batch(llm.engine, [BenchRequest((), 3)], GENERATION, soon())
 
 
+def test_a_request_whose_output_would_be_cut_is_refused():
+    llm = engine(FAMILY, "plain")
+    most = llm.engine.inputs.max_model_len
+    run_batch(llm.engine, requests(1, most - 7), GENERATION, soon(-1.0))
+    with pytest.raises(RequestError, match="exceed max_model_len"):
+        run_batch(llm.engine, requests(1, most - 6), GENERATION, soon())
+
+
 def test_throughput_counts_every_token_once_with_vllms_names():
     llm = engine(FAMILY, "perfect")
     seen = []

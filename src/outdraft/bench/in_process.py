@@ -11,7 +11,7 @@ import numpy as np
 from outdraft.bench.metrics import SpecCounters, acceptance_report, per_second
 from outdraft.bench.workloads import BenchRequest, num_distinct_prompts, repetition_notes
 from outdraft.config.benchmarks import LatencyPlan
-from outdraft.core.errors import ConfigError
+from outdraft.core.errors import ConfigError, RequestError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembler import Assembler, Queued, checked
@@ -75,7 +75,15 @@ def run_batch(
     queue: list[Queued] = []
     for number, request in enumerate(requests):
         params = generation.params(request)
-        queue.append((str(number), engine.check_request(request.prompt, params), params, 0))
+        prompt = engine.check_request(request.prompt, params)
+        most, used = engine.inputs.max_model_len, len(prompt.token_ids)
+        if used + request.max_tokens > most:
+            raise RequestError(
+                f"a prompt of {used:,} tokens and an output of {request.max_tokens:,} exceed "
+                f"max_model_len, which is {most:,}: lower output_len",
+                "max_tokens",
+            )
+        queue.append((str(number), prompt, params, 0))
     outputs: list[RequestOutput] = []
     started_s = time.perf_counter()
     with closing(Assembler(engine).run(queue)) as steps:
