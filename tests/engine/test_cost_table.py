@@ -259,8 +259,9 @@ def test_a_table_can_be_told(tmp_path: Path):
     table = cost_table(told, llm.models, llm.engine.runner)
     assert table.target == TABLE.target
     assert list(table.drafters) == ["eagle3"]  # as the prior says
-    for wrong in (tmp_path / "none.json", tmp_path):
-        with pytest.raises(ConfigError, match="cost_table"):
+    (tmp_path / "broken.json").write_text("{}")
+    for wrong in (tmp_path / "none.json", tmp_path, tmp_path / "broken.json"):
+        with pytest.raises(ConfigError, match=f"cost_table '{wrong}'"):
             cost_table(replace(told, cost_table=str(wrong)), llm.models, llm.engine.runner)
 
 

@@ -203,6 +203,8 @@ def _table_in(path: Path) -> CostTable:
         return CostTable.from_json(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cost_table {str(path)!r} cannot be read: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"cost_table {str(path)!r}: {error}") from error
 
 
 def default_machine(device: torch.device) -> Machine:

@@ -117,3 +117,8 @@ def test_what_cannot_be_done_is_refused_by_name(client, options, field):
     with pytest.raises(openai.BadRequestError) as caught:
         respond(client, **options)
     assert caught.value.param == field
+
+
+def test_that_there_are_no_tools_is_said_plainly(client):
+    with pytest.raises(openai.BadRequestError, match="tools must be empty"):
+        respond(client, tools=[{"type": "web_search"}])

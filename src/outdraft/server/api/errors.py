@@ -172,6 +172,8 @@ def _validation_error(error: RequestValidationError, known: Iterable[str]) -> Ap
         close = closest_name(name, known)
         hint = f": did you mean {close!r}?" if close is not None else ""
         return invalid_request(f"{name}: this field is unknown or not supported{hint}", name)
+    if detail["type"] == "too_long" and detail["ctx"]["max_length"] == 0:
+        return invalid_request(f"{name} must be empty: there is no support for it here", name)
     if detail["type"] == "union_tag_not_found":  # what tells the members of the union apart
         tag = detail["ctx"]["discriminator"].strip("'")
         return invalid_request(f"{name}.{tag}: Field required", f"{name}.{tag}")
