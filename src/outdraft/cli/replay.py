@@ -9,7 +9,9 @@ import typer
 from outdraft.cli.bench_options import numbers
 from outdraft.cli.command import Json
 from outdraft.cli.options import json_object, takes_options, with_embedded_network
+from outdraft.config.checks import check_whole
 from outdraft.config.flags import flag
+from outdraft.core.draft import MAX_DRAFTS
 from outdraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,6 +94,9 @@ def _report(
     kernels = choose_kernels(AUTO, torch.device("cpu"), torch.float32)
     traffic = Traffic(requests, ways.concurrency)
     lengths = numbers(ways.lengths, "--lengths", int)
+    for length in lengths:
+        check_whole("--lengths", length, 1, MAX_DRAFTS)
+    told = None if prices.costs is None else _table_in(prices.costs)
     configs = _configs(requests, ways, prices)  # refused before anything is run
     plain = plain_run(traffic, None)
     return Report(
@@ -103,7 +108,7 @@ def _report(
                 traffic,
                 config,
                 lambda chosen: host_proposers(chosen.sources, kernels),
-                _costs(traffic, given, prices),
+                _costs(traffic, given, prices, told),
                 lengths,
             )
             for given, config in configs
@@ -154,17 +159,24 @@ def _with_any_network(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _costs(
-    traffic: "Traffic", given: dict[str, Any], prices: CostOptions
-) -> "tuple[CostTable, Replayed] | None":
+def _table_in(path: Path) -> "CostTable":
     from outdraft.control.costs import CostTable
+
+    try:
+        return CostTable.from_json(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        raise ConfigError(f"--costs {path}: {error}") from error
+
+
+def _costs(
+    traffic: "Traffic", given: dict[str, Any], prices: CostOptions, told: "CostTable | None"
+) -> "tuple[CostTable, Replayed] | None":
+    """`told`: the table of --costs."""
     from outdraft.planning.replay import Replayed
     from outdraft.planning.replay_scores import plain_run
 
-    table: CostTable | None = None
-    if prices.costs is not None:
-        table = CostTable.from_json(prices.costs.read_text("utf-8"))
-    elif prices.model is not None:
+    table = told
+    if prices.model is not None:
         table = _measured(prices.model, given)
     if table is None:
         return None

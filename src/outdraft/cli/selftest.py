@@ -26,14 +26,14 @@ class SelfTestOptions:
     prompts: int = flag("Prompts of the package that are completed greedily.", default=8)
     max_tokens: int = flag("Tokens to complete each of them by.", default=64)
     samples: int = flag("Texts that are drawn for each of --sampled-prompts.", default=512)
-    sampled_prompts: int = flag("Prompts with drawn texts.", default=2)
+    sampled_prompts: int = flag("Prompts with drawn texts, no more than --prompts.", default=2)
     json_: bool = flag("Print one JSON object and nothing else.", "--json", default=False)
 
     def __post_init__(self) -> None:
         check_whole("prompts", self.prompts, 1, 300)
         check_whole("max_tokens", self.max_tokens, 2)
         check_whole("samples", self.samples, 100)
-        check_whole("sampled_prompts", self.sampled_prompts, 1, self.prompts)
+        check_whole("sampled_prompts", self.sampled_prompts, 1, 300)
 
 
 @takes_options
