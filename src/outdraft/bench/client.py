@@ -2,7 +2,7 @@
 
 import json
 import ssl
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,7 +89,7 @@ class Clients:
         self._free: list[httpx.AsyncClient] = []
 
     @contextmanager
-    def lend(self) -> Iterator[httpx.AsyncClient]:
+    def lend(self) -> Generator[httpx.AsyncClient]:
         """One that nobody else uses in this block; its connection may be open already."""
         if not self._free:
             self._free.append(open_client(self._base_url, self._headers, self._verify))
