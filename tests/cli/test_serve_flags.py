@@ -1,5 +1,6 @@
 """What `outdraft serve` makes of its flags, before anything is started."""
 
+import json
 import re
 from pathlib import Path
 
@@ -61,6 +62,24 @@ def test_no_queue_disables_what_is_off_already():
     options = SchedulerOptions(speculative_disable_queue_size=2)
     with pytest.raises(ConfigError, match="without speculation"):
         serving_config("m", EngineOptions(speculative_config="null"), options)
+
+
+def test_a_limit_of_the_queue_that_is_none_is_refused_by_the_flags_name():
+    options = SchedulerOptions(speculative_disable_queue_size=0)
+    with pytest.raises(ConfigError, match="--speculative-disable-queue-size"):
+        serving_config("m", EngineOptions(), options)
+
+
+def test_two_limits_of_the_queue_are_refused():
+    options = SchedulerOptions(speculative_disable_queue_size=2)
+    for limit in (1, "many"):
+        given = json.dumps({"method": "suffix", "disable_by_batch_size": limit})
+        with pytest.raises(ConfigError, match="the same limit"):
+            serving_config("m", EngineOptions(speculative_config=given), options)
+    for limit in (2, None):
+        given = json.dumps({"method": "suffix", "disable_by_batch_size": limit})
+        config = serving_config("m", EngineOptions(speculative_config=given), options)
+        assert config.speculation.disable_by_batch_size == 2
 
 
 def test_the_command_line_wins_over_the_file(command, started, tmp_path):

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from outdraft import assets
+from outdraft.config.checks import check_whole
 from outdraft.config.engine import DTYPES, LOAD_FORMATS, MODEL_IMPLS, POLICIES, EngineConfig
 from outdraft.config.flags import flag
 from outdraft.core.errors import ConfigError, did_you_mean
@@ -187,6 +188,12 @@ def _config(
     if (queue_size := given.pop("speculative_disable_queue_size", None)) is not None:
         if speculation is None:
             raise ConfigError("--speculative-disable-queue-size has no meaning without speculation")
+        check_whole("--speculative-disable-queue-size", queue_size, 1)
+        if speculation.get("disable_by_batch_size", queue_size) not in (None, queue_size):
+            raise ConfigError(
+                "--speculative-disable-queue-size and disable_by_batch_size of the "
+                "--speculative-config are the same limit: give one of them"
+            )
         speculation = speculation | {"disable_by_batch_size": queue_size}
     target = str(assets.target_path()) if model is None else model
     return EngineConfig.from_options(model=target, speculative_config=speculation, **given)
