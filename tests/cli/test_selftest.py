@@ -21,3 +21,9 @@ def test_what_promises_nothing_is_refused(command):
     assert result.exit_code == 2
     assert "lossy_typical" in result.stderr
     assert run(command, "selftest", "--speculative-config", "null").exit_code == 2
+
+
+def test_texts_are_drawn_for_no_more_prompts_than_there_are(command):
+    result = run(command, "selftest", "--prompts", "3", "--sampled-prompts", "4")
+    assert result.exit_code == 2
+    assert "sampled_prompts must be between 1 and 3" in result.stderr

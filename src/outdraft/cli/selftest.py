@@ -26,14 +26,16 @@ class SelfTestOptions:
     prompts: int = flag("Prompts of the package that are completed greedily.", default=8)
     max_tokens: int = flag("Tokens to complete each of them by.", default=64)
     samples: int = flag("Texts that are drawn for each of --sampled-prompts.", default=512)
-    sampled_prompts: int = flag("Prompts with drawn texts, no more than --prompts.", default=2)
+    sampled_prompts: int | None = flag(
+        "Prompts with drawn texts, no more than --prompts. Default: 2, or the only one."
+    )
     json_: bool = flag("Print one JSON object and nothing else.", "--json", default=False)
 
     def __post_init__(self) -> None:
         check_whole("prompts", self.prompts, 1, 300)
         check_whole("max_tokens", self.max_tokens, 2)
         check_whole("samples", self.samples, 100)
-        check_whole("sampled_prompts", self.sampled_prompts, 1, 300)
+        check_whole("sampled_prompts", self.sampled_prompts, 1, self.prompts, optional=True)
 
 
 @takes_options
@@ -72,7 +74,7 @@ def selftest(model: Model = None, *, options: SelfTestOptions, engine: EngineOpt
             texts,
             max_tokens=options.max_tokens,
             num_samples=options.samples,
-            num_sampled_prompts=options.sampled_prompts,
+            num_sampled_prompts=options.sampled_prompts or min(2, options.prompts),
             on_done=bar.update,
         )
     if options.json_:
