@@ -75,7 +75,8 @@ def serve(
         is_detailed=result.save_detailed,
     )
     if result.save_result or length.sweep is not None:
-        check_output(result.result_dir / (result.result_filename or "x.json"), "--result-dir")
+        name = result.result_filename or "result.json"  # else it has the model's name, and the date
+        check_output(result.result_dir / name, "--result-dir")
     endpoint = endpoint_of(server, ignores_eos=dataset.name == "random")
     runs = traffics_of(traffic, length.sweep)
     each = traffic.num_warmups + length.num_prompts

@@ -86,6 +86,7 @@ def _report(
 ) -> "Report":
     import torch
 
+    from outdraft.engine.cost_table import read_table
     from outdraft.engine.drafters import host_proposers
     from outdraft.kernels.choose import AUTO, choose_kernels
     from outdraft.planning.replay import Traffic
@@ -96,7 +97,7 @@ def _report(
     lengths = numbers(ways.lengths, "--lengths", int)
     for length in lengths:
         check_whole("--lengths", length, 1, MAX_DRAFTS)
-    told = None if prices.costs is None else _table_in(prices.costs)
+    told = None if prices.costs is None else read_table(prices.costs, f"--costs {prices.costs}")
     configs = _configs(requests, ways, prices)  # refused before anything is run
     plain = plain_run(traffic, None)
     return Report(
@@ -157,15 +158,6 @@ def _with_any_network(given: dict[str, Any]) -> dict[str, Any]:
     if is_named and given.get("model") is None:
         return {**given, "model": "recorded"}
     return given
-
-
-def _table_in(path: Path) -> "CostTable":
-    from outdraft.control.costs import CostTable
-
-    try:
-        return CostTable.from_json(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, ConfigError) as error:
-        raise ConfigError(f"--costs {path}: {error}") from error
 
 
 def _costs(

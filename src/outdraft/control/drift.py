@@ -266,7 +266,7 @@ class Costs:
             self.observe_host(len(lengths), outcome.host_s, drafts=bool(outcome.drafts))
         network, pass_rows, lag = self._read(outcome)
         beside_s = self.beside_s(network) if network else 0.0
-        if not is_probe:
+        if not is_probe:  # first: what it tells of the machine is no news of the network
             target_s = outcome.target_s - beside_s
             self.observe_target(outcome.num_rows, sum(lengths), target_s, len(lengths))
         if not network or facts.prompt_rows or (is_passing and not _has_rule(outcome.decision)):

@@ -79,7 +79,7 @@ def cost_table(
     if config.cost_table == ROOFLINE or not config.speculation.sources:
         return prior
     if config.cost_table != AUTO:
-        told = _table_in(Path(config.cost_table))
+        told = read_table(Path(config.cost_table), f"cost_table {config.cost_table!r}")
         return replace(told, drafters=prior.drafters | told.drafters)
     measuring = _Measuring(config, models, runner, prior, budget_s)
     table = measuring.table(cost_file(config, models, runner, folder))
@@ -198,13 +198,18 @@ class _Measuring:
         )
 
 
-def _table_in(path: Path) -> CostTable:
+def read_table(path: Path, name: str) -> CostTable:
+    """The table in a file; `name` is what errors call it.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no table.
+    """
     try:
         return CostTable.from_json(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cost_table {str(path)!r} cannot be read: {error}") from error
+        raise ConfigError(f"{name} cannot be read: {error}") from error
     except ConfigError as error:
-        raise ConfigError(f"cost_table {str(path)!r}: {error}") from error
+        raise ConfigError(f"{name}: {error}") from error
 
 
 def default_machine(device: torch.device) -> Machine:
