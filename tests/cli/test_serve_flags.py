@@ -118,6 +118,8 @@ def test_a_server_drains_for_a_day_at_most(command, started):
         ("config = 'other'", "unknown key 'config'"),
         ("port = ", "not valid TOML"),
         ("port = 'many'", "port"),
+        ("max-num-seqs = true", "'max-num-seqs' in .* takes a value"),
+        ("model = false", "'model' in .* takes a value"),
     ],
 )
 def test_a_wrong_file_is_refused(command, started, tmp_path, text: str, message: str):

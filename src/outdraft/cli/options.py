@@ -273,7 +273,8 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
     table stands for a flag that takes JSON. A repeatable flag takes a list, or one value.
 
     Raises:
-        ConfigError: the file is no TOML, or a key is no flag.
+        ConfigError: the file is no TOML, a key is no flag, or a flag that takes a value gets true
+            or false, which would count as 1 or 0.
     """
     if path is None:
         return None
@@ -281,20 +282,22 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
         values: dict[str, Any] = tomllib.loads(path.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    names = {
-        spelling.lstrip("-").replace("_", "-"): parameter.name
+    flags = {
+        spelling.lstrip("-").replace("_", "-"): parameter
         for parameter in context.command.params
         for spelling in parameter.opts
         if parameter.name not in ("config", "help")
     }
-    repeatable = {one.name for one in context.command.params if getattr(one, "multiple", False)}
     defaults: dict[str, Any] = {}
     for key, value in values.items():
-        name = names.get(key.replace("_", "-"))
-        if name is None:
-            raise ConfigError(f"unknown key {key!r} in {path}: {did_you_mean(key, names)}")
-        if name in repeatable and not isinstance(value, list):
+        one = flags.get(key.replace("_", "-"))
+        if one is None:
+            raise ConfigError(f"unknown key {key!r} in {path}: {did_you_mean(key, flags)}")
+        if isinstance(value, bool) and not getattr(one, "is_flag", False):
+            raise ConfigError(f"{key!r} in {path} takes a value, not true or false")
+        if getattr(one, "multiple", False) and not isinstance(value, list):
             value = [value]
-        defaults[name] = json.dumps(value) if isinstance(value, dict) else value
+        assert one.name is not None
+        defaults[one.name] = json.dumps(value) if isinstance(value, dict) else value
     context.default_map = defaults
     return path
