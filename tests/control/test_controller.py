@@ -169,6 +169,8 @@ def test_the_host_is_asked_less_often_while_its_offers_are_refused():
         now = facts if controller.wants_offers else StepFacts((request(),))
         decision = controller.decide(now)
         shadows = (ShadowOutcome("suffix", 1, 5, 0),) * len(decision.shadows)
+        if now is facts:
+            controller.looked(decision.step_s)
         controller.observe(outcome(now, decision, shadows=shadows))
     assert 0 < asked <= SLEEPY // 4
 
@@ -476,6 +478,30 @@ def test_shadows_of_held_steps_teach():
     before = controller.estimates.host("suffix").survivals(4, 3)
     controller.observe_shadows((ShadowOutcome("suffix", 4, 3, 0),) * 20)
     assert controller.estimates.host("suffix").survivals(4, 3) < before
+
+
+def test_drafts_of_the_host_teach_in_steps_that_are_no_lessons():
+    controller = Controller(table(0.001), 5)
+    asked(controller, offered(), 0.2, 300)
+    decision, before = controller.decide(offered()), survival_of_an_offer(controller)
+    assert controller.is_passing
+    for _ in range(40):
+        controller.pass_by(1, 0.0, 0.0, decision.step_s, [("a", 3, 0)])
+    assert survival_of_an_offer(controller) == before  # nobody has asked yet
+    controller.decide(offered())
+    assert survival_of_an_offer(controller) < 0.8 * before
+
+
+def survival_of_an_offer(controller):
+    return controller.estimates.host("suffix").survivals(4, 3)[0]
+
+
+def test_plain_decoding_is_tried_while_offers_are_answered():
+    controller = Controller(table(0.001), 5)
+    decisions, _ = asked(controller, offered(), 0.2, 2000)
+    reasons = [decision.reason for decision in decisions]
+    assert reasons.count(Reason.PLAIN_PROBE) >= 2
+    assert reasons.count(Reason.GAIN) > 1500
 
 
 def offered(length=3, match_length=4, name="a", **others):

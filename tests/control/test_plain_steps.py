@@ -76,3 +76,21 @@ def test_a_plain_step_begins_the_count_anew():
     assert steps.is_due(0.5, Regime())
     steps.pass_by()
     assert not steps.is_due(0.5, Regime())
+
+
+def test_where_steps_are_short_a_burst_does_and_a_plain_step_alone_does_not():
+    steps = after_drafts(FIRST_PLAIN, SHORT_S)
+    for _ in range(steps.burst - 1):
+        steps.pass_by()
+        assert steps.is_due(0.5, Regime())
+    steps.pass_by()
+    assert not steps.is_due(0.5, Regime())
+
+
+def test_there_plain_decoding_is_tried_also_where_each_second_step_is_plain():
+    gain, regime, steps = 0.5, Regime(num_plain_bursts=8), after_drafts(0, SHORT_S)
+    for _ in range(-(-plain_interval(gain, steps.burst) // 2)):
+        assert not steps.is_due(gain, regime)
+        steps.pass_by()
+        steps.draft()
+    assert steps.is_due(gain, regime)

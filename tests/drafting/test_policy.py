@@ -178,6 +178,9 @@ class Scripted:
     def rest(self) -> None:
         self.num_rests += 1
 
+    def looked(self, step_s) -> None:
+        """It learns nothing."""
+
     def pass_by(
         self,
         num_tokens: int,

@@ -85,6 +85,9 @@ class ChangingLengths:
         self.wants_outcome = self.is_passing and bool(self._rng.random() < 0.5)
         return True
 
+    def looked(self, step_s) -> None:
+        """Nothing is learned."""
+
     def pass_by(
         self,
         num_tokens: int,

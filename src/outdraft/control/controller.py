@@ -51,15 +51,12 @@ class Controller:
         if controller.is_passing:
             controller.pass_by(...)
 
-    table: what passes take. max_levels: most levels of any draft. priors: chance of acceptance of
-    the first level by source, before anything was seen.
+    table: what passes take. max_levels: most levels of any draft.
     """
 
-    def __init__(
-        self, table: CostTable, max_levels: int, priors: dict[str, float] | None = None
-    ) -> None:
+    def __init__(self, table: CostTable, max_levels: int) -> None:
         self.costs = Costs(table)
-        self.estimates = Estimates(max_levels, priors)
+        self.estimates = Estimates(max_levels)
         self.probe = NetworkProbe()
         self._regimes: dict[int, Regime] = {}
         self._is_drafting = False
@@ -182,6 +179,21 @@ class Controller:
                 target_s = step_s - draft_s - host_s
                 self.costs.observe_passing(held.facts, held.decision, draft_s, target_s)
 
+    def looked(self, step_s: float) -> None:
+        """As LengthPolicy."""
+        held = self._held
+        if held is None or held.has_prompts or held.decision.reason in EXPERIMENTS:
+            return
+        decision, num_requests = held.decision, held.num_requests
+        looking_s = num_requests * self.costs.table.offer_s
+        self._looks.cost(looking_s / decision.plain_s, self._deciding_s / decision.plain_s)
+        # A step that took very long met something else: it counts as twice the prediction.
+        plain_steps = min(step_s, 2 * decision.step_s) / decision.plain_s
+        networks = self.costs.table.drafters
+        is_taken = any(grant.source not in networks for grant in decision.grants)
+        tokens = decision.tokens / num_requests
+        self._looks.judge(tokens, plain_steps, decision.gain, is_taken=is_taken)
+
     @property
     def wants_plain_time(self) -> bool:
         """Whether the step that is plain now should be told to `observe_plain`: not each is."""
@@ -233,7 +245,7 @@ class Controller:
             self._watch(self._held)
         key = question(facts)
         answer = self._answers.find(key, facts, self._num_steps)
-        if answer is not None and answer.decision.reason is Reason.NO_GAIN and self._tries(facts):
+        if answer is not None and self._tries(facts, answer.decision):
             answer = None
         self._is_answered = answer is not None
         if answer is not None:
@@ -253,8 +265,13 @@ class Controller:
                 self._answers.put(key, self._held, facts, self._num_steps)
         return self._settle(facts, decision)
 
-    def _tries(self, facts: StepFacts) -> bool:
-        """Whether a probe of the network goes on or is due: then no older answer refuses it."""
+    def _tries(self, facts: StepFacts, answer: Decision) -> bool:
+        """Whether an experiment is due, which no older answer is in the way of: plain decoding
+        while drafts pay, the network while they do not."""
+        if answer.reason is Reason.GAIN:
+            return self._plain_steps.is_due(answer.gain, self._regime(len(facts.requests)))
+        if answer.reason is not Reason.NO_GAIN:
+            return False
         if self.probe.request_ids:
             return True
         return self.probe.due_in == 0 and any(one.network is not None for one in facts.requests)
@@ -263,7 +280,8 @@ class Controller:
         """What a decision means for the steps to come, and whether this one is a lesson."""
         if decision.reason is Reason.GAIN:
             self._num_poor = 0
-            self._standing.clear(drafts=False)
+            if not self._looks.are_rare:
+                self._standing.clear(drafts=False)
             self._go_on(facts, decision)
         elif decision.reason not in EXPERIMENTS:
             self._stand(facts, decision)
@@ -357,10 +375,11 @@ class Controller:
         """Let a decision against drafts stand for the steps to come.
 
         That nothing is offered says little if it is said once: a request that may not draft in its
-        last step can be the reason.
+        last step can be the reason. Where looks are rare, nobody was asked.
         """
         self._num_poor += 1
         is_lasting = decision.reason in LASTING and self._is_dear(decision)
+        is_lasting |= decision.reason is Reason.NOTHING_OFFERED and self._looks.are_rare
         if is_lasting or self._num_poor >= SETTLED:
             left = self._most_plain(facts, decision) - self._reused
             plain_one = replace(decision, shadows=()) if decision.shadows else decision
@@ -441,7 +460,7 @@ class Controller:
             regime.observe(tokens, plain_tokens, 1 + self._reused)
         if not plan.picks:
             return self._off(facts, outlook, prices, options, Reason.NO_GAIN)
-        if self._plain_steps.is_due(gain, regime):
+        if not facts.prompt_rows and self._plain_steps.is_due(gain, regime):
             regime.num_plain_bursts += 1
             decision = self._decision(facts, outlook, Reason.PLAIN_PROBE)
             left = self._plain_steps.burst - 1
@@ -480,10 +499,7 @@ class Controller:
             self._plain_steps.pass_by()
             self.probe.pass_by()
             if facts.has_offers:
-                looking_s = len(facts.requests) * self.costs.table.offer_s
-                self._looks.refuse(
-                    looking_s / decision.plain_s, self._deciding_s / decision.plain_s
-                )
+                self._looks.refuse()
             return
         self._plain_steps.draft()
         self._looks.take()

@@ -19,31 +19,22 @@ class Estimates:
     """Owns the acceptance curves.
 
     max_levels: most levels of any draft.
-    priors: chance of the first level by source, before anything was seen.
     """
 
-    def __init__(self, max_levels: int, priors: dict[str, float] | None = None) -> None:
+    def __init__(self, max_levels: int) -> None:
         self._max_levels = max_levels
-        self._priors = priors or {}
         self.networks: dict[CurveKey, NetworkCurve] = {}
         self.hosts: dict[str, HostCurve] = {}
 
     def network(self, source: str, rule: str, shape: Shape) -> NetworkCurve:
         key = source, rule, shape
         if key not in self.networks:
-            levels = len(shape) or self._max_levels
-            self.networks[key] = (
-                NetworkCurve(levels, self._priors[source])
-                if source in self._priors
-                else NetworkCurve(levels)
-            )
+            self.networks[key] = NetworkCurve(len(shape) or self._max_levels)
         return self.networks[key]
 
     def host(self, source: str) -> HostCurve:
         if source not in self.hosts:
-            self.hosts[source] = (
-                HostCurve(self._priors[source]) if source in self._priors else HostCurve()
-            )
+            self.hosts[source] = HostCurve()
         return self.hosts[source]
 
     def options(
@@ -103,13 +94,17 @@ class Estimates:
     def observe_held(
         self, grants: Sequence[Grant], fates: Mapping[str, Sequence[tuple[int, int]]]
     ) -> None:
-        """Learn how drafts of networks fared, by request: levels verified, and accepted.
+        """Learn how drafts fared, by request: levels verified, and accepted.
 
         A chain that the live rule may have ended says too much for its levels without its margins.
         """
         for grant in grants:
-            curve = self.networks.get((grant.source, grant.rule, grant.shape))
             own = fates.get(grant.request_id, ())
+            if grant.source in self.hosts:
+                for drafted, accepted in own:
+                    self.hosts[grant.source].observe(grant.match_length, drafted, accepted)
+                continue
+            curve = self.networks.get((grant.source, grant.rule, grant.shape))
             if curve is None or not own or grant.stop is not None:
                 continue
             before = curve.logits if len(self.networks) > 1 else []

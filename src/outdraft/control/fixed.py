@@ -83,6 +83,9 @@ class FixedLength:
     ) -> None:
         """A fixed policy learns nothing."""
 
+    def looked(self, step_s: float) -> None:
+        """A fixed policy learns nothing."""
+
     def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:
         """A fixed policy learns nothing."""
 

@@ -7,11 +7,15 @@ comes shows how far it was right.
 
 from outdraft.control.surprise import Surprise
 
-PRIOR_CHANCE = 0.6
-LEANING = 10.0  # labels of what a cell leans on
+# Before anything was seen, of the first token by the match: none (a text that the client gave), 1,
+# 2-3, 4-7, ... tokens. So it is about with the embedded target between temperatures 0 and 1. A
+# token that is accepted makes the match longer for those behind it.
+PRIOR_CHANCES = 0.75, 0.25, 0.5, 0.65, 0.75, 0.8, 0.85, 0.9
+MOST_CHANCE = 0.98
+LEANING = 10.0  # labels of what a cell leans on, and of what the priors lean on
 NEWS_LABELS = 5.0  # what is left of a cell's labels when chances turn out wrong
 KEEP = 0.5 ** (1 / 1024)  # of a cell's labels, per label
-NUM_BUCKETS = 7  # of matches: 1, 2-3, 4-7, ... tokens
+NUM_BUCKETS = len(PRIOR_CHANCES)
 
 
 class Cell:
@@ -37,12 +41,12 @@ class Cell:
 
 
 class HostCurve:
-    """Acceptance of one source: cells by match and level lean on the level's, it on the last."""
+    """Acceptance of one source: cells by match and level lean on priors, times how much better or
+    worse than these the source is altogether."""
 
-    def __init__(self, prior: float = PRIOR_CHANCE) -> None:
-        self.prior = prior
+    def __init__(self) -> None:
         self.num_labels = 0
-        self._levels: list[Cell] = []
+        self._expected, self._right = 0.0, 0.0  # of all labels, faded: by the priors, and in fact
         self._cells: list[list[Cell]] = [[] for _ in range(NUM_BUCKETS)]
         self._known: dict[int, list[float]] = {}  # survivals by bucket, as far as asked for
         self._surprise = Surprise()
@@ -52,9 +56,8 @@ class HostCurve:
         group = bucket(match_length)
         known = self._known.get(group)
         if known is None or len(known) < num_levels:
-            self._grow(num_levels)
             survival, known = 1.0, list[float]()
-            for chance in self._chances(group):
+            for chance in self._chances(group, num_levels):
                 survival *= chance
                 known.append(survival)
             self._known[group] = known
@@ -64,34 +67,43 @@ class HostCurve:
         """Learn how far an offer of so many tokens was right."""
         if drafted == 0:
             return
-        self._grow(drafted)
-        group = bucket(match_length)
-        chances, cells = self._chances(group), self._cells[group]
+        group, num_labels = bucket(match_length), min(accepted + 1, drafted)
+        chances, cells = self._chances(group, num_labels), self._cells[group]
         excess = variance = 0.0
-        for level in range(min(accepted + 1, drafted)):
+        for level, (chance, cell) in enumerate(zip(chances, cells, strict=False)):
             is_right = level < accepted
-            excess += is_right - chances[level]
-            variance += chances[level] * (1 - chances[level])
-            self._levels[level].observe(is_right)
-            cells[level].observe(is_right)
+            excess += is_right - chance
+            variance += chance * (1 - chance)
+            self._expected = KEEP * self._expected + _prior(group, level)
+            self._right = KEEP * self._right + is_right
+            cell.observe(is_right)
         self.num_labels += 1
         self._known.clear()
         if self._surprise.observe(excess, variance):
-            for cell in (*self._levels, *(one for row in self._cells for one in row)):
-                cell.doubt()
+            self._doubt()
 
-    def _chances(self, group: int) -> list[float]:
-        above, chances = self.prior, list[float]()
-        for level, cell in zip(self._levels, self._cells[group], strict=True):
-            above = level.chance(above)
-            chances.append(cell.chance(above))
-        return chances
+    def _chances(self, group: int, num_levels: int) -> list[float]:
+        cells = self._cells[group]
+        cells.extend(Cell() for _ in range(num_levels - len(cells)))
+        times = (self._right + LEANING) / (self._expected + LEANING)
+        return [
+            cell.chance(min(MOST_CHANCE, times * _prior(group, level)))
+            for level, cell in enumerate(cells[:num_levels])
+        ]
 
-    def _grow(self, num_levels: int) -> None:
-        for row in (self._levels, *self._cells):
-            row.extend(Cell() for _ in range(num_levels - len(row)))
+    def _doubt(self) -> None:
+        for cell in (one for row in self._cells for one in row):
+            cell.doubt()
+        if self._expected > NEWS_LABELS:
+            self._right *= NEWS_LABELS / self._expected
+            self._expected = NEWS_LABELS
+
+
+def _prior(group: int, level: int) -> float:
+    """Of a token so deep in an offer, if those before it are accepted."""
+    return PRIOR_CHANCES[bucket((1 << group >> 1) + level) if group else 0]
 
 
 def bucket(match_length: int) -> int:
     """Matches of about one length."""
-    return min(max(1, match_length).bit_length() - 1, NUM_BUCKETS - 1)
+    return min(match_length.bit_length(), NUM_BUCKETS - 1)

@@ -18,7 +18,11 @@ TIMED_PLAIN = 4  # plain steps that are timed in a burst of them
 
 
 class PlainSteps:
-    """Counts plain steps, and steps since the last one."""
+    """Counts plain steps, and steps since the last that told what plain decoding takes.
+
+    Where steps are short, those that stand alone, as where sources of the host find nothing, tell
+    too little.
+    """
 
     def __init__(self) -> None:
         self._in_a_row = 0
@@ -29,6 +33,11 @@ class PlainSteps:
     def burst(self) -> int:
         """Plain steps in a row that tell what plain decoding takes."""
         return self._warm + TIMED_PLAIN
+
+    @property
+    def _are_short(self) -> bool:
+        """Whether several steps go by until all are alike."""
+        return self._warm > WARM_PLAIN[0]
 
     def warm_up(self, alone_s: float) -> None:
         """Plain steps take so long now."""
@@ -42,8 +51,9 @@ class PlainSteps:
 
     def pass_by(self) -> None:
         """A plain step begins."""
-        self._since = 0
         self._in_a_row += 1
+        tells = self._in_a_row >= self.burst or not self._are_short
+        self._since = 0 if tells else self._since + 1
 
     def wants_time(self, routine: int) -> bool:
         """Whether the step that is plain now should be timed.
@@ -63,6 +73,6 @@ class PlainSteps:
     def is_due(self, gain: float, regime: Regime) -> bool:
         """Whether plain decoding should be tried although drafts gain so much."""
         interval = plain_interval(gain, self.burst)
-        if regime.num_plain_bursts == 0 or self._warm > WARM_PLAIN[0]:
+        if regime.num_plain_bursts == 0 or self._are_short:
             interval = min(interval, FIRST_PLAIN * RARER ** min(regime.num_plain_bursts, 8))
         return self._since >= interval

@@ -64,6 +64,11 @@ class LengthPolicy(Protocol):
         """
         ...
 
+    def looked(self, step_s: float) -> None:
+        """The step that was decided, or held, last took so long, to look for drafts included:
+        sources of the host did, whether they found any or not."""
+        ...
+
     def network_due_in(self, num_running: int) -> int:
         """Steps until a network may draft again for so many requests, as far as is known; 0 while
         it does in earnest, and reads prompts as they pass by."""

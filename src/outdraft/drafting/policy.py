@@ -84,6 +84,7 @@ class DraftPolicy:
         self._decision: Decision | None = None
         self._is_timed = False  # the step that runs, which is held and plain
         self._is_held = False  # the step that runs
+        self._has_looked = False  # sources of the host, before the step that runs
         self._newest_step: _Step | None = None  # that was decided without offers
         self._deciding_s = 0.0  # of the step that was decided last
         self._learning_s = 0.0  # from the latest step with drafts
@@ -137,7 +138,7 @@ class DraftPolicy:
         """
         self._step = self._decision = self.decided = None
         self.granted = {}
-        self._is_timed = self._is_held = False
+        self._is_timed = self._is_held = self._has_looked = False
         if not requests or not self.config.sources:
             return {}
         if self._is_disabled(num_running):
@@ -154,6 +155,7 @@ class DraftPolicy:
         drafts: dict[str, Drafts] = {}
         if looks:
             drafts = self._host.drafts(wanting, num_running)
+            self._has_looked = True
             if not drafts and self._hold(requests, room):
                 return self.granted
         facts = StepFacts(
@@ -250,6 +252,8 @@ class DraftPolicy:
             drafts = self._learn(step, booked, stats)
         if not stats.times.is_first:
             self._pass_by(step, booked, stats)
+            if self._has_looked:
+                self.control.looked(stats.step_s)
         if self._decision is None:
             return ()
         return self._watch(step, drafts)

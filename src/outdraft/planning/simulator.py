@@ -145,7 +145,7 @@ class Simulator:
             decision = self.policy.standing_for([request.id for request in decoding])
         host_s = world.table.booking_s(len(decoding), drafts=bool(decision.grants))
         host_s += world.table.offer_s * len(decoding) * (host is not None)
-        self._execute(world, decoding, prompt_rows, host_s, facts, decision)
+        self._execute(world, decoding, prompt_rows, host_s, facts, decision, host is not None)
 
     def _facts(
         self, request: _Request, offers: tuple[HostOffer, ...], world: World
@@ -172,8 +172,9 @@ class Simulator:
         host_s: float,
         facts: StepFacts | None,
         decision: Decision,
+        has_looked: bool,
     ) -> None:
-        """`facts`: None if the step is held."""
+        """`facts`: None if the step is held. has_looked: sources of the host looked for drafts."""
         times = self._times_of(world.table)
         drafts = _Drafts(world, times, self.scenario, decoding, decision)
         context = sum(self._context(request) for request in decoding)
@@ -225,6 +226,8 @@ class Simulator:
             fates = [(one.request_id, one.drafted, one.accepted) for one in outcomes]
             is_lesson = self.policy.wants_outcome
             self.policy.pass_by(num_tokens, draft_s, host_s, step_s, () if is_lesson else fates)
+        if has_looked:
+            self.policy.looked(step_s + deciding_s)
         self.steps.seconds.append(step_s + deciding_s)
         self.steps.tokens.append(num_tokens)
         self.steps.expected.append(expected)
