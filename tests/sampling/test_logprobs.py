@@ -24,6 +24,24 @@ def test_tied_tokens_share_the_better_rank_and_no_top_is_empty():
     assert ids_RK.shape == top_RK.shape == (1, 0)
 
 
+@pytest.mark.parametrize("num_top", [0, 1, 2, 5, 40, 299, 300])
+@pytest.mark.parametrize("num_values", [1, 3, 40, 10_000])
+def test_of_ties_the_lowest_ids_are_best_however_many_are_asked_for(num_values: int, num_top: int):
+    """Else the log-probabilities of a request would hang on how many its neighbours ask for."""
+    generator = torch.Generator().manual_seed(num_values)
+    logits_RV = torch.randint(num_values, (20, 300), generator=generator).float()
+    logits_RV[-1] = torch.nan
+    want = logits_RV.sort(dim=1, descending=True, stable=True)
+    chosen_R = logits_RV.argmax(1)
+    logprob_R, _, ids_RK, top_RK = gather_logprobs(logits_RV, chosen_R, num_top)
+    assert torch.equal(ids_RK[:-1], want.indices[:-1, :num_top])
+    assert torch.equal(top_RK[:-1], (want.values - logits_RV.logsumexp(1, True))[:-1, :num_top])
+    if num_top:
+        assert torch.equal(ids_RK[:-1, 0], chosen_R[:-1])
+        assert torch.equal(top_RK[:-1, 0], logprob_R[:-1])
+    assert ((ids_RK >= 0) & (ids_RK < 300)).all()
+
+
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 5])
 def test_slices_of_rows_score_as_all_rows_do(num_rows):
     vocab_size = SCORED_LOGITS // 2  # two rows a slice
