@@ -151,6 +151,7 @@ class Scripted:
         self.plain_times: list[tuple[int, int, float, float]] = []
         self.passed: list[tuple[int, float, float]] = []
         self.fates: list[Fate] = []
+        self.looks: list[float] = []
 
     def decide(self, facts: StepFacts) -> Decision:
         self.facts.append(facts)
@@ -178,8 +179,8 @@ class Scripted:
     def rest(self) -> None:
         self.num_rests += 1
 
-    def looked(self, step_s) -> None:
-        """It learns nothing."""
+    def looked(self, step_s: float) -> None:
+        self.looks.append(step_s)
 
     def pass_by(
         self,
@@ -818,6 +819,23 @@ def test_nobody_is_asked_about_steps_that_are_sure_to_be_plain():
     assert quiet_run(ours, request(), 23) == "a" + 10 * "r" + "a" + 10 * "r" + "a"
     assert control.num_rests == 20
     assert len(control.asked_to_hold) == 3
+
+
+def test_control_is_told_what_each_step_with_a_look_took_also_where_one_in_vain_begins_a_rest():
+    ours, control = resting(ngram())
+    control.wants_offers = True
+    assert quiet_run(ours, request(), 13) == "a" + 10 * "r" + "ar"
+    assert control.looks == [2.0, 2.0]
+    control.wants_offers = False
+    ours, control = resting(ngram(a=draft(3)))
+    quiet_run(ours, request(), 13)
+    assert control.looks == []
+    control.wants_offers, control.is_held = True, False
+    ours.finish(request())
+    one = request()
+    granted = ours.choose([one], 1, QUIET_ROOM)
+    ours.observe([booking(one, granted.get("a"))], stats(4))
+    assert control.looks == [2.0]
 
 
 @pytest.mark.parametrize(("due_in", "num_rests"), [(16, 0), (17, 0), (18, 1), (20, 3), (100, 5)])

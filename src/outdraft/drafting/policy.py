@@ -242,6 +242,9 @@ class DraftPolicy:
 
         Returns alarms that begin or end; they are logged already.
         """
+        if self._has_looked and not stats.times.is_first:
+            self.control.looked(stats.step_s)
+        self._has_looked = False
         if self._rest.is_on:
             return self._watch(None, ())
         step, self._step = self._step, None
@@ -252,8 +255,6 @@ class DraftPolicy:
             drafts = self._learn(step, booked, stats)
         if not stats.times.is_first:
             self._pass_by(step, booked, stats)
-            if self._has_looked:
-                self.control.looked(stats.step_s)
         if self._decision is None:
             return ()
         return self._watch(step, drafts)
