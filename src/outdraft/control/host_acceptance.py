@@ -100,7 +100,7 @@ class HostCurve:
 
 
 def _prior(group: int, level: int) -> float:
-    """Of a token so deep in an offer, if those before it are accepted."""
+    """That a token so deep in an offer is accepted if those before it are."""
     return PRIOR_CHANCES[bucket((1 << group >> 1) + level) if group else 0]
 
 
