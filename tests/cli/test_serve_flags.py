@@ -120,6 +120,7 @@ def test_a_server_drains_for_a_day_at_most(command, started):
         ("port = 'many'", "port"),
         ("max-num-seqs = true", "'max-num-seqs' in .* takes a value"),
         ("model = false", "'model' in .* takes a value"),
+        ("served-model-name = ['a', true]", "'served-model-name' in .* takes a value"),
     ],
 )
 def test_a_wrong_file_is_refused(command, started, tmp_path, text: str, message: str):

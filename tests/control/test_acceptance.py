@@ -144,6 +144,26 @@ def test_host_sources_are_learned_by_the_length_of_their_match():
     assert 0.4 < curve.survivals(5, 1)[0] < 0.8
 
 
+def test_before_anything_is_seen_longer_matches_are_trusted_more_and_given_texts_all_alike():
+    chances = [HostCurve().survivals(length, 1)[0] for length in (1, 2, 4, 8, 16, 32, 64)]
+    assert chances == sorted(chances)
+    assert chances[0] < 0.4
+    assert chances[-1] > 0.8
+    assert HostCurve().survivals(1, 2)[1] == pytest.approx(chances[0] * chances[1])
+    given = HostCurve(is_given=True)
+    assert (
+        given.survivals(1, 3) == given.survivals(64, 3) == pytest.approx([0.75, 0.5625, 0.421875])
+    )
+
+
+def test_what_a_host_source_shows_with_short_matches_is_told_of_long_ones_too():
+    curve = HostCurve()
+    before = curve.survivals(32, 1)[0]
+    for _ in range(60):
+        curve.observe(1, 2, 0)
+    assert curve.survivals(32, 1)[0] < 0.7 * before
+
+
 def test_a_host_source_that_got_worse_is_noticed_within_forty_offers():
     for seed in range(10):
         curve, rng = HostCurve(), np.random.default_rng(seed)

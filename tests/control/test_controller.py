@@ -21,7 +21,7 @@ from outdraft.control.facts import (
     StepOutcome,
 )
 from outdraft.control.lessons import LONGEST, SHORTEST
-from outdraft.control.looks import SLEEPY
+from outdraft.control.looks import LONG_RUN, SLEEPY
 from outdraft.control.standing import MAX_STEPS, Standing
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -170,7 +170,7 @@ def test_the_host_is_asked_less_often_while_its_offers_are_refused():
         decision = controller.decide(now)
         shadows = (ShadowOutcome("suffix", 1, 5, 0),) * len(decision.shadows)
         if now is facts:
-            controller.looked(decision.step_s)
+            controller.looked(decision.step_s, 0)
         controller.observe(outcome(now, decision, shadows=shadows))
     assert 0 < asked <= SLEEPY // 4
 
@@ -502,6 +502,89 @@ def test_plain_decoding_is_tried_while_offers_are_answered():
     reasons = [decision.reason for decision in decisions]
     assert reasons.count(Reason.PLAIN_PROBE) >= 2
     assert reasons.count(Reason.GAIN) > 1500
+
+
+ONE_TOKEN = 1  # is all that is offered, and it is always right
+
+
+def poor_looks(controller, num_steps):
+    """Steps with looks that take as long as two plain ones; how many steps looked."""
+    num_looks = 0
+    for _ in range(num_steps):
+        looks = controller.wants_offers
+        if not looks and controller.holds(1):
+            continue
+        facts = offered(ONE_TOKEN) if looks else StepFacts((request(),))
+        decision = controller.decide(facts)
+        told = dear(facts, decision, 0.2)
+        if controller.wants_outcome:
+            controller.observe(told)
+        if controller.is_passing:
+            controller.pass_by(told.num_tokens, told.draft_s, told.host_s, decision.step_s)
+        if looks:
+            controller.looked(2 * decision.plain_s, 0)
+        num_looks += looks
+    return num_looks
+
+
+def test_looks_that_take_longer_than_their_drafts_win_become_rare():
+    controller = Controller(table(0.001), 5)
+    assert poor_looks(controller, LONG_RUN) > 0.9 * LONG_RUN
+    poor_looks(controller, LONG_RUN // 4)
+    assert 400 // 40 <= poor_looks(controller, 400) <= 400 // 10
+
+
+@pytest.mark.parametrize("decided_with", [8, 0], ids=["known", "begun since"])
+def test_looks_beside_prompts_are_not_judged_but_what_they_cost_is_known(decided_with):
+    controller = Controller(table(0.9, offer_s=0.05), 5)
+    for _ in range(2 * LONG_RUN):
+        decision = controller.decide(StepFacts((request(),), prompt_rows=decided_with))
+        controller.looked(5 * decision.plain_s, 8)
+    assert controller.wants_offers
+    offer = StepFacts((request(offers=(HostOffer("suffix", 5, 1),)),))
+    for _ in range(2 * SLEEPY):
+        controller.observe(outcome(offer, controller.decide(offer)))
+        controller.looked(5.0, 8)
+    asked_for = 0
+    for _ in range(40):
+        asked_for += controller.wants_offers
+        controller.decide(StepFacts((request(),)))
+    assert asked_for < 20
+
+
+def with_rare_looks():
+    """A controller with a plain decision that stands, and what stands for an offer now."""
+    controller = Controller(table(0.001), 5)
+    poor_looks(controller, 2 * LONG_RUN)
+    assert not controller.wants_offers or not controller.quiet_steps(may_find=True)
+    assert controller.decide(StepFacts((request(),))).reason is Reason.NOTHING_OFFERED
+    decision = controller.decide(offered(ONE_TOKEN))
+    assert decision.reason is Reason.GAIN
+    return controller, decision
+
+
+def test_where_looks_are_rare_plain_decoding_goes_on_behind_a_draft_of_the_host():
+    controller, _ = with_rare_looks()
+    assert controller.holds(1)
+    assert controller.standing.grants == ()
+
+
+def test_where_looks_are_common_it_is_decided_anew():
+    controller = Controller(table(0.001), 5)
+    for _ in range(SETTLED):
+        controller.decide(StepFacts((request(),)))
+    assert controller.holds(1)
+    assert controller.decide(offered(ONE_TOKEN)).reason is Reason.GAIN
+    assert not controller.holds(1)
+
+
+def test_what_a_draft_of_the_host_showed_is_learned_where_plain_decoding_goes_on():
+    controller, decision = with_rare_looks()
+    before = survival_of_an_offer(controller)
+    assert controller.is_passing
+    controller.pass_by(1, 0.0, 0.0, decision.step_s, [("a", 1, 0)] * 200)
+    assert controller.holds(1)
+    assert survival_of_an_offer(controller) < 0.8 * before
 
 
 def offered(length=3, match_length=4, name="a", **others):

@@ -71,7 +71,7 @@ def test_where_steps_are_short_first_intervals_grow():
         assert after_drafts(interval, SHORT_S).is_due(gain, regime)
 
 
-def test_a_plain_step_begins_the_count_anew():
+def test_where_steps_are_long_a_plain_step_begins_the_count_anew():
     steps = after_drafts(FIRST_PLAIN)
     assert steps.is_due(0.5, Regime())
     steps.pass_by()
@@ -84,6 +84,14 @@ def test_where_steps_are_short_a_burst_does_and_a_plain_step_alone_does_not():
         steps.pass_by()
         assert steps.is_due(0.5, Regime())
     steps.pass_by()
+    assert not steps.is_due(0.5, Regime())
+
+
+def test_a_burst_that_is_cut_short_is_not_begun_again_at_once():
+    steps = after_drafts(FIRST_PLAIN, SHORT_S)
+    steps.begin_burst()
+    steps.pass_by()
+    steps.draft()
     assert not steps.is_due(0.5, Regime())
 
 

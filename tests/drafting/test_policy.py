@@ -151,7 +151,7 @@ class Scripted:
         self.plain_times: list[tuple[int, int, float, float]] = []
         self.passed: list[tuple[int, float, float]] = []
         self.fates: list[Fate] = []
-        self.looks: list[float] = []
+        self.looks: list[tuple[float, int]] = []
 
     def decide(self, facts: StepFacts) -> Decision:
         self.facts.append(facts)
@@ -179,8 +179,8 @@ class Scripted:
     def rest(self) -> None:
         self.num_rests += 1
 
-    def looked(self, step_s: float) -> None:
-        self.looks.append(step_s)
+    def looked(self, step_s: float, prompt_rows: int) -> None:
+        self.looks.append((step_s, prompt_rows))
 
     def pass_by(
         self,
@@ -825,17 +825,33 @@ def test_control_is_told_what_each_step_with_a_look_took_also_where_one_in_vain_
     ours, control = resting(ngram())
     control.wants_offers = True
     assert quiet_run(ours, request(), 13) == "a" + 10 * "r" + "ar"
-    assert control.looks == [2.0, 2.0]
-    control.wants_offers = False
+    assert control.looks == [(2.0, 0), (2.0, 0)]
+
+
+def test_control_is_told_of_looks_that_found_something_and_of_prompts_beside_them():
+    control, one = Scripted(lambda _: [Grant("a", "ngram", 3, 3, 0.0)]), request()
+    ours = policy(ngram(a=draft(3)), control=control)
+    granted = ours.choose([one], 1, ROOM)
+    ours.observe([booking(one, granted["a"])], stats(4))
+    assert control.looks == [(2.0, ROOM.prompt_rows)]
+
+
+def test_control_is_not_told_of_steps_without_a_look_that_failed_or_that_made_a_graph():
     ours, control = resting(ngram(a=draft(3)))
     quiet_run(ours, request(), 13)
     assert control.looks == []
-    control.wants_offers, control.is_held = True, False
-    ours.finish(request())
-    one = request()
-    granted = ours.choose([one], 1, QUIET_ROOM)
-    ours.observe([booking(one, granted.get("a"))], stats(4))
-    assert control.looks == [2.0]
+    ours, control = resting(ngram())
+    control.wants_offers = True
+    assert not ours.rests(1, 0)
+    ours.choose([request()], 1, QUIET_ROOM)  # the step fails: nothing is observed
+    assert ours.rests(1, 0)
+    ours.observe([booking(request(), None)], stats(1))
+    assert control.looks == []
+    ours, control = resting(ngram())
+    control.wants_offers = True
+    ours.choose([request()], 1, QUIET_ROOM)
+    ours.observe([booking(request(), None)], stats(1, PhaseTimes(is_first=True)))
+    assert control.looks == []
 
 
 @pytest.mark.parametrize(("due_in", "num_rests"), [(16, 0), (17, 0), (18, 1), (20, 3), (100, 5)])

@@ -85,7 +85,7 @@ class ChangingLengths:
         self.wants_outcome = self.is_passing and bool(self._rng.random() < 0.5)
         return True
 
-    def looked(self, step_s) -> None:
+    def looked(self, step_s, prompt_rows) -> None:
         """Nothing is learned."""
 
     def pass_by(

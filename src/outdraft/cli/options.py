@@ -293,10 +293,11 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
         one = flags.get(key.replace("_", "-"))
         if one is None:
             raise ConfigError(f"unknown key {key!r} in {path}: {did_you_mean(key, flags)}")
-        if isinstance(value, bool) and not getattr(one, "is_flag", False):
-            raise ConfigError(f"{key!r} in {path} takes a value, not true or false")
         if getattr(one, "multiple", False) and not isinstance(value, list):
             value = [value]
+        given: list[Any] = value if isinstance(value, list) else [value]
+        if any(isinstance(each, bool) for each in given) and not getattr(one, "is_flag", False):
+            raise ConfigError(f"{key!r} in {path} takes a value, not true or false")
         assert one.name is not None
         defaults[one.name] = json.dumps(value) if isinstance(value, dict) else value
     context.default_map = defaults

@@ -70,7 +70,7 @@ class Controller:
         self._is_answered = False  # the step that was decided last, by one of them
         self._deciding_s = 0.0  # on average, and to learn
         self._disturbance = Disturbance()
-        self._known: tuple[Question, Decision] | None = None
+        self._known: tuple[Question, Standing] | None = None
         self._reused = 0
         self._num_poor = 0  # decisions against drafts since the last one for them
         self._standing = StandingDecisions()
@@ -126,6 +126,8 @@ class Controller:
             held = self._standing.find(num_requests, prompt_rows)
         if held is None:
             return False
+        if self._held is not None and self._held is not held:
+            self._watch(self._held)
         self._held = held
         # A prompt that began since would be counted as time of the drafts.
         is_usual = held.has_prompts or not prompt_rows
@@ -179,14 +181,16 @@ class Controller:
                 target_s = step_s - draft_s - host_s
                 self.costs.observe_passing(held.facts, held.decision, draft_s, target_s)
 
-    def looked(self, step_s: float) -> None:
+    def looked(self, step_s: float, prompt_rows: int) -> None:
         """As LengthPolicy."""
         held = self._held
-        if held is None or held.has_prompts or held.decision.reason in EXPERIMENTS:
-            return
+        assert held is not None, "nothing was decided"
         decision, num_requests = held.decision, held.num_requests
         looking_s = num_requests * self.costs.table.offer_s
         self._looks.cost(looking_s / decision.plain_s, self._deciding_s / decision.plain_s)
+        if prompt_rows or held.has_prompts or decision.reason in EXPERIMENTS:
+            self._looks.pass_over()
+            return
         # A step that took very long met something else: it counts as twice the prediction.
         plain_steps = min(step_s, 2 * decision.step_s) / decision.plain_s
         networks = self.costs.table.drafters
@@ -245,7 +249,7 @@ class Controller:
             self._watch(self._held)
         key = question(facts)
         answer = self._answers.find(key, facts, self._num_steps)
-        if answer is not None and self._tries(facts, answer.decision):
+        if answer is not None and answer.decision.reason is Reason.NO_GAIN and self._tries(facts):
             answer = None
         self._is_answered = answer is not None
         if answer is not None:
@@ -255,23 +259,18 @@ class Controller:
         decision = self._reusable(facts, key)
         if decision is None:
             decision = self._decide(facts)
-            is_lasting = decision.reason not in EXPERIMENTS
-            self._known = (key, decision) if is_lasting and not facts.has_offers else None
-            self._reused = 0
             self._held = Standing(decision, len(facts.requests), facts.prompt_rows > 0)
+            is_lasting = decision.reason not in EXPERIMENTS
+            self._known = (key, self._held) if is_lasting and not facts.has_offers else None
+            self._reused = 0
             is_common = facts.has_offers and decision.reason in (Reason.GAIN, Reason.NO_GAIN)
             is_common |= decision.reason is Reason.NOTHING_OFFERED
             if is_common and self._is_dear(decision):
                 self._answers.put(key, self._held, facts, self._num_steps)
         return self._settle(facts, decision)
 
-    def _tries(self, facts: StepFacts, answer: Decision) -> bool:
-        """Whether an experiment is due, which no older answer is in the way of: plain decoding
-        while drafts pay, the network while they do not."""
-        if answer.reason is Reason.GAIN:
-            return self._plain_steps.is_due(answer.gain, self._regime(len(facts.requests)))
-        if answer.reason is not Reason.NO_GAIN:
-            return False
+    def _tries(self, facts: StepFacts) -> bool:
+        """Whether a probe of the network goes on or is due: then no older answer refuses it."""
         if self.probe.request_ids:
             return True
         return self.probe.due_in == 0 and any(one.network is not None for one in facts.requests)
@@ -280,7 +279,7 @@ class Controller:
         """What a decision means for the steps to come, and whether this one is a lesson."""
         if decision.reason is Reason.GAIN:
             self._num_poor = 0
-            if not self._looks.are_rare:
+            if not (facts.has_offers and self._looks.are_rare):
                 self._standing.clear(drafts=False)
             self._go_on(facts, decision)
         elif decision.reason not in EXPERIMENTS:
@@ -365,10 +364,12 @@ class Controller:
         """The last decision, if nothing has changed since and it is not old."""
         if self._known is None or self._known[0] != key:
             return None
-        known = self._known[1]
+        held = self._known[1]
+        known = held.decision
         if self._reused >= (REUSED if known.grants else self._most_plain(facts, known)):
             return None
         self._reused += 1
+        self._held = held
         return known
 
     def _stand(self, facts: StepFacts, decision: Decision) -> None:
@@ -460,7 +461,9 @@ class Controller:
             regime.observe(tokens, plain_tokens, 1 + self._reused)
         if not plan.picks:
             return self._off(facts, outlook, prices, options, Reason.NO_GAIN)
+        # Prompts would hide what it takes.
         if not facts.prompt_rows and self._plain_steps.is_due(gain, regime):
+            self._plain_steps.begin_burst()
             regime.num_plain_bursts += 1
             decision = self._decision(facts, outlook, Reason.PLAIN_PROBE)
             left = self._plain_steps.burst - 1

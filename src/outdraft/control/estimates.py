@@ -8,6 +8,7 @@ from outdraft.control.drift import Costs
 from outdraft.control.facts import Decision, Grant, RequestFacts, ShadowOutcome, Shape, StepOutcome
 from outdraft.control.host_acceptance import HostCurve
 from outdraft.control.plans import Option, Plan
+from outdraft.core.draft import DraftSource
 
 CurveKey = tuple[str, str, Shape]  # network, rule, shape
 LEAST_WORTH = 0.1  # tokens that a level of a newcomer's draft should bring
@@ -34,7 +35,7 @@ class Estimates:
 
     def host(self, source: str) -> HostCurve:
         if source not in self.hosts:
-            self.hosts[source] = HostCurve()
+            self.hosts[source] = HostCurve(is_given=source == DraftSource.PREDICTION)
         return self.hosts[source]
 
     def options(

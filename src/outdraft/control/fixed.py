@@ -83,7 +83,7 @@ class FixedLength:
     ) -> None:
         """A fixed policy learns nothing."""
 
-    def looked(self, step_s: float) -> None:
+    def looked(self, step_s: float, prompt_rows: int) -> None:
         """A fixed policy learns nothing."""
 
     def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:

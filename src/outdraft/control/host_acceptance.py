@@ -7,10 +7,11 @@ comes shows how far it was right.
 
 from outdraft.control.surprise import Surprise
 
-# Before anything was seen, of the first token by the match: none (a text that the client gave), 1,
-# 2-3, 4-7, ... tokens. So it is about with the embedded target between temperatures 0 and 1. A
-# token that is accepted makes the match longer for those behind it.
-PRIOR_CHANCES = 0.75, 0.25, 0.5, 0.65, 0.75, 0.8, 0.85, 0.9
+# Before anything was seen, of the first token by the match: 1, 2-3, 4-7, ... tokens. So it is about
+# with the embedded target between temperatures 0 and 1. A token that is accepted makes the match
+# longer for those behind it.
+PRIOR_CHANCES = 0.25, 0.5, 0.65, 0.75, 0.8, 0.85, 0.9
+GIVEN_CHANCE = 0.75  # where the client says what the text will be, whatever matches
 MOST_CHANCE = 0.98
 LEANING = 10.0  # labels of what a cell leans on, and of what the priors lean on
 NEWS_LABELS = 5.0  # what is left of a cell's labels when chances turn out wrong
@@ -44,7 +45,9 @@ class HostCurve:
     """Acceptance of one source: cells by match and level lean on priors, times how much better or
     worse than these the source is altogether."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_given: bool = False) -> None:
+        """is_given: the source is a text that the client predicts."""
+        self._is_given = is_given
         self.num_labels = 0
         self._expected, self._right = 0.0, 0.0  # of all labels, faded: by the priors, and in fact
         self._cells: list[list[Cell]] = [[] for _ in range(NUM_BUCKETS)]
@@ -74,7 +77,7 @@ class HostCurve:
             is_right = level < accepted
             excess += is_right - chance
             variance += chance * (1 - chance)
-            self._expected = KEEP * self._expected + _prior(group, level)
+            self._expected = KEEP * self._expected + self._prior(group, level)
             self._right = KEEP * self._right + is_right
             cell.observe(is_right)
         self.num_labels += 1
@@ -87,7 +90,7 @@ class HostCurve:
         cells.extend(Cell() for _ in range(num_levels - len(cells)))
         times = (self._right + LEANING) / (self._expected + LEANING)
         return [
-            cell.chance(min(MOST_CHANCE, times * _prior(group, level)))
+            cell.chance(min(MOST_CHANCE, times * self._prior(group, level)))
             for level, cell in enumerate(cells[:num_levels])
         ]
 
@@ -98,12 +101,11 @@ class HostCurve:
             self._right *= NEWS_LABELS / self._expected
             self._expected = NEWS_LABELS
 
-
-def _prior(group: int, level: int) -> float:
-    """That a token so deep in an offer is accepted if those before it are."""
-    return PRIOR_CHANCES[bucket((1 << group >> 1) + level) if group else 0]
+    def _prior(self, group: int, level: int) -> float:
+        """The chance that a token so deep in an offer is accepted if those before it are."""
+        return GIVEN_CHANCE if self._is_given else PRIOR_CHANCES[bucket((1 << group) + level)]
 
 
 def bucket(match_length: int) -> int:
     """Matches of about one length."""
-    return min(match_length.bit_length(), NUM_BUCKETS - 1)
+    return min(max(1, match_length).bit_length() - 1, NUM_BUCKETS - 1)

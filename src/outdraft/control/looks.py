@@ -9,9 +9,10 @@ SHARE = 0.01  # most of the time that looks may take which win nothing
 LONGEST = 8  # steps between two looks, and
 LONGEST_DEAR = 32  # where to decide takes long beside a step
 AWAKE = 8  # steps that a draft keeps looks going for
-LONG_RUN, LATELY = 256, 8  # looks that are judged together, and where they are rare
-# Tokens that a look wins for each request: less makes looks rare, more makes them common again.
-# Plain steps are faster where nobody ever looks than those that are tried between looks.
+LONG_RUN, LATELY = 256, 8  # looks that are judged together: where they are common, and rare
+# Tokens that a look wins for each request: less than the first makes looks rare, more than the
+# second makes them common again. The first is no loss: plain steps that are tried between looks
+# take longer than those of an engine that hardly looks.
 LEAST, PROMISE = 0.02, 0.05
 RICH = 1.25  # times as fast as plain decoding: where looks are rare, the next step looks as well
 
@@ -48,6 +49,10 @@ class Looks:
             min(LONGEST_DEAR, int(deciding_share / SHARE)),
         )
 
+    def pass_over(self) -> None:
+        """A look that nothing can be told from."""
+        self._is_rich = False
+
     def refuse(self) -> None:
         """A step refused all offers."""
         self._refused += 1
@@ -62,7 +67,8 @@ class Looks:
         tokens: that it brings for each request, as predicted: luck would hide what looking takes.
         plain_steps: how many steps of plain decoding would have taken as long as it took in fact.
         gain: of the step's drafts over plain decoding, as predicted. is_taken: there is one of a
-            source of the host among them; else a network may draft, which needs no look.
+            source of the host among them; else a network may draft, which needs no look. With
+            several requests a network's drafts beside the host's count as won by the look.
         """
         if not is_taken:
             self._gain_without += (gain - self._gain_without) / LONG_RUN

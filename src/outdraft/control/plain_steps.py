@@ -9,7 +9,7 @@ import math
 from outdraft.control.outlook import Regime
 from outdraft.control.probes import plain_interval
 
-FIRST_PLAIN = 16  # steps that draft until plain decoding is timed for the first time,
+FIRST_PLAIN = 16  # steps until plain decoding is timed for the first time while drafts pay,
 RARER = 3  # and how many times as many until the next, where steps are short: an engine that just
 # began is slow for a second or so
 WARM_PLAIN = 2, 12  # plain steps in a row from which on all are alike, at least and at most,
@@ -43,6 +43,10 @@ class PlainSteps:
         """Plain steps take so long now."""
         least, most = WARM_PLAIN
         self._warm = max(least, min(most, math.ceil(WARM_S / alone_s)))
+
+    def begin_burst(self) -> None:
+        """Plain decoding is tried: if that is cut short, the next try comes no sooner."""
+        self._since = 0
 
     def draft(self) -> None:
         """A step begins that drafts."""

@@ -64,9 +64,9 @@ class LengthPolicy(Protocol):
         """
         ...
 
-    def looked(self, step_s: float) -> None:
-        """The step that was decided, or held, last took so long, to look for drafts included:
-        sources of the host did, whether they found any or not."""
+    def looked(self, step_s: float, prompt_rows: int) -> None:
+        """Sources of the host looked for drafts before the step that was decided, or held, last;
+        they may have found none. With the look it took so long, and had so many rows of prompts."""
         ...
 
     def network_due_in(self, num_running: int) -> int:

@@ -84,7 +84,8 @@ class DraftPolicy:
         self._decision: Decision | None = None
         self._is_timed = False  # the step that runs, which is held and plain
         self._is_held = False  # the step that runs
-        self._has_looked = False  # sources of the host, before the step that runs
+        self._has_looked = False  # sources of the host, before the step that runs,
+        self._prompt_rows = 0  # which has so many rows of prompts
         self._newest_step: _Step | None = None  # that was decided without offers
         self._deciding_s = 0.0  # of the step that was decided last
         self._learning_s = 0.0  # from the latest step with drafts
@@ -125,6 +126,7 @@ class DraftPolicy:
         """
         if not self._rest.take(num_running, num_waiting):
             return False
+        self._has_looked = False
         self.control.rest()
         return True
 
@@ -155,7 +157,7 @@ class DraftPolicy:
         drafts: dict[str, Drafts] = {}
         if looks:
             drafts = self._host.drafts(wanting, num_running)
-            self._has_looked = True
+            self._has_looked, self._prompt_rows = True, room.prompt_rows
             if not drafts and self._hold(requests, room):
                 return self.granted
         facts = StepFacts(
@@ -243,7 +245,7 @@ class DraftPolicy:
         Returns alarms that begin or end; they are logged already.
         """
         if self._has_looked and not stats.times.is_first:
-            self.control.looked(stats.step_s)
+            self.control.looked(stats.step_s, self._prompt_rows)
         self._has_looked = False
         if self._rest.is_on:
             return self._watch(None, ())

@@ -145,7 +145,8 @@ class Simulator:
             decision = self.policy.standing_for([request.id for request in decoding])
         host_s = world.table.booking_s(len(decoding), drafts=bool(decision.grants))
         host_s += world.table.offer_s * len(decoding) * (host is not None)
-        self._execute(world, decoding, prompt_rows, host_s, facts, decision, host is not None)
+        has_looked = bool(decoding) and host is not None
+        self._execute(world, decoding, prompt_rows, host_s, facts, decision, has_looked)
 
     def _facts(
         self, request: _Request, offers: tuple[HostOffer, ...], world: World
@@ -227,7 +228,7 @@ class Simulator:
             is_lesson = self.policy.wants_outcome
             self.policy.pass_by(num_tokens, draft_s, host_s, step_s, () if is_lesson else fates)
         if has_looked:
-            self.policy.looked(step_s + deciding_s)
+            self.policy.looked(step_s + deciding_s, prompt_rows)
         self.steps.seconds.append(step_s + deciding_s)
         self.steps.tokens.append(num_tokens)
         self.steps.expected.append(expected)
