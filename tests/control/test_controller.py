@@ -556,7 +556,7 @@ def with_rare_looks():
     """A controller with a plain decision that stands, and what stands for an offer now."""
     controller = Controller(table(0.001), 5)
     poor_looks(controller, 2 * LONG_RUN)
-    assert not controller.wants_offers or not controller.quiet_steps(may_find=True)
+    assert controller._looks.are_rare
     assert controller.decide(StepFacts((request(),))).reason is Reason.NOTHING_OFFERED
     decision = controller.decide(offered(ONE_TOKEN))
     assert decision.reason is Reason.GAIN

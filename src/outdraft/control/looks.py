@@ -77,7 +77,6 @@ class Looks:
         most = LONG_RUN if self._wins else LATELY
         worth = tokens - (1 + self._gain_without) * plain_steps
         self._worth += (worth - self._worth) / min(most, self._num_judged)
-        if self._num_judged >= most and (
-            self._worth < LEAST if self._wins else self._worth > PROMISE
-        ):
+        turns = self._worth < LEAST if self._wins else self._worth > PROMISE
+        if turns and self._num_judged >= most:
             self._wins, self._num_judged, self._worth = not self._wins, 0, 0.0
