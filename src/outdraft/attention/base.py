@@ -26,11 +26,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from outdraft.core.record import record
 from outdraft.kv.cache import LayerCache
 from outdraft.kv.shapes import LayerCacheShape
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class AttentionMetadata:
     """Where the rows of a batch stand. All tensors are on the model's device.
 

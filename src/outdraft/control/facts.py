@@ -7,6 +7,8 @@ Times are seconds, lengths are tokens, a level is a depth of a draft (the first 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from outdraft.core.record import record
+
 Shape = tuple[int, ...]
 CHAIN: Shape = ()  # one row a level, as many levels as are granted
 
@@ -23,7 +25,7 @@ class Reason(StrEnum):
     PLAIN_PROBE = "drafts pay, but this step measures plain decoding"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class HostOffer:
     """A draft that a source of the host has at hand, for which nothing was drawn.
 
@@ -42,7 +44,7 @@ class HostOffer:
         return sum(self.shape[:num_levels]) if self.shape else num_levels
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RequestFacts:
     """A request that samples in this step, as it stands before it.
 
@@ -92,7 +94,7 @@ class RequestFacts:
         return levels
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepFacts:
     """One step before it begins.
 
@@ -131,7 +133,7 @@ class StopRule:
     biases: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Grant:
     """What one request may draft in this step.
 
@@ -153,7 +155,7 @@ class Grant:
     stop: StopRule | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Decision:
     """How the step speculates, and why.
 
@@ -193,7 +195,7 @@ class Decision:
         return self.step_s - self.catch_up_s
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DraftOutcome:
     """How a granted draft fared.
 
@@ -222,7 +224,7 @@ class DraftOutcome:
 Fate = tuple[str, int, int]  # of a draft: request, levels that were verified, and accepted
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ShadowOutcome:
     """A draft that was not verified, compared with the text that came."""
 
@@ -232,7 +234,7 @@ class ShadowOutcome:
     accepted: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepOutcome:
     """One step when it is over.
 

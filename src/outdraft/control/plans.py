@@ -1,14 +1,15 @@
 """Ways to draft, what they cost, and what a step's plan is: plain data for `best_plan`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from outdraft.control.facts import CHAIN, Shape
+from outdraft.core.record import record
 
 FREE_ROW = 0.2  # tokens; at low load, where rows cost less, no chain is ended by its confidence
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Option:
     """One way in which a request could draft.
 
@@ -38,7 +39,7 @@ class Option:
         return sum(self.shape[:num_levels]) if self.shape else num_levels
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Prices:
     """What a step's drafts cost.
 
@@ -69,7 +70,7 @@ class Prices:
         return replace(self, rate=self.rate * speedup)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Pick:
     """A request's part of a plan: an option, and how many of its levels."""
 
@@ -82,7 +83,7 @@ class Pick:
         return float(sum(self.option.survivals[: self.levels]))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Plan:
     """Drafts of a step.
 

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from outdraft.core.record import record
 
-@dataclass(frozen=True, slots=True)
+
+@record
 class Prediction:
     """What was expected of a step. Times are seconds.
 
@@ -27,7 +29,7 @@ class Prediction:
         return self.draft_s + self.target_s + self.host_s
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepDecision:
     """Why a step drafted as it did.
 

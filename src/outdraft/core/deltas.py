@@ -3,13 +3,12 @@
 Plain values only: they cross the wire as they are.
 """
 
-from dataclasses import dataclass
-
 from outdraft.core.outputs import DraftTrace, TokenOrigin
 from outdraft.core.plan import TokenLogprobs
+from outdraft.core.record import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SequenceDelta:
     """What one of a request's n sequences gained in a step.
 
@@ -35,7 +34,7 @@ class SequenceDelta:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RequestDelta:
     """What one request gained in a step; times and counts are those of the whole request so far."""
 

@@ -4,11 +4,12 @@ Dimension key: K drafted tokens of one request.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import StrEnum
 from operator import gt
 
 import numpy as np
+
+from outdraft.core.record import record
 
 MAX_DRAFTS = 63  # rows of a draft fit in the bits of one int64 ancestor mask
 MAX_MARGIN = 10.0  # between two logits; wider ones count as so much
@@ -42,7 +43,7 @@ def num_taught(num_settled: int) -> int:
     return min(num_settled, MAX_TAUGHT) if num_settled >= FEWEST_TAUGHT else 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Draft:
     """A token tree in topological order.
 
@@ -114,7 +115,7 @@ def depths_of(parents: Iterable[int]) -> list[int]:
     return depths[1:]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DraftAsk:
     """One request that would like a draft. Read-only: proposers change no state but their own.
 

@@ -14,6 +14,7 @@ from outdraft.core.admission import Admission
 from outdraft.core.decided import Alarm, StepDecision
 from outdraft.core.draft import Draft, DraftSource, depths_of
 from outdraft.core.drafter_gap import DrafterGap
+from outdraft.core.record import record
 
 NO_DRAFT = Draft()
 
@@ -49,7 +50,7 @@ MODEL_CHAIN = ModelDrafting()
 NO_CAP = 1 << 30  # rows
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LiveStop:
     """Where a chain that a network drafts ends: a rule that is made of finished steps.
 
@@ -88,7 +89,7 @@ class LiveStop:
             raise ValueError(f"{len(self.weights)} weights but {len(self.biases)} biases")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DraftChoice:
     """How one request speculates in this step.
 
@@ -103,8 +104,11 @@ class DraftChoice:
     stop: LiveStop | None = None  # where the network's chain may end before; None: nowhere
     # It says of settled tokens that the network reads late whether it would have drafted them.
     teaches: bool = False
+    num_drafts: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        num_drafts = len(self.draft) + self.num_model_drafts
+        object.__setattr__(self, "num_drafts", num_drafts)
         if self.stop is not None and self.model.is_tree:
             raise ValueError("trees have no live rule")
         if self.teaches and self.model.is_tree:
@@ -117,7 +121,7 @@ class DraftChoice:
             raise ValueError("one source drafts for a request in a step, not two")
 
     def __len__(self) -> int:
-        return len(self.draft) + self.num_model_drafts
+        return self.num_drafts
 
     @property
     def is_device_tree(self) -> bool:
@@ -131,11 +135,11 @@ class DraftChoice:
     @property
     def max_kept(self) -> int:
         """How far the network's cache may reach behind the text's end, in accepted drafts."""
-        return len(self) - 1 if self.model.max_kept is None else self.model.max_kept
+        return self.num_drafts - 1 if self.model.max_kept is None else self.model.max_kept
 
     def truncated(self, num_tokens: int) -> "DraftChoice | None":
         """The choice with at most so many drafts, None if nothing is left."""
-        if num_tokens >= len(self) > 0:
+        if num_tokens >= self.num_drafts > 0:
             return self
         if num_tokens <= 0:
             return None
@@ -149,7 +153,7 @@ class DraftChoice:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepRoom:
     """What the next step leaves for drafts, as far as is known before it is planned.
 
@@ -198,7 +202,11 @@ class Work(NamedTuple):
 
     @property
     def num_drafts(self) -> int:
-        return len(self.drafts) if self.drafts else 0
+        return self.drafts.num_drafts if self.drafts is not None else 0
+
+    @property
+    def num_model_drafts(self) -> int:
+        return self.drafts.num_model_drafts if self.drafts is not None else 0
 
     @property
     def num_rows(self) -> int:
@@ -210,7 +218,7 @@ class Work(NamedTuple):
         return self.start + self.num_new
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepPlan:
     """The requests of a step in batch order.
 
@@ -239,7 +247,7 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkResult:
     """The result of one request's part of a step.
 
@@ -280,7 +288,7 @@ def drafted_levels(choice: DraftChoice, result: WorkResult) -> int:
     return len(result.drafted_ids)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PhaseTimes:
     """Where the device's part of a step went, in seconds.
 
@@ -303,7 +311,7 @@ class PhaseTimes:
         return self.verify_s + self.sample_s - self.keep_s
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepResult:
     """Results in the order of the plan's works.
 
@@ -316,7 +324,7 @@ class StepResult:
     times: PhaseTimes = field(default_factory=PhaseTimes)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepStats:
     """One step in numbers.
 

@@ -7,7 +7,7 @@ phase took; offers of the host that were not used are compared with the text tha
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 
 from outdraft.config.speculation import SpeculationConfig
@@ -25,6 +25,7 @@ from outdraft.core.decided import Alarm, StepDecision
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import RequestError
 from outdraft.core.plan import DraftChoice, StepRoom, StepStats
+from outdraft.core.record import record
 from outdraft.core.request import Request
 from outdraft.core.scheduled import BookedWork
 from outdraft.drafting.explained import DISABLED, NOT_WANTED, standing
@@ -45,7 +46,7 @@ WARM_UP_STEPS = 16
 Booked = Sequence[BookedWork]  # as Scheduler.commit returns it
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Step:
     """What was decided for the step that runs."""
 

@@ -1,18 +1,19 @@
 """What a decision means for the engine: draft choices, and what is told of it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from outdraft.control.facts import CHAIN, Decision, Grant
 from outdraft.core.decided import StepDecision
 from outdraft.core.draft import DraftSource
 from outdraft.core.plan import DraftChoice, LiveStop
+from outdraft.core.record import record
 from outdraft.drafting.explained import explained
 from outdraft.drafting.host_sources import Drafts
 from outdraft.drafting.known_requests import DrafterLimits, KnownRequests
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Translated:
     """A decision in the words of the engine.
 

@@ -2,19 +2,19 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from outdraft.core.decided import StepDecision
 from outdraft.core.deltas import RequestDelta, SequenceDelta
 from outdraft.core.draft import DraftSource
 from outdraft.core.outputs import DraftTrace, TokenOrigin
 from outdraft.core.plan import DraftChoice, TokenLogprobs, WorkResult
+from outdraft.core.record import record
 from outdraft.core.scheduled import BookedWork
 
 _ORIGINS = {source: TokenOrigin(source) for source in DraftSource}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepTold:
     """What a trace says of the engine's step.
 

@@ -35,54 +35,50 @@ def step_stats(
         num_rows: that the target read.
         granted: the drafts that were wanted before the step was planned, by request.
     """
-    verified = [
-        (
-            work.drafts.source,
-            len(outcome.drafted_ids),
-            len(outcome.accepted_rows),
-            drafted_levels(work.drafts, outcome),
-        )
-        for _, work, outcome, _ in booked
-        if work.drafts is not None and outcome.drafted_ids  # a live rule may leave none
-    ]
-    drafted = _sum([(source, num_drafted) for source, num_drafted, _, _ in verified])
-    accepted = _sum([(source, num_accepted) for source, _, num_accepted, _ in verified])
-    depths = [num_accepted for _, _, num_accepted, _ in verified]
+    num_emitted = 0
+    lengths: list[int] = []
+    wanted: list[int] = []
+    levels: list[tuple[DraftSource, int, int]] = []
+    drafted: dict[DraftSource, int] = {}
+    accepted: dict[DraftSource, int] = {}
+    drafts: dict[DraftSource, int] = {}
+    for request, work, outcome, added in booked:
+        num_emitted += len(added)
+        if not work.samples:
+            continue
+        num_drafted, choice = len(outcome.drafted_ids), granted.get(request.id)
+        lengths.append(num_drafted)
+        wanted.append(choice.num_drafts if choice is not None else 0)
+        if work.drafts is None or not num_drafted:  # a live rule may leave none
+            continue
+        source, num_accepted = work.drafts.source, len(outcome.accepted_rows)
+        drafted[source] = drafted.get(source, 0) + num_drafted
+        accepted[source] = accepted.get(source, 0) + num_accepted
+        drafts[source] = drafts.get(source, 0) + 1
+        levels.append((source, drafted_levels(work.drafts, outcome), num_accepted))
+    depths = [num_accepted for _, _, num_accepted in levels]
     return StepStats(
         num_requests=len(plan.works),
         num_waiting=num_waiting,
         num_rows=num_rows,
-        num_emitted=sum([len(added) for _, _, _, added in booked]),
-        num_drafts=len(verified),
+        num_emitted=num_emitted,
+        num_drafts=len(levels),
         num_draft_tokens=sum(drafted.values()),
-        num_accepted_tokens=sum(accepted.values()),
+        num_accepted_tokens=sum(depths),
         accepted_at=tuple(
             [sum([most > depth for most in depths]) for depth in range(max(depths, default=0))]
         ),
         drafted_by_source=drafted,
         accepted_by_source=accepted,
-        drafts_by_source=_sum([(source, 1) for source, _, _, _ in verified]),
+        drafts_by_source=drafts,
         kv_usage=kv_usage,
         times=times,
         host_s=max(0.0, step_s - times.draft_s - times.verify_s - times.sample_s),
-        draft_lengths=tuple(
-            [len(outcome.drafted_ids) for _, work, outcome, _ in booked if work.samples]
-        ),
-        granted_lengths=tuple(
-            [len(granted.get(request.id, ())) for request, work, _, _ in booked if work.samples]
-        ),
-        draft_levels=tuple(
-            [(source, levels, num_accepted) for source, _, num_accepted, levels in verified]
-        ),
+        draft_lengths=tuple(lengths),
+        granted_lengths=tuple(wanted),
+        draft_levels=tuple(levels),
         decision=decision,
     )
-
-
-def _sum(counts: list[tuple[DraftSource, int]]) -> dict[DraftSource, int]:
-    total: dict[DraftSource, int] = {}
-    for source, count in counts:
-        total[source] = total.get(source, 0) + count
-    return total
 
 
 @dataclass(slots=True)
@@ -117,10 +113,14 @@ class StatsTotal:
         self.host_s += step.host_s
         if step.num_drafts == 0:
             return
-        self.accepted_at.update(dict(enumerate(step.accepted_at)))
-        self.drafted_by_source.update(step.drafted_by_source)
-        self.accepted_by_source.update(step.accepted_by_source)
-        self.drafts_by_source.update(step.drafts_by_source)
+        for depth, number in enumerate(step.accepted_at):
+            self.accepted_at[depth] += number
+        for source, number in step.drafted_by_source.items():
+            self.drafted_by_source[source] += number
+        for source, number in step.accepted_by_source.items():
+            self.accepted_by_source[source] += number
+        for source, number in step.drafts_by_source.items():
+            self.drafts_by_source[source] += number
 
     @property
     def acceptance_rate(self) -> float:

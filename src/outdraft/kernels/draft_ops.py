@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from outdraft.core.record import record
 from outdraft.core.tree_shape import TreeShape
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 
@@ -57,7 +58,7 @@ class StopRules:
     room_1: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Growth:
     """What is wanted of a batch.
 
@@ -90,7 +91,7 @@ class Growth:
         return self.shares.own(self.num_drafts_G)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Frontier:
     """The newest level: rows that the drafter reads next.
 
@@ -152,7 +153,7 @@ class TellsOdds(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class UnreadTexts:
     """What a network has not read of texts that it drafts behind.
 
@@ -224,7 +225,7 @@ class DraftStart:
     num_skipped_B: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ModelDrafts:
     """One tree per ask.
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from outdraft.core.record import record
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.data.coded_weight import CodedWeight
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from outdraft.attention.rows import Span
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PlacedRows:
     """Where rows stand, which tokens they read, and which of them are needed behind the pass.
 

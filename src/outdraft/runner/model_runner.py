@@ -21,6 +21,7 @@ from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import Span, metadata_of
 from outdraft.core.allowed import AllowedTokens, Drafted
 from outdraft.core.plan import StepPlan, StepResult, Work
+from outdraft.core.record import record
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
@@ -67,7 +68,7 @@ from outdraft.sampling.processors import Paths
 from outdraft.verification.verifier import Verifier
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class TargetPass:
     """The target's forward pass over all rows of a step, laid out as `spans`.
 
@@ -135,7 +136,7 @@ class LaunchedStep(NamedTuple):
     clock: PhaseClock
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PendingStep:
     """A step that was launched and verified; its tensors may not be computed yet.
 
@@ -268,7 +269,7 @@ class ModelRunner:
     ) -> tuple[DraftBatch, DraftBatch]:
         """The host's drafts, and those that the draft model makes now: of all requests, and of
         those that are verified here."""
-        asked = [i for i, work in enumerate(works) if work.drafts and work.drafts.num_model_drafts]
+        asked = [i for i, work in enumerate(works) if work.num_model_drafts]
         if not asked:
             drafts = host_drafts(works, self.device)
             return drafts, drafts

@@ -5,19 +5,20 @@ Dimension key: B requests that sample, N most drafts of one of them, R flat rows
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from outdraft.core.plan import StepPlan, TokenLogprobs, WorkResult
+from outdraft.core.record import record
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.step_ops import Choice, KnownChoice
 from outdraft.runner.logprobs import LogprobRows
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class VerifiedRows:
     """What was decided about the drafts of a step.
 
@@ -30,13 +31,13 @@ class VerifiedRows:
     drafts: DraftBatch
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepCopies:
     """A copy that is under way, and how to split it again.
 
     Attributes:
         packed: on a GPU, one int64 tensor on the host, floats as their bits; else the tensors.
-        shapes: of the tensors in order.
+        shapes: of the tensors in order, if they are packed.
         known: what else was decided, where the host knows it: it is not among the tensors.
         has_margins: live rules' margins are among them.
         has_taught: counts of settled tokens are among them.
@@ -74,10 +75,10 @@ def to_host(
     for rows in (emitted, prompt):
         if rows is not None:
             tensors += _log_tensors(rows)
-    shapes = tuple(tensor.shape for tensor in tensors)
     rest = margins_BL is not None, taught_B2 is not None, emitted, prompt
     if device.type == "cpu":
-        return StepCopies(tensors, shapes, known, *rest, None)
+        return StepCopies(tensors, (), known, *rest, None)
+    shapes = tuple(tensor.shape for tensor in tensors)
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
     packed = torch.cat([nothing, *(_as_int64(tensor).flatten() for tensor in tensors)])
     host = torch.empty(packed.shape, dtype=torch.int64, pin_memory=True)
@@ -97,39 +98,28 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
         copies.arrived.synchronize()
     tensors = _unpack(copies)
     if not tensors:
-        return tuple(WorkResult() for _ in plan.works)
-    num_sampling = sum([work.samples for work in plan.works])
+        return tuple([WorkResult() for _ in plan.works])
     is_finite_R: Sequence[bool] = ()
     verdicts: list[list[list[int]]] = []
     num_verified = 0
     if copies.known is not None:
         is_finite_R, *verdicts = copies.known
         num_verified = 2
-    elif num_sampling:
+    elif any(work.samples for work in plan.works):
         is_finite_R, num_verified = tensors[0].tolist(), 5
     verdicts += [one.tolist() for one in tensors[:num_verified][-4:]]
-    logs = [one.numpy() for one in tensors[num_verified:]]
-    margins: Sequence[np.ndarray | None] = [None] * num_sampling
-    if copies.has_margins:
-        margins, logs = _margins(logs[0]), logs[1:]
-    taught: list[tuple[int, int]] = [(0, 0)] * num_sampling
-    if copies.has_taught:
-        taught, logs = [(row[0], row[1]) for row in logs[0].tolist()], logs[1:]
+    margins, taught, emitted_logs, prompt_logs = _extras(copies, tensors[num_verified:])
     are_finite = all(is_finite_R)
-    emitted_logs: list[list[TokenLogprobs]] = [[] for _ in range(num_sampling)]
-    if copies.emitted is not None:
-        emitted_logs, logs = _log_rows(copies.emitted.counts, logs[:5]), logs[5:]
-    prompt_logs: list[list[TokenLogprobs]] = [[] for _ in plan.works]
-    if copies.prompt is not None:
-        prompt_logs = _log_rows(copies.prompt.counts, logs)
     results: list[WorkResult] = []
     place = root = 0
-    for work, prompt in zip(plan.works, prompt_logs, strict=True):
+    for number, work in enumerate(plan.works):
+        prompt = tuple(prompt_logs[number]) if prompt_logs is not None else ()
         if not work.samples:
-            results.append(WorkResult(prompt_logprobs=tuple(prompt)))
+            results.append(WorkResult(prompt_logprobs=prompt))
             continue
         emitted, accepted, drafted, parents = [rows[place] for rows in verdicts]
-        drafted_ids, rows = _leading(drafted[: work.num_drafts]), _leading(accepted)
+        num_drafts = work.num_drafts
+        drafted_ids, rows = _leading(drafted[:num_drafts]), _leading(accepted)
         # Each token was chosen behind the root or behind an accepted draft: those from the first
         # row on that gave nothing to choose by mean nothing.
         num_valid = len(rows) + 1
@@ -138,24 +128,57 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
             is_lost = (at for at, row in enumerate(path) if not is_finite_R[root + row])
             num_valid = next(is_lost, num_valid)
         token_ids = _leading(emitted)[:num_valid]
-        of_drafts = emitted_logs[place][len(emitted) :][: len(drafted_ids)]
+        logs = emitted_logs[place] if emitted_logs is not None else []
         results.append(
             WorkResult(
                 token_ids,
                 rows[: max(0, num_valid - 1)],
                 drafted_ids,
                 tuple(parents[: len(drafted_ids)]),
-                tuple(emitted_logs[place][: len(token_ids)]),
-                tuple(prompt),
-                tuple(row.logprob for row in of_drafts),
+                tuple(logs[: len(token_ids)]),
+                prompt,
+                tuple([row.logprob for row in logs[len(emitted) :][: len(drafted_ids)]]),
                 num_valid > 0,
-                margins[place],
-                taught[place],
+                margins[place] if margins is not None else None,
+                taught[place] if taught is not None else (0, 0),
             )
         )
         place += 1
-        root += 1 + work.num_drafts
+        root += 1 + num_drafts
     return tuple(results)
+
+
+class _Extras(NamedTuple):
+    """What few steps have, each in the order of the works that sample; None: this one has not.
+
+    Attributes:
+        prompts: in the order of all works.
+    """
+
+    margins: list[np.ndarray | None] | None = None
+    taught: list[tuple[int, int]] | None = None
+    emitted: list[list[TokenLogprobs]] | None = None
+    prompts: list[list[TokenLogprobs]] | None = None
+
+
+_NO_EXTRAS = _Extras()
+
+
+def _extras(copies: StepCopies, tensors: Sequence[Tensor]) -> _Extras:
+    """`tensors`: those behind what was verified."""
+    if not tensors:
+        return _NO_EXTRAS
+    arrays = [one.numpy() for one in tensors]
+    margins = taught = emitted = prompts = None
+    if copies.has_margins:
+        margins, arrays = _margins(arrays[0]), arrays[1:]
+    if copies.has_taught:
+        taught, arrays = [(row[0], row[1]) for row in arrays[0].tolist()], arrays[1:]
+    if copies.emitted is not None:
+        emitted, arrays = _log_rows(copies.emitted.counts, arrays[:5]), arrays[5:]
+    if copies.prompt is not None:
+        prompts = _log_rows(copies.prompt.counts, arrays)
+    return _Extras(margins, taught, emitted, prompts)
 
 
 def _log_tensors(rows: LogprobRows) -> list[Tensor]:

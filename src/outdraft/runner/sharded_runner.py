@@ -81,7 +81,7 @@ class ShardedRunner(ModelRunner):
         shares = Shares.of(works, self.ranks)
         own = shares.ranks[self.ranks.target.rank]
         own_works = [works[place] for place in own]
-        asked = [i for i, work in enumerate(works) if work.drafts and work.drafts.num_model_drafts]
+        asked = [i for i, work in enumerate(works) if work.num_model_drafts]
         if not asked:
             return host_drafts(works, self.device), host_drafts(own_works, self.device)
         columns, are_asked = DraftedColumns.of([works[place] for place in asked]), set(asked)

@@ -42,16 +42,19 @@ def step_spans(
         row_len: of the device state.
     """
     spans: list[Span] = []
-    facts: tuple[list[int], list[int], list[int]] = ([], [], [])
+    rows: list[int] = []
+    lengths: list[int] = []
+    prompts: list[int] = []
     for work in works:
         slot, row, parents = slots[work.slot], work.slot, _parents(work)
         spans.append(
             Span(work.start, work.num_new, parents, slot.block_ids, row * row_len, work.samples)
         )
         if work.samples:
-            for column, fact in zip(facts, (row, work.num_tokens, slot.num_prompt), strict=True):
-                column.append(fact)
-    return spans, facts
+            rows.append(row)
+            lengths.append(work.num_tokens)
+            prompts.append(slot.num_prompt)
+    return spans, (rows, lengths, prompts)
 
 
 def read_by_parts(model: LanguageModel, verifier: Verifier, task: StepTask) -> StepRead:
@@ -122,4 +125,5 @@ def _parents(work: Work) -> Sequence[int]:
     """Parents of the work's drafted rows; a chain stands where the network will draft a tree."""
     if work.drafts is None:
         return ()
-    return range(len(work.drafts)) if work.drafts.num_model_drafts else work.drafts.draft.parents
+    drafts = work.drafts
+    return range(drafts.num_drafts) if drafts.num_model_drafts else drafts.draft.parents

@@ -4,7 +4,9 @@ On a GPU the marks are events that are read after the step has been collected, s
 never waits for the device.
 """
 
+import operator
 import time
+from typing import Any
 
 import torch
 
@@ -18,33 +20,29 @@ class PhaseClock:
     def __init__(self, device: torch.device, first_times: FirstTimes) -> None:
         """`first_times`: of the kernels, told to be a part of the step if some come to pass."""
         self._on_gpu = device.type == "cuda"
-        self._marks: list[float | torch.cuda.Event] = []
+        self._marks: list[Any] = []  # seconds, or events of a GPU
         self._first_times, self._number_before = first_times, first_times.number
         self._is_first = False
 
     def mark(self) -> None:
         """A phase begins: drafting, the target's pass, what follows it, and of that, maybe, keeping
         states; or the last one is over."""
-        self._marks.append(self._now())
+        self._marks.append(_recorded_event() if self._on_gpu else time.perf_counter())
         self._is_first = self._first_times.number != self._number_before
 
     def times(self) -> PhaseTimes:
         """The phases between the marks."""
-        draft_s, verify_s, sample_s, *kept = map(_between, self._marks, self._marks[1:])
+        between = _event_seconds if self._on_gpu else operator.sub
+        draft_s, verify_s, sample_s, *kept = map(between, self._marks[1:], self._marks)
         keep_s = sum(kept)
         return PhaseTimes(draft_s, verify_s, sample_s + keep_s, keep_s, self._is_first)
 
-    def _now(self) -> "float | torch.cuda.Event":
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
-def _between(start: "float | torch.cuda.Event", stop: "float | torch.cuda.Event") -> float:
-    if isinstance(start, float) and isinstance(stop, float):
-        return stop - start
-    assert isinstance(start, torch.cuda.Event)
-    assert isinstance(stop, torch.cuda.Event)
+def _event_seconds(stop: torch.cuda.Event, start: torch.cuda.Event) -> float:
     return start.elapsed_time(stop) / 1000

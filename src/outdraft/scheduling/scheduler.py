@@ -336,7 +336,7 @@ class Scheduler:
         if choice is not None:
             choice = self._books.readable(request, choice, table.ids)
         if choice is not None:
-            table.reserve(request.num_tokens + len(choice))
+            table.reserve(request.num_tokens + choice.num_drafts)
         assert request.slot is not None
         return Work(
             request.slot,
@@ -444,6 +444,9 @@ class Scheduler:
         size = self._block_size
         # Tokens behind the one that ended the request are in the cache, but not in the text.
         valid = min(request.num_computed, request.num_tokens)
+        num_full = valid // size, request.num_drafter_computed // size
+        if num_full[0] <= computed // size and num_full[1] <= drafter_computed // size:
+            return  # as behind most steps
         self._name_blocks(request, valid)
         blocks = self.table(request).ids
         for block in range(computed // size, min(valid // size, len(request.block_hashes))):

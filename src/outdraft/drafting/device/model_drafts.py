@@ -4,12 +4,12 @@ Dimension key: K drafts, S state rows, L tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from outdraft.core.plan import LiveStop
+from outdraft.core.record import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DraftModelAsk:
     """One request that the model drafts for.
 

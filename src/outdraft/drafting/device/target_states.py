@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from outdraft.core.record import record
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 
 
@@ -24,7 +25,7 @@ class ChunkRead:
     first_row: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TargetStates:
     """The states of a step's rows, once it is known which of them became part of a text.
 

@@ -15,7 +15,6 @@ with the root, R flat rows, K = N places of a path, L levels of a network, V voc
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -24,9 +23,10 @@ from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import Draft
+from outdraft.core.record import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DraftBatch:
     """Drafted trees, one per request. Places past `num_drafts_B` are padding.
 
@@ -127,7 +127,7 @@ class Rule(IntEnum):
     TRAVERSAL = 2
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Verdict:
     """What each request keeps. Everything stays on the device.
 

@@ -48,17 +48,17 @@ class RowArrays:
             blocks.extend([0] * (table_width - len(block_ids)))
             num_causal += count
             num_sampling += samples
-        num_rows, num_logits = num_causal + len(parents), num_sampling + len(parents)
+        num_works, num_drafts = len(spans), len(parents)
+        num_rows, num_logits = num_causal + num_drafts, num_sampling + num_drafts
         for numbers in extra:
             parents.extend(numbers)
-        lengths = [*[num_rows] * 5, num_logits, num_sampling, num_sampling * width]
-        lengths += [len(numbers) for numbers in extra]
-        num_works, num_extra = len(spans), sum(lengths[8:])
+        num_extra = len(parents) - num_drafts
         # int32 numbers fill whole words: one more where they are odd.
         num_words = (3 * num_works + 2 + len(blocks)) // 2
+        num_numbers = 5 * num_rows + num_logits + num_sampling * (1 + width) + num_extra
         works += parents
-        self._works, self._blocks, self._lengths = works, blocks, lengths
-        self._placed = array("q", bytes(8 * (sum(lengths) + num_words)))
+        self._works, self._blocks, self._extra = works, blocks, extra
+        self._placed = array("q", bytes(8 * (num_numbers + num_words)))
         self._num_words = num_words
         self.counts = RowCounts(
             num_works,
@@ -76,11 +76,11 @@ class RowArrays:
     def rows(self) -> PlacedRows:
         """Views of what was placed."""
         counts, num_words = self.counts, self._num_words
-        num_works, width = counts.num_works, counts.width
+        num_works, num_sampling, width = counts.num_works, counts.num_sampling, counts.width
+        lengths = [*[counts.num_rows] * 5, counts.num_logits, num_sampling, num_sampling * width]
+        lengths += [len(numbers) for numbers in self._extra]
         # Tensor.split does the same, behind checks that take longer than the cut.
-        *parts, words = torch.split_with_sizes(
-            int64_tensor(self._placed), [*self._lengths, num_words]
-        )
+        *parts, words = torch.split_with_sizes(int64_tensor(self._placed), [*lengths, num_words])
         starts = [num_works + 1, num_works, num_works, len(self._blocks)]
         starts.append(2 * num_words - sum(starts))
         query_start, contexts, causal, table, _ = torch.split_with_sizes(
@@ -92,7 +92,7 @@ class RowArrays:
             causal,
             table.view(num_works, counts.table_width),
             *parts[:7],
-            draft_slots_BN=parts[7].view(counts.num_sampling, width),
+            draft_slots_BN=parts[7].view(num_sampling, width),
             extra=tuple(parts[8:]),
         )
 
