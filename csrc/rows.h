@@ -41,6 +41,14 @@ OUTDRAFT_EXPORT void shape_rows(int64_t num_rows, int64_t width, const int64_t* 
                                 const int64_t* draft_index, int64_t* positions,
                                 int64_t* ancestors);
 
+// As `PlaceStates` of ops.py.
+OUTDRAFT_EXPORT void place_states(int64_t num_works, int64_t num_sampling, int64_t width,
+                                  int64_t row_len, int64_t window, const int32_t* query_start,
+                                  const int32_t* context_lens, const int32_t* num_causal,
+                                  const int64_t* state_index, const int64_t* root_rows,
+                                  const int64_t* kept_rows, int64_t* places, int64_t* last_rows,
+                                  int64_t* last_places);
+
 // As `CopyRows` of ops.py; rows of `row_bytes`.
 OUTDRAFT_EXPORT void copy_rows(int64_t num_rows, int64_t row_bytes, char* to,
                                const int64_t* places, const char* from, const int64_t* rows);

@@ -45,12 +45,15 @@ struct StepTask {
   StatesOf states_of;
   const int64_t* taps;
   int64_t num_taps;
-  // Results. The last three are written if the step chooses: the facts that the rows pass on are
+  // Results. Those from `emitted` on are written if the step chooses: the facts that the rows pass on are
   // then rows of the texts [B] and lengths of these [B].
   int64_t* placed;
   void *tapped, *states;  // null: nobody wants them
   int64_t *emitted, *accepted, *num_emitted;  // as in `Verdict`
   bool* are_finite;                           // [R]
+  // Where states are kept, if the step chooses; null: nobody keeps them.
+  int64_t window;
+  int64_t *state_places, *last_rows, *last_places;  // [T], [W], [W]
 };
 
 namespace {
@@ -125,6 +128,12 @@ class Step {
     const int64_t *texts = rows_.extra, *lengths = texts + counts_.num_sampling;
     append_token_ids(counts_.num_sampling, counts_.width + 1, task_.row_len, task_.texts, texts,
                      lengths, task_.emitted);
+    if (task_.state_places != nullptr) {
+      place_states(counts_.num_works, counts_.num_sampling, counts_.width, task_.row_len,
+                   task_.window, rows_.query_start, rows_.context_lens, rows_.num_causal,
+                   rows_.state_index, rows_.root_rows, task_.accepted, task_.state_places,
+                   task_.last_rows, task_.last_places);
+    }
     return true;
   }
 

@@ -91,6 +91,7 @@ class Step:
     draws: bool = False
     taps: tuple[int, ...] = ()
     states_of: StatesOf = StatesOf.NO_ROW
+    window: int = 0
 
     def task(self, texts_SL: Tensor, cache: KVCache) -> StepTask:
         left = list(self.drafts)
@@ -117,6 +118,7 @@ class Step:
             self.taps,
             self.chooser(),
             self.states_of,
+            self.window,
         )
 
     def batch(self) -> DraftBatch:
@@ -158,7 +160,8 @@ def steps(draw: st.DrawFn) -> Step:
     states_of = draw(st.sampled_from([one for one in StatesOf if one >= least]))
     has_drafts = any(map(len, drafts))
     are_shaped, draws = (has_drafts and draw(st.booleans()) for _ in range(2))
-    return Step(reads, drafts, rules, rule, are_shaped, draws, taps, states_of)
+    window = draw(st.sampled_from([0, 9, 16]))
+    return Step(reads, drafts, rules, rule, are_shaped, draws, taps, states_of, window)
 
 
 @st.composite
@@ -195,6 +198,8 @@ def read(step: Step, target: Target, dtype: torch.dtype, *, in_parts: bool) -> l
         verdict, known = came.choice.verdict, came.choice.on_host
         results += [verdict.token_ids_BN1, verdict.num_emitted_B, verdict.rows_BN]
         results.append(came.choice.is_finite_R)
+        assert (came.kept is not None) == (step.window > 0)
+        results += came.kept or ()
         if known is not None:
             assert known.emitted == verdict.token_ids_BN1.tolist()
             assert known.accepted == verdict.rows_BN.tolist()
@@ -214,6 +219,23 @@ def test_a_step_in_one_call_is_what_its_parts_make(name, dtype, step):
     got, want = (read(step, target, dtype, in_parts=parts) for parts in (False, True))
     assert len(got) == len(want)
     assert all(map(torch.equal, got, want))
+
+
+def test_states_are_kept_of_what_became_part_of_a_text():
+    """Of five tokens in a window of four, and of the draft that the target would have chosen."""
+    target, rules = Target.of(cpu_kernels(1)), TokenRules(seed=3)
+    cache = filled_cache(Sizes(), torch.float32)
+    texts_SL = torch.zeros(3, ROW_LEN, dtype=torch.int64)
+    first = Step([(4, 5, True)], [Draft()], [rules], Rule.MATCH)
+    came = target.passes.step(first.task(texts_SL.clone(), cache), in_one_call)
+    best = came.choice.on_host.emitted[0][0]
+    drafts = [Draft((best + 1, best), (0, 0))]
+    step = Step([(4, 5, True)], drafts, [rules], Rule.MATCH, window=4)
+    kept = target.passes.step(step.task(texts_SL, cache), in_one_call).kept
+    # In row 2 of the texts: tokens 4 to 8, then the refused draft and the accepted one, token 9.
+    assert kept.places_T.tolist() == [-1, 9, 10, 11, 8, -1, 9]
+    assert kept.last_rows_W.tolist() == [6]
+    assert kept.last_places_W.tolist() == [9]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

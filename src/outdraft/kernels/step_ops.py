@@ -53,6 +53,7 @@ class StepTask(NamedTuple):
         taps: as in DecoderPass.
         chooser: None: nothing is chosen. Else what works emit is written to their texts.
         states_of: of rows with logits at least, if nothing is chosen or something is tapped.
+        window: W of `ops.PlaceStates`; 0: nobody keeps states.
     """
 
     spans: Sequence["Span"]
@@ -65,6 +66,7 @@ class StepTask(NamedTuple):
     taps: Sequence[int]
     chooser: Chooser | None
     states_of: StatesOf
+    window: int = 0
 
     @property
     def width(self) -> int:
@@ -110,6 +112,14 @@ class DeviceChoice(NamedTuple):
     on_host: None = None
 
 
+class StatePlaces(NamedTuple):
+    """What `ops.PlaceStates` gives."""
+
+    places_T: Tensor
+    last_rows_W: Tensor
+    last_places_W: Tensor
+
+
 class StepRead(NamedTuple):
     """What came of a task.
 
@@ -119,9 +129,11 @@ class StepRead(NamedTuple):
         states_RD: of the wanted rows, as DecoderPass gives them; None: none are wanted.
         tapped_TKD: as DecoderPass gives them; None with the states.
         choice: None: the step does not choose.
+        kept: where states are kept; None: nobody keeps them, or the step does not choose.
     """
 
     place: Callable[[], "PlacedRows"]
     states_RD: Tensor | None
     tapped_TKD: Tensor | None
     choice: Choice | None
+    kept: StatePlaces | None = None

@@ -24,7 +24,7 @@ from outdraft.core.plan import StepPlan, StepResult, Work
 from outdraft.core.record import record
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.device.target_states import TargetStates
-from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
+from outdraft.kernels.data.drafts import DraftBatch, Rule
 from outdraft.kernels.ops import PlacedRows
 from outdraft.kernels.step_ops import Choice, Chooser, DeviceChoice, StatesOf, StepRead, StepTask
 from outdraft.kv.cache import KVCache
@@ -54,7 +54,7 @@ from outdraft.runner.logprobs import (
 )
 from outdraft.runner.results import StepCopies, VerifiedRows, to_host, work_results
 from outdraft.runner.slots import RequestSlot
-from outdraft.runner.states import spread_rows, target_states
+from outdraft.runner.states import spread_rows, state_places, target_states
 from outdraft.runner.step_rows import (
     StepTexts,
     read_by_parts,
@@ -235,7 +235,7 @@ class ModelRunner:
             self._keep(verified.choice, drafts, step.target)
         if plan.keeps_states:
             step.clock.mark()
-            self._keep_states(plan.works, step.target, verified and verified.choice.verdict)
+            self._keep_states(plan.works, step.target, verified)
         step.clock.mark()
         copies = to_host(verified, emitted, step.prompt, self.device)
         return PendingStep(plan, copies, step.clock)
@@ -312,6 +312,7 @@ class ModelRunner:
             self._taps if plan.keeps_states else (),
             chooser,
             states_of,
+            self.proposer.drafter.state_window if plan.keeps_states and self.proposer else 0,
         )
         by_parts = partial(read_by_parts, self.model, self.verifier, task)
         read = self.model.step(task, by_parts)
@@ -366,34 +367,35 @@ class ModelRunner:
         self.cache.compact(source_BN.flatten(), rows.draft_slots_BN.flatten())
 
     def _keep_states(
-        self, works: Sequence[Work], target: TargetPass, verdict: Verdict | None
+        self, works: Sequence[Work], target: TargetPass, verified: VerifiedRows | None
     ) -> None:
         """Give the drafter the states of what is part of a text now."""
         assert self.proposer is not None, "nobody reads the states"
-        self.proposer.drafter.keep(self._states(works, target, verdict))
+        self.proposer.drafter.keep(self._states(works, target, verified))
 
     def _states(
-        self, works: Sequence[Work], target: TargetPass, verdict: Verdict | None
+        self, works: Sequence[Work], target: TargetPass, verified: VerifiedRows | None
     ) -> TargetStates:
         assert self.proposer is not None
         hidden_TD, tapped_TKD = target.hidden_TD, target.read.tapped_TKD
         assert tapped_TKD is not None
         if hidden_TD is None:
-            hidden_TD = spread_rows(
-                target.logit_hidden_RD, target.rows.logit_rows_R, len(tapped_TKD)
+            hidden_TD = target.logit_hidden_RD
+            if len(hidden_TD) < len(tapped_TKD):
+                hidden_TD = spread_rows(hidden_TD, target.rows.logit_rows_R, len(tapped_TKD))
+        places = target.read.kept
+        if places is None:
+            verdict = None if verified is None else verified.choice.verdict
+            places = state_places(
+                target.rows,
+                target.spans,
+                verdict,
+                self.state.row_len,
+                self.proposer.drafter.state_window,
+                self.model.kernels,
             )
-        return target_states(
-            works,
-            self._slots,
-            target.rows,
-            target.metadata,
-            hidden_TD,
-            tapped_TKD,
-            verdict,
-            self.state,
-            self.proposer.drafter.state_window,
-            self.model.kernels,
-        )
+        texts_SL = self.state.token_ids_SL
+        return target_states(works, self._slots, places, hidden_TD, tapped_TKD, texts_SL)
 
     def _scored(self, hidden_RD: Tensor, chosen_R: Tensor, num_top: int) -> Scores:
         """As `gather_logprobs`, behind the hidden states."""

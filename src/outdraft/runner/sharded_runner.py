@@ -194,10 +194,10 @@ class ShardedRunner(ModelRunner):
         return verdict
 
     def _states(
-        self, works: Sequence[Work], target: TargetPass, verdict: Verdict | None
+        self, works: Sequence[Work], target: TargetPass, verified: VerifiedRows | None
     ) -> TargetStates:
         """Those of the requests that this rank drafts for."""
-        states = super()._states(works, target, verdict)
+        states = super()._states(works, target, verified)
         return owned_states(states, works, self.ranks.draft_group)
 
     def _scored(self, hidden_RD: Tensor, chosen_R: Tensor, num_top: int) -> Scores:

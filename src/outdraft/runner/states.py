@@ -7,52 +7,54 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from outdraft.attention.base import AttentionMetadata
+from outdraft.attention.rows import Span, metadata_of
 from outdraft.core.plan import Work
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.target_states import ChunkRead, TargetStates
 from outdraft.kernels.data.drafts import Verdict
 from outdraft.kernels.ops import Kernels, PlacedRows
-from outdraft.runner.device_state import DeviceState
+from outdraft.kernels.step_ops import StatePlaces
 from outdraft.runner.slots import Slots
 
 
 def target_states(
     works: Sequence[Work],
     slots: Slots,
-    rows: PlacedRows,
-    metadata: AttentionMetadata,
+    places: StatePlaces,
     hidden_TD: Tensor,
     tapped_TKD: Tensor,
-    verdict: Verdict | None,
-    state: DeviceState,
-    window: int,
-    kernels: Kernels,
+    token_ids_SL: Tensor,
 ) -> TargetStates:
     """
     Args:
-        verdict: on the requests that sample, whose new tokens are in the texts; None: none does.
+        token_ids_SL: the texts, with their new tokens.
+    """
+    return TargetStates(hidden_TD, tapped_TKD, *places, token_ids_SL, _reads(works, slots))
+
+
+def state_places(
+    rows: PlacedRows,
+    spans: Sequence[Span],
+    verdict: Verdict | None,
+    row_len: int,
+    window: int,
+    kernels: Kernels,
+) -> StatePlaces:
+    """
+    Args:
+        verdict: on the requests that sample; None: none does.
+        row_len: of the device state.
         window: tokens of each text whose states the drafter keeps.
     """
     kept_rows_BN = rows.draft_slots_BN[:0] if verdict is None else verdict.rows_BN
-    places_T, last_rows_W, last_places_W = kernels.place_states(
-        metadata, rows.state_index_T, rows.root_rows_B, kept_rows_BN, state.row_len, window
-    )
-    return TargetStates(
-        hidden_TD,
-        tapped_TKD,
-        places_T,
-        last_rows_W,
-        last_places_W,
-        state.token_ids_SL,
-        _reads(works, slots),
+    index_T, roots_B, batch = rows.state_index_T, rows.root_rows_B, metadata_of(rows, spans)
+    return StatePlaces(
+        *kernels.place_states(batch, index_T, roots_B, kept_rows_BN, row_len, window)
     )
 
 
 def spread_rows(states_RD: Tensor, rows_R: Tensor, num_rows: int) -> Tensor:
     """[T, D]: the states in their rows of the pass, rising; zeros in all others."""
-    if len(states_RD) == num_rows:
-        return states_RD
     return states_RD.new_zeros((num_rows, states_RD.shape[1])).index_copy_(0, rows_R, states_RD)
 
 

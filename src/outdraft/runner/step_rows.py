@@ -13,9 +13,10 @@ from torch import Tensor
 from outdraft.attention.rows import Span, lay_out, metadata_of
 from outdraft.core.plan import Work
 from outdraft.kernels.ops import Kernels, PlacedRows
-from outdraft.kernels.step_ops import DeviceChoice, StatesOf, StepRead, StepTask
+from outdraft.kernels.step_ops import DeviceChoice, StatePlaces, StatesOf, StepRead, StepTask
 from outdraft.models.base import LanguageModel
 from outdraft.runner.slots import Slots
+from outdraft.runner.states import state_places
 from outdraft.sampling.processors import Paths
 from outdraft.verification.verifier import Verifier
 
@@ -76,6 +77,7 @@ def read_by_parts(model: LanguageModel, verifier: Verifier, task: StepTask) -> S
         None if task.states_of is StatesOf.ALL_ROWS else placed.logit_rows_R,
     )
     choice: DeviceChoice | None = None
+    kept: StatePlaces | None = None
     if task.chooser is not None:
         wanted_RD = states_RD
         if task.states_of is StatesOf.ALL_ROWS:
@@ -84,7 +86,11 @@ def read_by_parts(model: LanguageModel, verifier: Verifier, task: StepTask) -> S
         choice = _choice(model, verifier, task, texts, wanted_RD)
         emitted_BN1 = choice.verdict.token_ids_BN1
         kernels.append_token_ids(texts_SL, texts.rows_B, texts.num_tokens_B, emitted_BN1)
-    return StepRead(lambda: placed, states_RD, tapped_TKD, choice)
+        if task.window:
+            kept = state_places(
+                placed, spans, choice.verdict, texts_SL.shape[1], task.window, kernels
+            )
+    return StepRead(lambda: placed, states_RD, tapped_TKD, choice, kept)
 
 
 def with_logits(states_TD: Tensor, logit_rows_R: Tensor) -> Tensor:

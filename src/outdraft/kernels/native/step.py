@@ -19,7 +19,14 @@ from outdraft.kernels.native.library import Library
 from outdraft.kernels.native.rows import RowArrays, RowCounts, int64_tensor
 from outdraft.kernels.native.sampling import cut_columns
 from outdraft.kernels.native.verification import choice_columns
-from outdraft.kernels.step_ops import Chooser, KnownChoice, StatesOf, StepRead, StepTask
+from outdraft.kernels.step_ops import (
+    Chooser,
+    KnownChoice,
+    StatePlaces,
+    StatesOf,
+    StepRead,
+    StepTask,
+)
 
 _NOTHING, _LIKELIEST, _BY_RULE = range(3)
 
@@ -52,6 +59,8 @@ class _StepTask(ctypes.Structure):
         ("num_taps", c_int64),
         *((name, c_void_p) for name in ("placed", "tapped", "states")),
         *((name, c_void_p) for name in ("emitted", "accepted", "num_emitted", "are_finite")),
+        ("window", c_int64),
+        *((name, c_void_p) for name in ("state_places", "last_rows", "last_places")),
     )
 
 
@@ -92,6 +101,10 @@ class NativeStep:
             if not task.chooser.sampling.is_plain_greedy:
                 assert drafts is not None
                 chooses, rules = _BY_RULE, self._rules(task.chooser, drafts, at)
+        kept: StatePlaces | None = None
+        if choice is not None and task.window:
+            lengths = counts.num_rows, counts.num_works, counts.num_works
+            kept = StatePlaces(*[torch.empty(length, dtype=torch.int64) for length in lengths])
         native = _StepTask(
             counts,
             arrays.numbers,
@@ -108,11 +121,13 @@ class NativeStep:
             arrays.placed,
             None if tapped_TKD is None else tapped_TKD.data_ptr(),
             None if states_RD is None else states_RD.data_ptr(),
-            *(() if choice is None else choice.addresses()),
+            *((None,) * 4 if choice is None else choice.addresses()),
+            task.window,
+            *(() if kept is None else [part.data_ptr() for part in kept]),
         )
         is_valid = self._step(decoder, ctypes.byref(native))
         assert is_valid, "a token or a position is out of its table"
-        return StepRead(arrays.rows, states_RD, tapped_TKD, choice)
+        return StepRead(arrays.rows, states_RD, tapped_TKD, choice, kept)
 
     def _rules(self, chooser: Chooser, drafts: DraftBatch, at: Addresses) -> _Rules:
         probs_BNV = drafts.probs_BNV
