@@ -6,6 +6,7 @@ comes shows how far it was right.
 """
 
 from outdraft.control.surprise import Surprise
+from outdraft.core.draft import MAX_DRAFTS
 
 # Before anything was seen, of the first token by the match: 1, 2-3, 4-7, ... tokens. So it is about
 # with the embedded target between temperatures 0 and 1. A token that is accepted makes the match
@@ -17,6 +18,20 @@ LEANING = 10.0  # labels of what a cell leans on, and of what the priors lean on
 NEWS_LABELS = 5.0  # what is left of a cell's labels when chances turn out wrong
 KEEP = 0.5 ** (1 / 1024)  # of a cell's labels, per label
 NUM_BUCKETS = len(PRIOR_CHANCES)
+
+
+def bucket(match_length: int) -> int:
+    """Matches of about one length."""
+    return min(max(1, match_length).bit_length() - 1, NUM_BUCKETS - 1)
+
+
+# By bucket and level: the chance that a token so deep in an offer is accepted if those before it
+# are.
+_PRIORS = tuple(
+    tuple(PRIOR_CHANCES[bucket((1 << group) + level)] for level in range(MAX_DRAFTS))
+    for group in range(NUM_BUCKETS)
+)
+_PRIORS_IF_GIVEN = ((GIVEN_CHANCE,) * MAX_DRAFTS,) * NUM_BUCKETS
 
 
 class Cell:
@@ -47,7 +62,7 @@ class HostCurve:
 
     def __init__(self, *, is_given: bool = False) -> None:
         """is_given: the source is a text that the client predicts."""
-        self._is_given = is_given
+        self._priors = _PRIORS_IF_GIVEN if is_given else _PRIORS
         self.num_labels = 0
         self._expected, self._right = 0.0, 0.0  # of all labels, faded: by the priors, and in fact
         self._cells: list[list[Cell]] = [[] for _ in range(NUM_BUCKETS)]
@@ -73,11 +88,12 @@ class HostCurve:
         group, num_labels = bucket(match_length), min(accepted + 1, drafted)
         chances, cells = self._chances(group, num_labels), self._cells[group]
         excess = variance = 0.0
-        for level, (chance, cell) in enumerate(zip(chances, cells, strict=False)):
+        parts = zip(chances, cells, self._priors[group], strict=False)
+        for level, (chance, cell, prior) in enumerate(parts):
             is_right = level < accepted
             excess += is_right - chance
             variance += chance * (1 - chance)
-            self._expected = KEEP * self._expected + self._prior(group, level)
+            self._expected = KEEP * self._expected + prior
             self._right = KEEP * self._right + is_right
             cell.observe(is_right)
         self.num_labels += 1
@@ -90,8 +106,8 @@ class HostCurve:
         cells.extend(Cell() for _ in range(num_levels - len(cells)))
         times = (self._right + LEANING) / (self._expected + LEANING)
         return [
-            cell.chance(min(MOST_CHANCE, times * self._prior(group, level)))
-            for level, cell in enumerate(cells[:num_levels])
+            cell.chance(min(MOST_CHANCE, times * prior))
+            for cell, prior in zip(cells[:num_levels], self._priors[group], strict=False)
         ]
 
     def _doubt(self) -> None:
@@ -100,12 +116,3 @@ class HostCurve:
         if self._expected > NEWS_LABELS:
             self._right *= NEWS_LABELS / self._expected
             self._expected = NEWS_LABELS
-
-    def _prior(self, group: int, level: int) -> float:
-        """The chance that a token so deep in an offer is accepted if those before it are."""
-        return GIVEN_CHANCE if self._is_given else PRIOR_CHANCES[bucket((1 << group) + level)]
-
-
-def bucket(match_length: int) -> int:
-    """Matches of about one length."""
-    return min(max(1, match_length).bit_length() - 1, NUM_BUCKETS - 1)
