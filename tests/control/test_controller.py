@@ -790,12 +790,13 @@ def test_a_network_goes_on_reading_prompts_where_a_hard_request_is_not_drafted_f
         curve.observe(DraftOutcome("hard", 1, 0))
     assert controller.network_due_in(1) > 0
     assert controller.decide(hard).reason is Reason.NO_GAIN
-    assert controller.network_due_in(1) == 0
-    assert controller.network_due_in(4) > 0  # among more some would be usual ones
+    assert controller.network_due_in(1, has_prompts=True) == 0
+    assert controller.network_due_in(1) > 0  # for the hard one alone no states are kept
+    assert controller.network_due_in(4, has_prompts=True) > 0  # among more some would be usual ones
     for _ in range(400):  # now all are hard
         curve.observe(DraftOutcome("others", 1, 0))
     controller.decide(StepFacts((request("next", network="eagle3", lag_tokens=1),)))
-    assert controller.network_due_in(1) > 0
+    assert controller.network_due_in(1, has_prompts=True) > 0
 
 
 def test_probes_are_as_rare_as_what_they_really_take_asks_for():

@@ -145,6 +145,7 @@ class Scripted:
         self.asked_to_hold: list[tuple[int, int]] = []
         self.late_shadows: list[ShadowOutcome] = []
         self.due_in = 0
+        self.due_in_beside_prompts: int | None = None
         self.num_quiet = self.num_rests = 0
         self.asked_for_quiet: list[bool] = []
         self.wants_plain_time = False
@@ -169,7 +170,9 @@ class Scripted:
         self.asked_to_hold.append((num_requests, prompt_rows))
         return self.is_held
 
-    def network_due_in(self, num_running: int) -> int:
+    def network_due_in(self, num_running: int, *, has_prompts: bool = False) -> int:
+        if has_prompts and self.due_in_beside_prompts is not None:
+            return self.due_in_beside_prompts
         return self.due_in
 
     def quiet_steps(self, *, may_find: bool) -> int:
@@ -741,8 +744,17 @@ def test_a_request_is_followed_while_the_network_may_soon_draft_for_it(
     control.due_in = due_in
     ours = policy(suffix(), drafter_max_len=max_len, control=control, disable_by_batch_size=8)
     one = request("a", num_prompt=10, **params)
-    assert (ours.may_follow(running) and ours.follows(one)) == is_followed
+    may_follow = ours.may_follow(running, has_prompts=False)
+    assert (may_follow and ours.follows(one)) == is_followed
     assert ours.reads_prompts(running) == (due_in == 0)
+
+
+def test_where_drafts_would_pay_behind_prompts_states_are_kept_in_steps_with_prompts_only():
+    control = Scripted()
+    control.due_in, control.due_in_beside_prompts = 100, 0
+    ours = policy(suffix(), drafter_max_len=100, control=control)
+    assert [ours.may_follow(1, has_prompts=has) for has in (False, True)] == [False, True]
+    assert ours.reads_prompts(1)
 
 
 class Priced(Scripted):

@@ -47,7 +47,7 @@ class ChangingLengths:
     def wants_margins(self) -> bool:
         return self._rng.random() < 0.5
 
-    def network_due_in(self, num_running: int) -> int:
+    def network_due_in(self, num_running: int, *, has_prompts: bool = False) -> int:
         return 0
 
     @property

@@ -28,17 +28,18 @@ WAYS: dict[str, dict[str, Any]] = {
 
 class Pausing(ChangingLengths):
     """Off and on for as many steps as are drawn. While it is off, the network is due in so many
-    steps: far away, no states are kept; soon, they are, and prompts are not read."""
+    steps: far away, no states are kept; soon, they are. Then prompts are not read, but with
+    `reads_prompts` they are, as if drafts would pay behind them."""
 
-    def __init__(self, seed: int, due_in: int = 1000) -> None:
+    def __init__(self, seed: int, due_in: int = 1000, *, reads_prompts: bool = False) -> None:
         super().__init__(seed)
-        self._due_in = due_in
+        self._due_in, self._reads_prompts = due_in, reads_prompts
         self._steps = np.random.default_rng(seed + 1)
         self._left, self._is_off = 0, True
         self.num_pauses = 0
 
-    def network_due_in(self, num_running: int) -> int:
-        return self._due_in if self._is_off else 0
+    def network_due_in(self, num_running: int, *, has_prompts: bool = False) -> int:
+        return self._due_in if self._is_off and not (has_prompts and self._reads_prompts) else 0
 
     def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
         self._left -= 1
@@ -82,15 +83,17 @@ def params(seed: int | None) -> SamplingParams:
 @given(
     seed=st.integers(0, 10_000),
     due_in=st.sampled_from([1, 1000]),
+    reads_prompts=st.booleans(),
     chosen=st.sampled_from([None, 3]),
     way=st.sampled_from([*WAYS]),
 )
 @pytest.mark.parametrize("method", [*NETWORKS, *COMBINED])
 def test_texts_do_not_depend_on_when_a_network_pauses(
-    method: str, seed: int, due_in: int, chosen: int | None, way: str
+    method: str, seed: int, due_in: int, reads_prompts: bool, chosen: int | None, way: str
 ):
     llm = engine(FAMILY, method, **WAYS[way])
-    control = llm.engine.drafting.control = Pausing(seed, due_in)
+    control = Pausing(seed, due_in, reads_prompts=reads_prompts)
+    llm.engine.drafting.control = control
     found = run(llm, prompts(), params(chosen))
     assert ids(found) == plain_texts(chosen)
     assume(control.num_pauses > 2)  # else it shows nothing, and another case is drawn

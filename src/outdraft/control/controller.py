@@ -97,11 +97,12 @@ class Controller:
             return False
         return self._looks.are_due(self._num_steps)
 
-    def network_due_in(self, num_running: int) -> int:
+    def network_due_in(self, num_running: int, *, has_prompts: bool = False) -> int:
         """Steps until the network may draft again; 0 while drafts pay and it makes them, or did a
-        few steps ago, or will for requests to come. A probe alone is no reason for it to read whole
-        prompts; nor is what was said of a few requests where more run now."""
-        welcomes = self._welcomes and num_running <= MOST_ALIKE
+        few steps ago, or where a prompt is read behind which they would pay. A probe alone is no
+        reason for it to read whole prompts; nor is what was said of a few requests where more run
+        now."""
+        welcomes = has_prompts and self._welcomes and num_running <= MOST_ALIKE
         if welcomes or (self._is_drafting and self.probe.idle_steps < LINGERING):
             return 0
         return max(1, self.probe.due_in)

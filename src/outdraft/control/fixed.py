@@ -57,7 +57,7 @@ class FixedLength:
         assert self.standing is not None
         return self.standing
 
-    def network_due_in(self, num_running: int) -> int:
+    def network_due_in(self, num_running: int, *, has_prompts: bool = False) -> int:
         return 0 if self.num_drafts else NEVER
 
     @property

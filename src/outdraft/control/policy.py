@@ -69,9 +69,12 @@ class LengthPolicy(Protocol):
         they may have found none. With the look it took so long, and had so many rows of prompts."""
         ...
 
-    def network_due_in(self, num_running: int) -> int:
+    def network_due_in(self, num_running: int, *, has_prompts: bool = False) -> int:
         """Steps until a network may draft again for so many requests, as far as is known; 0 while
-        it does in earnest, and reads prompts as they pass by."""
+        it does in earnest, and reads prompts as they pass by.
+
+        has_prompts: the step in question reads some; the network may draft behind them.
+        """
         ...
 
     @property

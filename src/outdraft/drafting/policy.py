@@ -223,18 +223,22 @@ class DraftPolicy:
             return choices
         return {id_: choice for id_, choice in choices.items() if id_ not in unfit}
 
-    def may_follow(self, num_running: int) -> bool:
-        """Whether the network should be able to draft for any request in one of the next steps."""
+    def may_follow(self, num_running: int, *, has_prompts: bool) -> bool:
+        """Whether the network should be able to draft for any request in one of the next steps.
+
+        has_prompts: this one reads some.
+        """
         if not self._has_network or self._is_disabled(num_running):
             return False
-        return self.control.network_due_in(num_running) <= WARM_UP_STEPS
+        due_in = self.control.network_due_in(num_running, has_prompts=has_prompts)
+        return due_in <= WARM_UP_STEPS
 
     def reads_prompts(self, num_running: int) -> bool:
         """Whether a network that reads states should read prompts as they pass by.
 
         That takes as long as several steps. Else it begins with the states of the newest tokens.
         """
-        return self.control.network_due_in(num_running) == 0
+        return self.control.network_due_in(num_running, has_prompts=True) == 0
 
     def follows(self, request: Request) -> bool:
         """Whether it should for this one, if it should for any."""
