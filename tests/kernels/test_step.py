@@ -222,7 +222,7 @@ def test_a_step_in_one_call_is_what_its_parts_make(name, dtype, step):
 
 
 def test_states_are_kept_of_what_became_part_of_a_text():
-    """A window of four keeps four of five tokens, and the draft that the target would have chosen."""
+    """A window of four has room for four of five tokens, and a draft that is accepted."""
     target, rules = Target.of(cpu_kernels(1)), TokenRules(seed=3)
     cache = filled_cache(Sizes(), torch.float32)
     texts_SL = torch.zeros(3, ROW_LEN, dtype=torch.int64)
