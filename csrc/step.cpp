@@ -1,5 +1,6 @@
 // A step of a target in one call: its rows are laid out and read; then, where requests choose by
-// their own logits alone, the drafts are verified, and what is emitted is written to the texts.
+// their own logits alone, the drafts are verified, what is emitted is written to the texts, and it
+// is found where the states of the rows are kept.
 //
 // Its readable twin is `read_by_parts` of src/outdraft/runner/step_rows.py.
 
@@ -45,15 +46,14 @@ struct StepTask {
   StatesOf states_of;
   const int64_t* taps;
   int64_t num_taps;
-  // Results. Those from `emitted` on are written if the step chooses: the facts that the rows pass on are
-  // then rows of the texts [B] and lengths of these [B].
+  int64_t window;  // of kept states
+  // Results. Those from `emitted` on are written if the step chooses: the facts that the rows pass
+  // on are then rows of the texts [B] and lengths of these [B].
   int64_t* placed;
   void *tapped, *states;  // null: nobody wants them
   int64_t *emitted, *accepted, *num_emitted;  // as in `Verdict`
   bool* are_finite;                           // [R]
-  // Where states are kept, if the step chooses; null: nobody keeps them.
-  int64_t window;
-  int64_t *state_places, *last_rows, *last_places;  // [T], [W], [W]
+  int64_t *state_places, *last_rows, *last_places;  // [T], [W], [W]; null: no states are kept
 };
 
 namespace {

@@ -229,7 +229,7 @@ def test_states_are_kept_of_what_became_part_of_a_text():
     first = Step([(4, 5, True)], [Draft()], [rules], Rule.MATCH)
     came = target.passes.step(first.task(texts_SL.clone(), cache), in_one_call)
     best = came.choice.on_host.emitted[0][0]
-    drafts = [Draft((best + 1, best), (0, 0))]
+    drafts = [Draft(((best + 1) % NUM_TOKENS, best), (0, 0))]
     step = Step([(4, 5, True)], drafts, [rules], Rule.MATCH, window=4)
     kept = target.passes.step(step.task(texts_SL, cache), in_one_call).kept
     # In row 2 of the texts: tokens 4 to 8, then the refused draft and the accepted one, token 9.

@@ -1,7 +1,7 @@
 """Networks that stop and go on at any time change nothing: the texts are those of plain decoding.
 
-While they pause, the target's states are not kept, and prompts are not read. So they go on behind
-gaps, over windows, and with what other texts have left in shared blocks.
+While they pause, the target's states are not kept, and prompts are mostly not read. So they go on
+behind gaps, over windows, and with what other texts have left in shared blocks.
 """
 
 from functools import cache
@@ -28,8 +28,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 class Pausing(ChangingLengths):
     """Off and on for as many steps as are drawn. While it is off, the network is due in so many
-    steps: far away, no states are kept; soon, they are. Then prompts are not read, but with
-    `reads_prompts` they are, as if drafts would pay behind them."""
+    steps: far away, no states are kept; soon, they are. Prompts are read meanwhile only with
+    `reads_prompts`, as if drafts would pay behind them."""
 
     def __init__(self, seed: int, due_in: int = 1000, *, reads_prompts: bool = False) -> None:
         super().__init__(seed)

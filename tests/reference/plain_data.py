@@ -11,7 +11,8 @@ Message = TypeVar("Message")
 
 
 def check_plain(value: object, where: str = "") -> None:
-    """Numbers, texts, arrays of numbers, and tuples and frozen dataclasses of such things."""
+    """Numbers, texts, arrays of numbers, and tuples of such things, and dataclasses: frozen, or
+    records, which only the type checker keeps from change."""
     where = f"{where}.{type(value).__name__}"
     if value is None or type(value) in (bool, int, float, str) or isinstance(value, StrEnum):
         return
@@ -23,7 +24,8 @@ def check_plain(value: object, where: str = "") -> None:
     else:
         assert is_dataclass(value), where
         assert not isinstance(value, type), where
-        assert value.__dataclass_params__.frozen, where
+        kind = value.__dataclass_params__
+        assert kind.frozen or kind.unsafe_hash, where
         for one in fields(value):
             check_plain(getattr(value, one.name), f"{where}.{one.name}")
 

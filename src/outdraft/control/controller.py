@@ -338,7 +338,7 @@ class Controller:
         if self._held is not None:
             self._watch(self._held)
         self.estimates.forget(request_id)
-        self._standing.leave()
+        self._standing.leave(ends_plain=self._welcomes)
 
     def _lost(self, regime: Regime) -> None:
         """The guard says that drafts lose time."""

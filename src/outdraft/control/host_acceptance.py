@@ -70,7 +70,7 @@ class HostCurve:
         self._surprise = Surprise()
 
     def survivals(self, match_length: int, num_levels: int) -> list[float]:
-        """By level: the chance that an offer is accepted so far."""
+        """By level, of MAX_DRAFTS at most: the chance that an offer is accepted so far."""
         group = bucket(match_length)
         known = self._known.get(group)
         if known is None or len(known) < num_levels:

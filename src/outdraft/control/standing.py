@@ -159,8 +159,13 @@ class StandingDecisions:
         """Forget the decisions that draft, or those that do not."""
         self._known = {rows: one for rows, one in self._known.items() if one.drafts != drafts}
 
-    def leave(self) -> None:
-        """A request ended, and another may come: nothing stands when all may have changed."""
+    def leave(self, *, ends_plain: bool) -> None:
+        """A request ended, and another may come: nothing stands when all may have changed.
+
+        ends_plain: drafts would pay for the other one, so no decision against them stands.
+        """
+        if ends_plain:
+            self.clear(drafts=False)
         for standing in self._known.values():
             standing.num_gone += 1
             if standing.drafts:

@@ -161,11 +161,13 @@ class StepRoom:
         prompt_rows: rows of tokens before the newest ones; the prefix cache may save some.
         free_rows: rows beside those that running requests need.
         free_slots: places in the KV cache beside those that running requests need.
+        has_prompts: a prompt is read, and be it its last token.
     """
 
     prompt_rows: int
     free_rows: int
     free_slots: int
+    has_prompts: bool = False
 
 
 class Work(NamedTuple):
@@ -295,7 +297,8 @@ class PhaseTimes:
     Attributes:
         verify_s: the target's pass, and choosing by it where that needs nothing but its logits.
         sample_s: choosing otherwise, and all that follows until ids are on their way.
-        keep_s: of sample_s, what keeping the target's states for a drafter takes.
+        keep_s: of sample_s, what keeping the target's states for a drafter takes. Where the pass
+            chooses, it also finds their places.
         is_first: something was made ready that later steps find: a kernel, a graph of a GPU.
     """
 

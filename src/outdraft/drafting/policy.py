@@ -226,7 +226,7 @@ class DraftPolicy:
     def may_follow(self, num_running: int, *, has_prompts: bool) -> bool:
         """Whether the network should be able to draft for any request in one of the next steps.
 
-        has_prompts: this one reads some.
+        has_prompts: the step that begins reads some.
         """
         if not self._has_network or self._is_disabled(num_running):
             return False

@@ -13,7 +13,7 @@ def plan_step(scheduler: Scheduler, drafting: DraftPolicy) -> ScheduledStep:
     num_running = min(num_live, scheduler.config.max_num_seqs)
     room = scheduler.room()
     choices = drafting.choose(scheduler.decoding_requests(), num_running, room)
-    may_follow = drafting.may_follow(num_running, has_prompts=room.prompt_rows > 0)
+    may_follow = drafting.may_follow(num_running, has_prompts=room.has_prompts)
     follows = drafting.follows if may_follow else None
     reads_prompts = may_follow and drafting.reads_prompts(num_running)
     return scheduler.schedule(choices, follows, reads_prompts=reads_prompts)

@@ -53,7 +53,7 @@ class StepTask(NamedTuple):
         taps: as in DecoderPass.
         chooser: None: nothing is chosen. Else what works emit is written to their texts.
         states_of: of rows with logits at least, if nothing is chosen or something is tapped.
-        window: W of `ops.PlaceStates`; 0: nobody keeps states.
+        window: as in `ops.PlaceStates`; 0: nobody keeps states.
     """
 
     spans: Sequence["Span"]

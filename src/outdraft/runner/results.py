@@ -149,7 +149,7 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
 
 
 class _Extras(NamedTuple):
-    """What few steps have, each in the order of the works that sample; None: this one has not.
+    """What few steps have, each in the order of the works that sample; None: this step has none.
 
     Attributes:
         prompts: in the order of all works.

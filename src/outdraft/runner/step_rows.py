@@ -59,7 +59,8 @@ def step_spans(
 
 
 def read_by_parts(model: LanguageModel, verifier: Verifier, task: StepTask) -> StepRead:
-    """Lay the rows out, and send all of it in one copy; read them; verify their drafts."""
+    """Lay the rows out, and send all of it in one copy; read them; verify their drafts, and find
+    where states are kept."""
     kernels, spans, texts_SL = model.kernels, task.spans, task.token_ids_SL
     placed = lay_out(spans, task.block_size, kernels, texts_SL.device, task.width, task.facts)
     drafts_BN = texts_SL.new_empty(0, 0)

@@ -120,11 +120,13 @@ class Scheduler:
         """What `schedule` will have left for drafts if it preempts nobody."""
         budget = self.config.max_num_batched_tokens
         num_needed = num_slack = prompt_rows = 0
+        has_prompts = False
         for request in self.running:
             num_new = min(request.num_uncomputed, budget)
             budget -= num_new
             if num_new > 1:
                 prompt_rows += num_new
+            has_prompts |= num_new > 1 or request.num_output == 0
             held = len(self._tables[request.id].ids)
             end = request.num_computed + num_new
             blocks = max(held, -(-end // self._block_size))
@@ -133,7 +135,8 @@ class Scheduler:
         free_slots = (self.pool.num_free - num_needed) * self._block_size + num_slack
         if self.waiting and self._free_slots:
             prompt_rows += min(self.waiting[0].num_tokens, budget)
-        return StepRoom(prompt_rows, max(0, budget), max(0, free_slots))
+            has_prompts = True
+        return StepRoom(prompt_rows, max(0, budget), max(0, free_slots), has_prompts)
 
     def lag_tokens(self, request: Request) -> int:
         """Tokens that the drafter would read now beyond those of a usual step."""
@@ -444,8 +447,9 @@ class Scheduler:
         size = self._block_size
         # Tokens behind the one that ended the request are in the cache, but not in the text.
         valid = min(request.num_computed, request.num_tokens)
-        num_full = valid // size, request.num_drafter_computed // size
-        if num_full[0] <= computed // size and num_full[1] <= drafter_computed // size:
+        has_filled = valid // size > computed // size
+        drafter_has = request.num_drafter_computed // size > drafter_computed // size
+        if not has_filled and not drafter_has:
             return  # as behind most steps
         self._name_blocks(request, valid)
         blocks = self.table(request).ids

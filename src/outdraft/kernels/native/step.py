@@ -56,10 +56,9 @@ class _StepTask(ctypes.Structure):
         ("rules", _Rules),
         ("states_of", c_int64),
         ("taps", c_void_p),
-        ("num_taps", c_int64),
+        *((name, c_int64) for name in ("num_taps", "window")),
         *((name, c_void_p) for name in ("placed", "tapped", "states")),
         *((name, c_void_p) for name in ("emitted", "accepted", "num_emitted", "are_finite")),
-        ("window", c_int64),
         *((name, c_void_p) for name in ("state_places", "last_rows", "last_places")),
     )
 
@@ -118,11 +117,11 @@ class NativeStep:
             task.states_of,
             ctypes.addressof(index_array(tuple(taps))) if taps else None,
             len(taps),
+            task.window,
             arrays.placed,
             None if tapped_TKD is None else tapped_TKD.data_ptr(),
             None if states_RD is None else states_RD.data_ptr(),
             *((None,) * 4 if choice is None else choice.addresses()),
-            task.window,
             *(() if kept is None else [part.data_ptr() for part in kept]),
         )
         is_valid = self._step(decoder, ctypes.byref(native))
