@@ -1,7 +1,8 @@
 """Drafters that are spread over some of their target's ranks against the same drafters on one."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +48,38 @@ from tests.models.head_checkpoints import (
 from tests.models.test_dflash import Drive as BlockDrive
 from tests.models.test_eagle import Drive, check_against_reference
 from tests.oracle.heads import random_head
+from tests.pairwise import rows
 from tests.ranks import equal_shares, on_ranks
 
 CPU = torch.device("cpu")
 SLOW = pytest.mark.slow
-SIZES = [(2, 1), (2, 2), *(pytest.param(4, one, marks=SLOW) for one in (1, 2, 4))]
+SIZES = ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
 BLOCKS = ["dflash", "dspark"]
+TOLERANCES = {"reference": 1e-10, "auto": 1e-5}
 VOCAB, HIDDEN, LAYERS = TINY["vocab_size"], TINY["hidden_size"], TINY["num_hidden_layers"]
-over_ranks = pytest.mark.parametrize(("size", "draft_size"), SIZES)
+TARGETS = {"untied": False, "tied": True}  # whether the head is the embedding
+
+
+def slow_on_four(cases: list[Any]) -> list[Any]:
+    """`cases` that end in the sizes of groups, with the marker where those are large."""
+    return [
+        pytest.param(*one.values, id=one.id, marks=[*one.marks, SLOW])
+        if one.values[-2] == 4
+        else one
+        for one in cases
+    ]
+
+
+over_ranks = pytest.mark.parametrize(
+    ("size", "draft_size"), slow_on_four([pytest.param(*sizes) for sizes in SIZES])
+)
+
+
+def with_ranks(names: str, *values: Iterable[Hashable]) -> pytest.MarkDecorator:
+    """A pairwise cover of the values of these names and of the sizes of groups."""
+    every = [(*row[:-1], *row[-1]) for row in product(*values, SIZES)]
+    found = slow_on_four(rows(every, lambda *row: (*row[:-2], row[-2:])))
+    return pytest.mark.parametrize(f"{names},size,draft_size", found)
 
 
 def load(path: Path, group: RankGroup, *, drafts: bool = False, **options: Any) -> CausalLM:
@@ -67,10 +92,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(randomised(VARIANTS["llama-biases"]()), tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def eagle_target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target of EAGLE's tests, as a checkpoint."""
-    return save_random_target(tmp_path_factory.mktemp("target"), tie_word_embeddings=request.param)
+@pytest.fixture(scope="module")
+def eagle_targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The targets of EAGLE's tests, as checkpoints."""
+    folder = tmp_path_factory.mktemp("targets")
+    return {
+        name: save_random_target(folder / name, tie_word_embeddings=is_tied)
+        for name, is_tied in TARGETS.items()
+    }
+
+
+@pytest.fixture(params=TARGETS)
+def eagle_target(request: pytest.FixtureRequest, eagle_targets: dict[str, Path]) -> Path:
+    return eagle_targets[request.param]
 
 
 def sent(group: RankGroup) -> tuple[dict[str, int], dict[str, int]]:
@@ -155,16 +189,19 @@ EAGLES = ["eagle", "eagle-two-layers", "eagle-qkv-bias", "eagle-speculators"]
 EAGLES += ["eagle3", "eagle3-nothing-own", "eagle3-specforge"]
 
 
-@over_ranks
-@pytest.mark.parametrize("name", EAGLES)
+@with_ranks("name,target", EAGLES, TARGETS)
 def test_eagle_drafts_as_on_one_rank(
-    name: str, size: int, draft_size: int, eagle_target: Path, tmp_path: Path
+    name: str,
+    target: str,
+    size: int,
+    draft_size: int,
+    eagle_targets: dict[str, Path],
+    tmp_path: Path,
 ):
-    layout = LAYOUTS[name]
+    layout, eagle_target = LAYOUTS[name], eagle_targets[target]
     layout.save(tmp_path)
     kernels = choose_kernels("reference", CPU, torch.float64)
-    config = json.loads((eagle_target / "config.json").read_text())
-    whole = random_target(kernels, tie_word_embeddings=config["tie_word_embeddings"])
+    whole = random_target(kernels, tie_word_embeddings=TARGETS[target])
     num_bytes = load_eagle(tmp_path, whole, whole.kernels).memory_bytes
 
     def draft(ranks: Ranks) -> int:
@@ -291,12 +328,9 @@ def test_what_a_drafter_of_blocks_copies_is_counted_before_it_drafts(
     assert on_ranks(2, 1, num_bytes) == [num_bytes(Ranks()) + copied] * 2
 
 
-@over_ranks
-@pytest.mark.parametrize("kind", BLOCKS)
-@pytest.mark.parametrize(("kernels", "tolerance"), [("reference", 1e-10), ("auto", 1e-5)])
+@with_ranks("kernels,kind", TOLERANCES, BLOCKS)
 def test_blocks_are_drafted_as_on_one_rank(
     kernels: str,
-    tolerance: float,
     kind: str,
     size: int,
     draft_size: int,
@@ -329,7 +363,7 @@ def test_blocks_are_drafted_as_on_one_rank(
     is_known = want.isfinite()
     for got in of_groups(on_ranks(size, draft_size, logits), draft_size, dim=1):
         assert torch.equal(got.isfinite(), is_known)
-        assert (got - want)[is_known].abs().max() <= tolerance
+        assert (got - want)[is_known].abs().max() <= TOLERANCES[kernels]
 
 
 TOKEN_MAP = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[:20]
