@@ -167,8 +167,11 @@ def test_sources_compile_without_a_warning_for_processors_that_run_no_test(
     command = [*build_kernels.zig_compiler(), *build_kernels.COMMON, "-O0", "-Werror", cpu]
     digests = ['-DOUTDRAFT_DIGEST=""', '-DOUTDRAFT_CALLER_DIGEST=""']
     out = str(tmp_path / "source.o")
+    # As in a build, zig does not compile again what has not changed, headers and flags included.
+    folder = str(build_kernels.CACHE / "zig")
+    caches = {"ZIG_GLOBAL_CACHE_DIR": folder, "ZIG_LOCAL_CACHE_DIR": folder}
     for source in sorted(build_kernels.SOURCES.glob("*.cpp")):
-        run(*command, *digests, "-c", str(source), "-o", out, HOME=str(tmp_path))
+        run(*command, *digests, "-c", str(source), "-o", out, HOME=str(tmp_path), **caches)
 
 
 @pytest.mark.slow
