@@ -360,20 +360,42 @@ def test_who_comes_in_the_place_of_a_request_that_ended_drafts_as_a_newcomer():
     assert not controller.holds(4)  # all have ended
 
 
-def test_held_steps_that_lose_raise_the_alarm_of_the_guard():
-    controller = Controller(table(0.001, 0.001), 5)
-    facts = StepFacts((request(network="eagle3"),))
-    drafting_dear(controller, facts)
-    for _ in range(500):  # each takes twice its time, and brings nothing
+def lose(controller, facts, accepted=lambda grant: grant.levels):
+    """Draft until the guard is alarmed: lessons look as good as ever, but all other steps take
+    twice their time, and bring nothing."""
+    for _ in range(500):
         is_held = controller.holds(1)
         decision = controller.standing if is_held else controller.decide(facts)
-        if controller.wants_outcome:  # lessons look as good as ever
-            controller.observe(replace(dear(facts, decision, 1.0), is_held=is_held))
+        if controller.wants_outcome:
+            controller.observe(replace(dear(facts, decision, 1.0, accepted), is_held=is_held))
         if controller.is_passing:
             controller.pass_by(1, 2 * decision.draft_s, decision.host_s, 2 * decision.step_s)
         if decision.reason is Reason.PATIENCE:
             return
     raise AssertionError("nobody noticed")
+
+
+def test_held_steps_that_lose_raise_the_alarm_of_the_guard():
+    controller = Controller(table(0.001, 0.001), 5)
+    facts = StepFacts((request(network="eagle3"),))
+    drafting_dear(controller, facts)
+    lose(controller, facts)
+    assert controller.decide(facts).reason is Reason.PATIENCE
+
+
+def test_good_evidence_ends_the_patience():
+    """It comes from the drafts of others; those that wait bring none."""
+    controller = Controller(table(0.001, 0.001), 5)
+    facts = StepFacts((request(network="eagle3"),))
+    lessons_of(controller, facts, 1.0, 100)
+    lose(controller, facts, lambda grant: min(grant.levels, 1))
+    guard, curve = controller._regime(1).guard, controller.estimates.network("eagle3", "", ())
+    assert controller.decide(facts).reason is Reason.PATIENCE
+    for _ in range(300):
+        curve.observe(DraftOutcome("others", 5, 5))
+    assert guard.waiting > 20
+    assert controller.decide(StepFacts((request("b", network="eagle3"),))).reason is Reason.GAIN
+    assert guard.waiting == 0
 
 
 def test_a_held_step_counts_as_twice_its_prediction_at_most_without_catching_up():
@@ -792,6 +814,9 @@ def test_a_network_goes_on_reading_prompts_where_a_hard_request_is_not_drafted_f
     assert controller.decide(hard).reason is Reason.NO_GAIN
     assert controller.network_due_in(1, has_prompts=True) == 0
     assert controller.network_due_in(1) > 0  # for the hard one alone no states are kept
+    controller._standing.put(controller.decide(hard), 1, 0, 99).is_proven = True
+    controller.forget("hard")
+    assert not controller.holds(1)  # it is decided for the next one, behind its prompt
     assert controller.network_due_in(4, has_prompts=True) > 0  # among more some would be usual ones
     for _ in range(400):  # now all are hard
         curve.observe(DraftOutcome("others", 1, 0))
