@@ -480,6 +480,31 @@ def test_probes_of_a_network_come_as_often_in_held_steps():
     assert probes[0] >= 16
 
 
+def test_keeping_states_for_a_probe_is_a_part_of_what_it_loses():
+    """In each step that keeps them it takes half a plain step, of which probes may lose a
+    hundredth."""
+
+    def intervals(keep_s: float) -> tuple[int, int]:
+        """Steps between two probes, and in how many of them states are kept."""
+        controller, facts = Controller(table(**POOR), 5), StepFacts((request(network="eagle3"),))
+        probes, kept = list[int](), list[int]()
+        for step in range(9000):
+            decision = controller.decide(facts)
+            if not decision.grants and controller.network_due_in(1) <= 16:
+                kept.append(step)
+                controller.keep_states(keep_s)
+            elif decision.reason is Reason.NETWORK_PROBE:
+                probes.append(step)
+            controller.observe(outcome(facts, decision))
+        last = [step for step in probes if step < probes[-1] - 100][-1]
+        assert controller.probe.interval is not None
+        return controller.probe.interval, sum(last < step < probes[-1] for step in kept)
+
+    (free, _), (dear, num_kept) = intervals(0.0), intervals(0.5)
+    assert num_kept >= 16
+    assert dear == pytest.approx(free + 0.5 * num_kept / 0.01, rel=0.02)
+
+
 def test_a_network_reads_prompts_while_its_drafts_pay_and_not_for_a_probe():
     facts = StepFacts((request(network="eagle3"),))
     poor, reasons = Controller(table(**POOR), 5), set[Reason]()

@@ -153,6 +153,7 @@ class Scripted:
         self.passed: list[tuple[int, float, float]] = []
         self.fates: list[Fate] = []
         self.looks: list[tuple[float, int]] = []
+        self.kept: list[float] = []
 
     def decide(self, facts: StepFacts) -> Decision:
         self.facts.append(facts)
@@ -169,6 +170,9 @@ class Scripted:
     def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
         self.asked_to_hold.append((num_requests, prompt_rows))
         return self.is_held
+
+    def keep_states(self, seconds: float) -> None:
+        self.kept.append(seconds)
 
     def network_due_in(self, num_running: int, *, has_prompts: bool = False) -> int:
         if has_prompts and self.due_in_beside_prompts is not None:
@@ -313,6 +317,20 @@ def test_states_are_kept_for_drafts_and_not_for_plain_decoding(grants, target_s)
     ours.observe([booking(one, choices.get("a"))], stats(5, times))
     [outcome] = control.outcomes
     assert outcome.target_s == target_s
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize(("num_rows", "told"), [(1, [0.25]), (2, [])])
+def test_what_keeping_states_takes_is_told_of_plain_steps(num_rows, told, is_held):
+    """With more rows it drafts, or reads a prompt."""
+    control = Scripted()
+    control.standing = Decision((), 0, 0, Reason.NO_GAIN, 0, 1, 0, 1, 1, 0)
+    control.is_held = is_held
+    ours = policy(drafter_max_len=100, control=control)
+    one = request("a")
+    assert ours.choose([one], 1, ROOM) == {}
+    ours.observe([booking(one, None)], stats(num_rows, PhaseTimes(0.0, 1.0, 0.5, keep_s=0.25)))
+    assert control.kept == told
 
 
 def test_sending_drafts_of_the_host_is_time_of_the_host():

@@ -47,6 +47,9 @@ class ChangingLengths:
     def wants_margins(self) -> bool:
         return self._rng.random() < 0.5
 
+    def keep_states(self, seconds: float) -> None:
+        """Nothing follows from it."""
+
     def network_due_in(self, num_running: int, *, has_prompts: bool = False) -> int:
         return 0
 

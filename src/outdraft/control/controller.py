@@ -97,6 +97,10 @@ class Controller:
             return False
         return self._looks.are_due(self._num_steps)
 
+    def keep_states(self, seconds: float) -> None:
+        """As LengthPolicy."""
+        self.probe.keep(seconds)
+
     def network_due_in(self, num_running: int, *, has_prompts: bool = False) -> int:
         """Steps until the network may draft again; 0 while drafts pay and it makes them, or did a
         few steps ago, or where a prompt is read behind which they would pay. A probe alone is no

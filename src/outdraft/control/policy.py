@@ -69,6 +69,10 @@ class LengthPolicy(Protocol):
         they may have found none. With the look it took so long, and had so many rows of prompts."""
         ...
 
+    def keep_states(self, seconds: float) -> None:
+        """In a step without drafts and prompts it took so long to keep the target's states."""
+        ...
+
     def network_due_in(self, num_running: int, *, has_prompts: bool = False) -> int:
         """Steps until a network may draft again for so many requests, as far as is known; 0 while
         it does in earnest, and reads prompts as they pass by.

@@ -2,8 +2,9 @@
 
 A network that does not draft shows nothing about itself. So it drafts for a few requests in a
 while: some steps, more while they go much better than expected, or if it has never drafted before.
-What they lose, their accepted drafts set off, is at most 1 % of the time until the next probe: this
-is the longest interval there is. So a network that nearly pays is tried often, and on all requests.
+What they lose, their accepted drafts set off, and what it takes to keep the target's states for
+them, is at most 1 % of the time until the next probe: this is the longest interval there is. So a
+network that nearly pays is tried often, and on all requests.
 Plain steps do not happen while drafts pay, so that nobody would notice if they got faster: one in a
 while is plain.
 """
@@ -43,6 +44,8 @@ class NetworkProbe:
         self._num_drafts = 0  # of the last probe,
         self._excess = 0.0  # what they brought beyond what was expected,
         self._lost_s = 0.0  # and the time that they lost
+        self._kept_s = 0.0  # what plain steps took to keep states for the next probe,
+        self._last_kept_s = 0.0  # and for the last one
         self._token_s = 0.0  # seconds that plain decoding takes for a token
         self._depth = DEPTH
         self._is_first = False
@@ -96,7 +99,7 @@ class NetworkProbe:
         catch_up_s = costs.catch_up_s(plan.picks[0].option.source, lag)
         first = facts.requests[plan.picks[0].request]
         lost_s = _lost_s(plan, prices, token_s) + deciding_s
-        probe_s = max(self._lost_s, BURST * lost_s + catch_up_s)
+        probe_s = max(self._lost_s, BURST * lost_s + catch_up_s) + self._last_kept_s
         self.interval = network_interval(probe_s, outlook.alone_s, is_new=self._is_first)
         if self._idle < self.interval:
             self._known_until = self.interval
@@ -118,6 +121,10 @@ class NetworkProbe:
         """A step went by without drafts of the network."""
         self._idle += 1
 
+    def keep(self, seconds: float) -> None:
+        """So long it took to keep the target's states in a plain step."""
+        self._kept_s += seconds
+
     def observe(self, excess: float, excess_s: float) -> None:
         """A probe's step brought so many tokens more than predicted, and took so much longer."""
         self._burst += 1
@@ -131,6 +138,8 @@ class NetworkProbe:
 
     def end(self) -> None:
         self.request_ids, self._idle, self._known_until = (), 0, 0
+        if self._kept_s:  # else no state was kept since, and the network goes on drafting
+            self._last_kept_s, self._kept_s = self._kept_s, 0.0
 
 
 def _candidates(facts: StepFacts, prices: Prices, costs: Costs, most: int) -> list[int]:
