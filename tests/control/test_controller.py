@@ -492,7 +492,7 @@ def test_keeping_states_for_a_probe_is_a_part_of_what_it_loses():
             decision = controller.decide(facts)
             if not decision.grants and controller.network_due_in(1) <= 16:
                 kept.append(step)
-                controller.keep_states(keep_s)
+                controller.observe_keeping(keep_s)
             elif decision.reason is Reason.NETWORK_PROBE:
                 probes.append(step)
             controller.observe(outcome(facts, decision))

@@ -171,7 +171,7 @@ class Scripted:
         self.asked_to_hold.append((num_requests, prompt_rows))
         return self.is_held
 
-    def keep_states(self, seconds: float) -> None:
+    def observe_keeping(self, seconds: float) -> None:
         self.kept.append(seconds)
 
     def network_due_in(self, num_running: int, *, has_prompts: bool = False) -> int:

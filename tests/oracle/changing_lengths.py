@@ -47,7 +47,7 @@ class ChangingLengths:
     def wants_margins(self) -> bool:
         return self._rng.random() < 0.5
 
-    def keep_states(self, seconds: float) -> None:
+    def observe_keeping(self, seconds: float) -> None:
         """Nothing follows from it."""
 
     def network_due_in(self, num_running: int, *, has_prompts: bool = False) -> int:

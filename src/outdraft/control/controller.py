@@ -97,9 +97,9 @@ class Controller:
             return False
         return self._looks.are_due(self._num_steps)
 
-    def keep_states(self, seconds: float) -> None:
+    def observe_keeping(self, seconds: float) -> None:
         """As LengthPolicy."""
-        self.probe.keep(seconds)
+        self.probe.observe_keeping(seconds)
 
     def network_due_in(self, num_running: int, *, has_prompts: bool = False) -> int:
         """Steps until the network may draft again; 0 while drafts pay and it makes them, or did a

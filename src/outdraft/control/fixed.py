@@ -57,7 +57,7 @@ class FixedLength:
         assert self.standing is not None
         return self.standing
 
-    def keep_states(self, seconds: float) -> None:
+    def observe_keeping(self, seconds: float) -> None:
         """A fixed policy learns nothing."""
 
     def network_due_in(self, num_running: int, *, has_prompts: bool = False) -> int:

@@ -69,7 +69,7 @@ class LengthPolicy(Protocol):
         they may have found none. With the look it took so long, and had so many rows of prompts."""
         ...
 
-    def keep_states(self, seconds: float) -> None:
+    def observe_keeping(self, seconds: float) -> None:
         """In a step without drafts and prompts it took so long to keep the target's states."""
         ...
 

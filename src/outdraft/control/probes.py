@@ -121,7 +121,7 @@ class NetworkProbe:
         """A step went by without drafts of the network."""
         self._idle += 1
 
-    def keep(self, seconds: float) -> None:
+    def observe_keeping(self, seconds: float) -> None:
         """So long it took to keep the target's states in a plain step."""
         self._kept_s += seconds
 

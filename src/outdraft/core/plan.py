@@ -104,11 +104,8 @@ class DraftChoice:
     stop: LiveStop | None = None  # where the network's chain may end before; None: nowhere
     # It says of settled tokens that the network reads late whether it would have drafted them.
     teaches: bool = False
-    num_drafts: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        num_drafts = len(self.draft) + self.num_model_drafts
-        object.__setattr__(self, "num_drafts", num_drafts)
         if self.stop is not None and self.model.is_tree:
             raise ValueError("trees have no live rule")
         if self.teaches and self.model.is_tree:
@@ -121,7 +118,7 @@ class DraftChoice:
             raise ValueError("one source drafts for a request in a step, not two")
 
     def __len__(self) -> int:
-        return self.num_drafts
+        return len(self.draft.token_ids) + self.num_model_drafts
 
     @property
     def is_device_tree(self) -> bool:
@@ -135,11 +132,11 @@ class DraftChoice:
     @property
     def max_kept(self) -> int:
         """How far the network's cache may reach behind the text's end, in accepted drafts."""
-        return self.num_drafts - 1 if self.model.max_kept is None else self.model.max_kept
+        return len(self) - 1 if self.model.max_kept is None else self.model.max_kept
 
     def truncated(self, num_tokens: int) -> "DraftChoice | None":
         """The choice with at most so many drafts, None if nothing is left."""
-        if num_tokens >= self.num_drafts > 0:
+        if num_tokens >= len(self) > 0:
             return self
         if num_tokens <= 0:
             return None
@@ -204,7 +201,7 @@ class Work(NamedTuple):
 
     @property
     def num_drafts(self) -> int:
-        return self.drafts.num_drafts if self.drafts is not None else 0
+        return len(self.drafts) if self.drafts is not None else 0
 
     @property
     def num_model_drafts(self) -> int:

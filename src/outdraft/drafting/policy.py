@@ -256,7 +256,7 @@ class DraftPolicy:
             return self._watch(None, ())
         keep_s = stats.times.keep_s
         if keep_s > 0 and stats.num_rows == len(booked) and not stats.times.is_first:
-            self.control.keep_states(keep_s)
+            self.control.observe_keeping(keep_s)
         step, self._step = self._step, None
         if stats.times.is_first:
             step = None  # it took longer for once, which says nothing of others

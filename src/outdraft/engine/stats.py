@@ -48,7 +48,7 @@ def step_stats(
             continue
         num_drafted, choice = len(outcome.drafted_ids), granted.get(request.id)
         lengths.append(num_drafted)
-        wanted.append(choice.num_drafts if choice is not None else 0)
+        wanted.append(len(choice) if choice is not None else 0)
         if work.drafts is None or not num_drafted:  # a live rule may leave none
             continue
         source, num_accepted = work.drafts.source, len(outcome.accepted_rows)
@@ -115,12 +115,13 @@ class StatsTotal:
             return
         for depth, number in enumerate(step.accepted_at):
             self.accepted_at[depth] += number
-        for source, number in step.drafted_by_source.items():
-            self.drafted_by_source[source] += number
-        for source, number in step.accepted_by_source.items():
-            self.accepted_by_source[source] += number
-        for source, number in step.drafts_by_source.items():
-            self.drafts_by_source[source] += number
+        for total, added in (
+            (self.drafted_by_source, step.drafted_by_source),
+            (self.accepted_by_source, step.accepted_by_source),
+            (self.drafts_by_source, step.drafts_by_source),
+        ):
+            for source, number in added.items():
+                total[source] += number
 
     @property
     def acceptance_rate(self) -> float:

@@ -42,7 +42,7 @@ class DraftedCopy:
 
 def copy_of_drafted(works: Sequence[Work], slots: Slots, drafts: DraftBatch) -> DraftedCopy | None:
     """Start to copy the network's drafts to the host, if a grammar needs them; does not wait."""
-    if not any(_is_of_model(work) and slots[work.slot].rules.has_grammar for work in works):
+    if not any(work.num_model_drafts and slots[work.slot].rules.has_grammar for work in works):
         return None
     drafts_2BN = torch.stack([drafts.token_ids_BN, drafts.parents_BN])
     if drafts.device.type != "cuda":
@@ -76,7 +76,3 @@ def masks_of(allowed: AllowedTokens, drafts: DraftBatch) -> GrammarMasks:
     is_end_BN[tuple(allowed.ends_2E)] = 1
     masks_RW, ends_BN = to_device([allowed.masks_RW, is_end_BN], drafts.device)
     return GrammarMasks(masks_RW, ends_BN.bool())
-
-
-def _is_of_model(work: Work) -> bool:
-    return work.drafts is not None and work.drafts.num_model_drafts > 0

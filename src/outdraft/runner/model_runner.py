@@ -68,7 +68,7 @@ from outdraft.sampling.processors import Paths
 from outdraft.verification.verifier import Verifier
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class TargetPass:
     """The target's forward pass over all rows of a step, laid out as `spans`.
 
@@ -388,7 +388,7 @@ class ModelRunner:
             verdict = None if verified is None else verified.choice.verdict
             places = state_places(
                 target.rows,
-                target.spans,
+                target.metadata,
                 verdict,
                 self.state.row_len,
                 self.proposer.drafter.state_window,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from outdraft.attention.rows import Span, metadata_of
+from outdraft.attention.base import AttentionMetadata
 from outdraft.core.plan import Work
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.target_states import ChunkRead, TargetStates
@@ -34,7 +34,7 @@ def target_states(
 
 def state_places(
     rows: PlacedRows,
-    spans: Sequence[Span],
+    batch: AttentionMetadata,
     verdict: Verdict | None,
     row_len: int,
     window: int,
@@ -42,12 +42,13 @@ def state_places(
 ) -> StatePlaces:
     """
     Args:
+        batch: of these rows.
         verdict: on the requests that sample; None: none does.
         row_len: of the device state.
         window: tokens of each text whose states the drafter keeps.
     """
     kept_rows_BN = rows.draft_slots_BN[:0] if verdict is None else verdict.rows_BN
-    index_T, roots_B, batch = rows.state_index_T, rows.root_rows_B, metadata_of(rows, spans)
+    index_T, roots_B = rows.state_index_T, rows.root_rows_B
     return StatePlaces(
         *kernels.place_states(batch, index_T, roots_B, kept_rows_BN, row_len, window)
     )

@@ -70,10 +70,11 @@ def read_by_parts(model: LanguageModel, verifier: Verifier, task: StepTask) -> S
         placed = _shaped(placed, task, kernels)
     index_T, draft_index_T = placed.state_index_T, placed.draft_index_T
     ids_T = kernels.read_token_ids(texts_SL, drafts_BN, index_T, draft_index_T)
+    batch = metadata_of(placed, spans)
     states_RD, tapped_TKD = model.forward_tapped(
         ids_T,
         task.caches,
-        metadata_of(placed, spans),
+        batch,
         task.taps,
         None if task.states_of is StatesOf.ALL_ROWS else placed.logit_rows_R,
     )
@@ -89,7 +90,7 @@ def read_by_parts(model: LanguageModel, verifier: Verifier, task: StepTask) -> S
         kernels.append_token_ids(texts_SL, texts.rows_B, texts.num_tokens_B, emitted_BN1)
         if task.window:
             kept = state_places(
-                placed, spans, choice.verdict, texts_SL.shape[1], task.window, kernels
+                placed, batch, choice.verdict, texts_SL.shape[1], task.window, kernels
             )
     return StepRead(lambda: placed, states_RD, tapped_TKD, choice, kept)
 
@@ -132,5 +133,4 @@ def _parents(work: Work) -> Sequence[int]:
     """Parents of the work's drafted rows; a chain stands where the network will draft a tree."""
     if work.drafts is None:
         return ()
-    drafts = work.drafts
-    return range(drafts.num_drafts) if drafts.num_model_drafts else drafts.draft.parents
+    return range(len(work.drafts)) if work.drafts.num_model_drafts else work.drafts.draft.parents

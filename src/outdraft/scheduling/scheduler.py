@@ -126,7 +126,7 @@ class Scheduler:
             budget -= num_new
             if num_new > 1:
                 prompt_rows += num_new
-            has_prompts |= num_new > 1 or request.num_output == 0
+            has_prompts |= request.num_output == 0
             held = len(self._tables[request.id].ids)
             end = request.num_computed + num_new
             blocks = max(held, -(-end // self._block_size))
@@ -135,7 +135,7 @@ class Scheduler:
         free_slots = (self.pool.num_free - num_needed) * self._block_size + num_slack
         if self.waiting and self._free_slots:
             prompt_rows += min(self.waiting[0].num_tokens, budget)
-            has_prompts = True
+        has_prompts |= prompt_rows > 0
         return StepRoom(prompt_rows, max(0, budget), max(0, free_slots), has_prompts)
 
     def lag_tokens(self, request: Request) -> int:
@@ -339,7 +339,7 @@ class Scheduler:
         if choice is not None:
             choice = self._books.readable(request, choice, table.ids)
         if choice is not None:
-            table.reserve(request.num_tokens + choice.num_drafts)
+            table.reserve(request.num_tokens + len(choice))
         assert request.slot is not None
         return Work(
             request.slot,
