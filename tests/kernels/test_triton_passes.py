@@ -5,7 +5,6 @@ Without a GPU the kernels are interpreted, and what stands for a graph repeats t
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,11 +14,13 @@ from outdraft.attention.rows import Span
 from outdraft.kernels import choose
 from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.kernels.data.noise import NoiseKeys
+from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference import noise
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from tests.attention.ragged import on
 from tests.kernels.decoders import (
+    BLOCK_SIZE,
     Sizes,
     batch_with_logits,
     blocks_of,
@@ -32,14 +33,15 @@ from tests.pairwise import some
 
 pytest.importorskip("triton", reason="needs triton")
 from outdraft.kernels.data.graph_sizes import (
+    MOST_ROWS,
     TREE_ROWS,
+    rounded_grown_len,
     rounded_len,
     rounded_requests,
     rounded_rows,
 )
-from outdraft.kernels.triton import graphs
 from outdraft.kernels.triton.decoder import TritonDecoder
-from outdraft.kernels.triton.graphs import GraphedPasses
+from outdraft.kernels.triton.graphs import GraphedPasses, PassSizes
 from outdraft.kernels.triton.select import with_triton
 
 EVERY = [(kind, has_graphs) for kind in KINDS for has_graphs in (False, True)]
@@ -194,24 +196,61 @@ def test_each_cache_has_graphs_of_its_own_as_long_as_it_lives():
     assert len(graphs_of(decoder)._graphs) == 1
 
 
-def test_long_passes_and_prompts_are_launched_one_by_one():
+def test_long_passes_are_launched_one_by_one():
     passes = GraphedPasses(lambda *rows: rows, 4, FirstTimes(), Repeats)
-    metadata, _ = batch_with_logits([Span(0, 8, (), blocks_of(0))])
-    assert passes.can_run(TREE_ROWS, replace(metadata, max_rows=TREE_ROWS))
-    assert not passes.can_run(TREE_ROWS + 1, metadata)
-    assert not passes.can_run(TREE_ROWS, replace(metadata, max_rows=TREE_ROWS + 1))
+    assert passes.can_run(MOST_ROWS)
+    assert not passes.can_run(MOST_ROWS + 1)
+
+
+def test_a_long_chunk_of_a_prompt_has_the_kernels_of_long_chunks():
+    """What is padded may not count as a request of fewer rows."""
+    kernels = with_triton(reference_kernels(), has_graphs=False)
+    decoder = graphed(make_spec(SMALL, kernels, torch.float32), Repeats())
+    passes, found = graphs_of(decoder), list[PassSizes]()
+    for rows in (3, TREE_ROWS, TREE_ROWS + 1, MOST_ROWS):
+        metadata, _ = batch_with_logits([Span(0, rows, (), tuple(range(-(-rows // BLOCK_SIZE))))])
+        found.append(passes._sizes(rows, metadata, BLOCK_SIZE, ()))
+    assert [sizes.max_rows for sizes in found[1:]] == [TREE_ROWS, MOST_ROWS, MOST_ROWS]
+    assert found[0].max_rows < TREE_ROWS
+    assert [sizes.num_requests for sizes in found] == [1] * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", BOUNDS, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("beside", [0, 1, 5])
+def test_long_chunks_become_graphs_that_are_the_references(dtype, beside):
+    """Alone, and beside requests of one row."""
+    sizes, place = KINDS["windows"], torch.device("cuda")
+    spans = [Span(0, 300, (), tuple(range(38)))]
+    spans += [Span(0, 1, (), (40 + number,)) for number in range(beside)]
+    metadata, wanted_R = batch_with_logits(spans)
+    ids_T, _ = rows_for(300 + beside, sizes.hidden, dtype, 0)
+
+    def read(kernels: Kernels, device: torch.device, dtype: torch.dtype, times: int) -> Tensor:
+        decoder = kernels.compile_decoder(make_spec(sizes, kernels, dtype, device=device))
+        cache = make_cache(sizes, dtype, device)
+        rows = on(metadata, str(device)), (), None, wanted_R.to(device)
+        for _ in range(times):  # the second run is a graph
+            states_TD, _ = decoder(ids_T.to(device), cache.layers, *rows)
+        return states_TD.cpu()
+
+    got = read(with_triton(reference_kernels(), has_graphs=True), place, dtype, 3)
+    want = read(reference_kernels(), torch.device("cpu"), torch.float64, 1)
+    assert_near(got, want, dtype)
 
 
 def test_sizes_are_few_and_hold_all_rows():
-    sizes = [rounded_rows(number) for number in range(1, graphs.MOST_ROWS + 1)]
+    sizes = [rounded_rows(number) for number in range(1, MOST_ROWS + 1)]
     assert all(size >= number for number, size in enumerate(sizes, start=1))
-    assert sizes[-1] == graphs.MOST_ROWS
-    assert len(set(sizes)) == 17
+    assert sizes[-1] == MOST_ROWS
+    assert len(set(sizes)) == 21
     assert all(size < 2 * number for number, size in enumerate(sizes, start=1))
     assert [rounded_requests(number) for number in (1, 2, 4, 5, 16, 17, 256)] == [
         *(1, 4, 4, 16, 16, 64, 256)
     ]
     assert [rounded_len(length) for length in (1, 512, 513, 1025)] == [512, 512, 1024, 2048]
+    lengths = [rounded_grown_len(length) for length in (1, 2048, 2049, 8193)]
+    assert lengths == [2048, 2048, 8192, 32768]
 
 
 @pytest.mark.gpu

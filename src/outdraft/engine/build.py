@@ -27,6 +27,8 @@ from outdraft.engine.inputs import InputProcessor
 from outdraft.engine.loading import LoadedModels, load_models
 from outdraft.engine.memory import MemoryPlan
 from outdraft.engine.memory_plan import drafter_of, longest_text, plan_memory
+from outdraft.engine.ready_graphs import make_graphs
+from outdraft.kernels.choose import has_graphs
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.block_pool import BlockPool
 from outdraft.models.base import LanguageModel
@@ -63,6 +65,8 @@ def build_engine(
     memory = memory or plan_memory(config, models)
     own = build_runner(config, models, memory)
     runner = own if processes is None else processes.runner(own, config, models)
+    if has_graphs(models.kernels):
+        make_graphs(config, runner)
     drafter, num_groups = drafter_of(config, models), models.ranks.num_draft_groups
     scheduler = Scheduler(
         config.scheduler,

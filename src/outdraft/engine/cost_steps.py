@@ -33,8 +33,8 @@ class Step:
         is_network: the network drafts; else the drafts are the host's.
         is_long: one request with a long text; else the texts are short.
         is_tree: the network drafts a tree, else a chain.
-        lag: tokens that the network has not read, beyond those of a usual step; it is compared with
-            the last of them.
+        lag: tokens that the network has not read, beyond the two of a step behind one whose drafts
+            were all accepted; it is compared with the last of them. -1: one token is left.
     """
 
     num_requests: int
@@ -93,16 +93,19 @@ class ScratchSteps:
         most_long: int = LONG,
         *,
         first_runs_count: bool = True,
+        temperature: float = 1.0,
     ) -> None:
         """
         Args:
             most_long: tokens of the long text, where the cache has room for twice as many.
             first_runs_count: False: the first run of each step compiles or loads what it needs.
+            temperature: of all texts.
         """
         self._runner, self._max_rows = runner, limits.max_num_batched_tokens
         self._max_len = max_model_len
         self.ready_s = 0.0
         self._first_runs_count, self._known = first_runs_count, set[Step]()
+        self._temperature = temperature
         size, num_blocks = runner.cache.block_size, runner.cache.num_blocks
         length = min(max_model_len, num_blocks * size)
         self.num_long = min(most_long, length // 2)
@@ -195,4 +198,5 @@ class ScratchSteps:
 
     def _text(self, num_tokens: int, slot: int, block_ids: range) -> _Text:
         ids = np.array(self._ids(num_tokens, slot), dtype=np.int32)
-        return _Text(Admission(slot, ids, num_tokens, TokenRules(seed=slot)), tuple(block_ids))
+        rules = TokenRules(seed=slot, temperature=self._temperature)
+        return _Text(Admission(slot, ids, num_tokens, rules), tuple(block_ids))

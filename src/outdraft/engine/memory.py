@@ -15,7 +15,7 @@ import torch
 from outdraft.config.engine import CacheConfig, SchedulerConfig
 from outdraft.core.errors import ConfigError
 from outdraft.core.tree_shape import TreeShape
-from outdraft.kernels.data.graph_sizes import GRAPH_BYTES, GRAPHED_FUNCTIONS, TREE_ROWS
+from outdraft.kernels.data.graph_sizes import GRAPH_BYTES, GRAPHED_FUNCTIONS, MOST_ROWS
 from outdraft.models.shape import ModelShape
 from outdraft.runner.logprobs import PROMPT_ROWS
 
@@ -168,7 +168,7 @@ def state_bytes(
 def graph_bytes(shape: StepShape, models: Sequence[ModelShape], vocab_size: int) -> int:
     """What passes of few rows, drafting and verification take once more, where they are graphs, and
     what they are given."""
-    rows = min(shape.num_rows, TREE_ROWS)
+    rows = min(shape.num_rows, MOST_ROWS)
     passes = rows * sum(_row_bytes(model, shape.dtype, shape.num_ranks) for model in models)
     made = sampling_bytes(shape, vocab_size) + draft_prob_bytes(shape, vocab_size)
     return passes + made + GRAPHED_FUNCTIONS * GRAPH_BYTES

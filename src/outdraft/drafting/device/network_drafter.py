@@ -24,7 +24,7 @@ from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.settled import settled_rows, with_settled
 from outdraft.drafting.device.state_window import StateWindow
 from outdraft.drafting.device.text_reader import TextReader
-from outdraft.kernels.data.graph_sizes import rounded_len
+from outdraft.kernels.data.graph_sizes import rounded_grown_len
 from outdraft.kernels.draft_ops import DraftStart, Frontier, Growth, ModelDrafts, UnreadTexts
 from outdraft.kv.cache import KVCache
 
@@ -129,7 +129,7 @@ class NetworkLevels:
         """As `Movable`, of rounded lengths."""
         start = self._start
         num_blocks, block_size = start.block_table_BP.shape[1], start.block_size
-        seq_len = rounded_len(max(start.max_seq_len, num_blocks * block_size))
+        seq_len = rounded_grown_len(max(start.max_seq_len, num_blocks * block_size))
         table_BP = pad(start.block_table_BP, (0, -(-seq_len // block_size) - num_blocks))
         tensors = start.states_BD, start.contexts_B, table_BP, start.num_skipped_B
         return (*tensors, self._num_drafts_G), (seq_len,)

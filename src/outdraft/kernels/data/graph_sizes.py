@@ -1,23 +1,24 @@
 """How large the graphs of a GPU are, and how sizes are rounded up so that few graphs are made."""
 
-TREE_ROWS = 256  # of a request; those with more are prompt chunks, and are part of no graph
+TREE_ROWS = 256  # of a request; those with more are chunks of prompts
+MOST_ROWS = 512  # of a pass that is a graph; more rows take longer than their launches
 GRAPH_BYTES = 1 << 28  # that all graphs of a function share: arguments and results of one of them
 GRAPHED_FUNCTIONS = 3  # growth, matching, verification
 MOST_GRAPHS = 256  # of one function on one cache
-_LEAST_LEN = 512
+_LEAST_LEN, _LEAST_GROWN_LEN = 512, 2048
 
 
 def rounded_rows(num_rows: int) -> int:
     """What so many rows are padded to: few sizes, and few rows too many."""
     if num_rows <= 8:
         return _power_of_2(num_rows)
-    step = 8 if num_rows <= 64 else 32
+    step = 8 if num_rows <= 64 else 32 if num_rows <= 256 else 64
     return step * -(-num_rows // step)
 
 
 def rounded_requests(num_requests: int) -> int:
     """What so many requests of a pass are padded to. Those without rows take hardly any time."""
-    return 1 << 2 * -(-(num_requests - 1).bit_length() // 2)
+    return _power_of_4(num_requests)
 
 
 def rounded_len(num_tokens: int) -> int:
@@ -25,5 +26,15 @@ def rounded_len(num_tokens: int) -> int:
     return _power_of_2(max(num_tokens, _LEAST_LEN))
 
 
+def rounded_grown_len(num_tokens: int) -> int:
+    """As `rounded_len`, of texts that drafts grow behind. What attention does in vain there is
+    little, since few layers read drafts, and each graph takes long to make."""
+    return _LEAST_GROWN_LEN * _power_of_4(-(-num_tokens // _LEAST_GROWN_LEN))
+
+
 def _power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
+
+
+def _power_of_4(number: int) -> int:
+    return 1 << 2 * -(-(number - 1).bit_length() // 2)

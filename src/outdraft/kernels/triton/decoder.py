@@ -50,7 +50,7 @@ class TritonDecoder(ReferenceDecoder):
         run, graphs = self._all_rows, self._graphs
         # A pass that is a part of a graph already becomes none of its own.
         is_captured = token_ids_T.is_cuda and torch.cuda.is_current_stream_capturing()
-        if graphs is not None and not is_captured and graphs.can_run(len(token_ids_T), metadata):
+        if graphs is not None and not is_captured and graphs.can_run(len(token_ids_T)):
             run = graphs
         states_TD, tapped_TKD = run(token_ids_T, caches, metadata, taps, states_TD)
         if wanted_R is not None and len(wanted_R) < len(states_TD):

@@ -22,11 +22,17 @@ from triton import cdiv
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.kernels.data.first_times import FirstTimes
-from outdraft.kernels.data.graph_sizes import TREE_ROWS, rounded_len, rounded_requests, rounded_rows
+from outdraft.kernels.data.graph_sizes import (
+    MOST_ROWS,
+    TREE_ROWS,
+    rounded_len,
+    rounded_requests,
+    rounded_rows,
+)
 from outdraft.kernels.triton.kept_graphs import MadeGraphs, OfCaches
 from outdraft.kernels.triton.padding import pad_rows
 
-MOST_ROWS = TREE_ROWS  # of a pass that becomes a graph; more rows take longer than their launches
+MOST_REQUESTS = rounded_requests(MOST_ROWS)
 
 # Token ids, caches, metadata, taps, states; gives states and tapped streams of all rows.
 RunPass = Callable[
@@ -84,7 +90,8 @@ class GraphedPasses:
         """
         Args:
             run: the launches of a pass.
-            few_rows: attention is launched in one way if no request has more rows, else in two.
+            few_rows: attention is launched in one way if no request has more rows, in two if one
+                has, and in three if one has more than TREE_ROWS.
             first_times: counts sizes that are new, and graphs.
             new_capture: makes the graphs on one cache; None: that of the device.
         """
@@ -93,9 +100,9 @@ class GraphedPasses:
         self._rows: _Rows | None = None
         self._graphs = OfCaches(self._new_graphs)
 
-    def can_run(self, num_rows: int, metadata: AttentionMetadata) -> bool:
+    def can_run(self, num_rows: int) -> bool:
         """Whether the pass is one of few rows."""
-        return 0 < num_rows <= MOST_ROWS and metadata.max_rows <= MOST_ROWS
+        return 0 < num_rows <= MOST_ROWS
 
     def __call__(
         self,
@@ -115,8 +122,7 @@ class GraphedPasses:
         def launch() -> tuple[Tensor, Tensor]:
             return self._run(*rows.of(sizes, caches, has_states=states_TD is not None))
 
-        has_many = sizes.max_rows > self._few_rows
-        launches = has_many, sizes.num_requests == 1, states_TD is not None, sizes.taps
+        launches = sizes.max_rows, sizes.num_requests == 1, states_TD is not None, sizes.taps
         graph = graphs.made.find(launches, sizes, lambda: _Graph(*graphs.capture(launch)))
         if graph is None:
             out_TD, tapped_TKD = launch()
@@ -133,10 +139,11 @@ class GraphedPasses:
     ) -> PassSizes:
         num_requests, num_blocks = metadata.block_table_BP.shape
         seq_len = rounded_len(max(metadata.max_seq_len, num_blocks * block_size))
+        kinds = self._few_rows, TREE_ROWS, MOST_ROWS
         return PassSizes(
             num_rows=rounded_rows(num_rows),
             num_requests=rounded_requests(num_requests),
-            max_rows=self._few_rows if metadata.max_rows <= self._few_rows else MOST_ROWS,
+            max_rows=min(most for most in kinds if metadata.max_rows <= most),
             max_seq_len=seq_len,
             num_blocks=cdiv(seq_len, block_size),
             taps=taps,
@@ -163,8 +170,8 @@ class _Rows:
         self._by_row_4T = torch.zeros(4, MOST_ROWS, dtype=torch.int64, device=device)
         # First rows (one more than requests), lengths of contexts, numbers of causal rows. Each
         # begins at a multiple of 16 bytes.
-        self._by_request_3B = torch.zeros(3, MOST_ROWS + 4, dtype=torch.int32, device=device)
-        self._table = torch.zeros(MOST_ROWS * num_blocks, dtype=torch.int32, device=device)
+        self._by_request_3B = torch.zeros(3, MOST_REQUESTS + 4, dtype=torch.int32, device=device)
+        self._table = torch.zeros(MOST_REQUESTS * num_blocks, dtype=torch.int32, device=device)
         self._states_TD = torch.zeros(MOST_ROWS, state_size, dtype=state_dtype, device=device)
 
     def take(

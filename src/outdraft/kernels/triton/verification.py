@@ -53,7 +53,7 @@ class GraphedVerification:
     ) -> Verdict:
         """As `ops.Verify`."""
         number, num_requests = rounded_rows(drafts.num_requests), drafts.num_requests
-        num_rows = rounded_rows(len(processed_RV) + number - num_requests)
+        num_rows = _rounded_rows(len(processed_RV) + number - num_requests, number, drafts.width)
         verdict = self._verdicts.call(
             self._others.verify,
             processed_RV,
@@ -64,6 +64,12 @@ class GraphedVerification:
             lengths=(num_rows, number, None, number, None),
         )
         return _first(verdict, num_requests)
+
+
+def _rounded_rows(num_rows: int, num_requests: int, width: int) -> int:
+    """As if each request had the most drafts, where few have fewer: these are few sizes."""
+    most = num_requests * (width + 1)
+    return most if num_rows <= most <= 2 * num_rows else rounded_rows(num_rows)
 
 
 def _bare(drafts: DraftBatch) -> DraftBatch:
