@@ -3,7 +3,7 @@
 What stands for a graph repeats the launches.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outdraft.kernels.data.drafts import DraftBatch, Rule
+from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference.table import reference_kernels
-from tests.kernels.test_verification import KINDS, Step, batches, same
+from tests.kernels.test_verification import KINDS, Step, batches, rows_of, same
 
 pytest.importorskip("triton", reason="needs triton")
 from outdraft.kernels.triton.verification import GraphedVerification
@@ -28,6 +29,18 @@ class Again:
     def __call__(self, launch):
         self.num_made += 1
         return launch, launch()
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """By the rows themselves."""
+
+    kernels: Kernels
+    rule: Rule
+
+    def __call__(self, logits_RV, drafts, sampling, num_tokens_B):
+        verdict = self.kernels.verify(logits_RV, drafts, sampling, num_tokens_B, self.rule)
+        return verdict, self.kernels.finite_rows(logits_RV)
 
 
 @settings(max_examples=15, deadline=None)
@@ -59,6 +72,31 @@ def test_verdicts_are_those_of_the_reference(seed, kind, sizes):
         allowed = step.allowed(reference, rule)
         assert all(one in ones for one, ones in zip(got, allowed, strict=True))
     assert 1 <= capture.num_made <= len(sizes)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    kind=st.sampled_from(sorted(KINDS)),
+    sizes=st.lists(st.integers(1, 11), min_size=2, max_size=3),
+)
+def test_what_is_chosen_at_once_is_what_its_parts_choose(seed, kind, sizes):
+    """The states are logits here; what verifies inside makes no graphs of its own."""
+    (rule, sampled_trees), rng = KINDS[kind], np.random.default_rng(seed)
+    reference = reference_kernels()
+    graphed = GraphedVerification(reference, capture := Again())
+    kernels = replace(reference, match=graphed.match, verify=graphed.verify, choose=graphed.choose)
+    steps = [Step(rng, size, most=4, vocab_size=23, sampled_trees=sampled_trees) for size in sizes]
+    choosing = Chosen(kernels, rule)
+    for step in steps * 3:
+        arguments = step.logits_RV, step.drafts, step.sampling, step.num_tokens_B
+        verdict, is_finite_R = kernels.choose(choosing, *arguments)
+        allowed = step.allowed(reference, rule)
+        got = rows_of(verdict)
+        assert all(one in ones for one, ones in zip(got, allowed, strict=True))
+        assert torch.equal(is_finite_R, reference.finite_rows(step.logits_RV))
+    assert 1 <= capture.num_made <= len(sizes)
+    assert graphed._matches._graphs.num_made == graphed._verdicts._graphs.num_made == 0
 
 
 def test_plain_steps_of_few_more_requests_share_a_graph():

@@ -163,9 +163,7 @@ class Step:
         verdict = kernels.verify(
             self.logits_RV.to(dtype), self.drafts, self.sampling, self.num_tokens_B, rule
         )
-        ids, rows = verdict.token_ids_BN1.tolist(), verdict.rows_BN.tolist()
-        counts = verdict.num_emitted_B.tolist()
-        return list(zip(map(tuple, ids), map(tuple, rows), counts, strict=True))
+        return rows_of(verdict)
 
     def allowed(self, reference: Kernels, rule):
         """Per request all verdicts of the reference in float64, within rounding of float32."""
@@ -180,6 +178,13 @@ class Step:
                 for one, verdict in zip(found, verdicts, strict=True):
                     one.add(verdict)
         return found
+
+
+def rows_of(verdict):
+    """Per request: the emitted ids, the accepted rows, and how many ids there are."""
+    ids, rows = verdict.token_ids_BN1.tolist(), verdict.rows_BN.tolist()
+    counts = verdict.num_emitted_B.tolist()
+    return list(zip(map(tuple, ids), map(tuple, rows), counts, strict=True))
 
 
 ROUNDING = 1e-5

@@ -14,7 +14,7 @@ import numpy as np
 from outdraft.config.engine import SchedulerConfig
 from outdraft.core.admission import Admission, TokenRules
 from outdraft.core.draft import Draft, DraftSource, num_taught
-from outdraft.core.plan import DraftChoice, PhaseTimes, StepPlan, Work
+from outdraft.core.plan import DraftChoice, LiveStop, PhaseTimes, StepPlan, Work
 from outdraft.runner.model_runner import PendingStep
 from outdraft.runner.parallel_runner import StepRunner
 
@@ -26,13 +26,15 @@ MOST_FIRST_TIMES = 4  # of a step, in which something is made ready
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to run. Drafts are spread over the requests.
+    """What to run. Drafts are spread over the requests that are not idle.
 
     Attributes:
         num_rows: newest tokens and drafts.
         is_network: the network drafts; else the drafts are the host's.
         is_long: one request with a long text; else the texts are short.
         is_tree: the network drafts a tree, else a chain.
+        num_idle: requests at the end that have no drafts.
+        tells_margins: the network says how sure it is of each level.
         lag: tokens that the network has not read, beyond the two of a step behind one whose drafts
             were all accepted; it is compared with the last of them. -1: one token is left.
     """
@@ -43,11 +45,14 @@ class Step:
     is_tree: bool = False
     is_long: bool = False
     lag: int = 0
+    num_idle: int = 0
+    tells_margins: bool = False
 
     def num_drafts(self, index: int) -> int:
         """How many drafts a request has, by its index."""
-        share, more = divmod(self.num_rows - self.num_requests, self.num_requests)
-        return share + (index < more)
+        number = self.num_requests - self.num_idle
+        share, more = divmod(self.num_rows - self.num_requests, number)
+        return share + (index < more) if index < number else 0
 
 
 @dataclass(slots=True)
@@ -115,7 +120,8 @@ class ScratchSteps:
             self._text(min(SHORT, length - 1), slot, range(slot * blocks, (slot + 1) * blocks))
             for slot in range(self.max_requests)
         ]
-        self._long = [self._text(self.num_long, 0, range(length // size))]
+        needed = -(-min(length, self.num_long + 1 + MOST_DRAFTS) // size)
+        self._long = [self._text(self.num_long, 0, range(needed))]
         self._admitted: dict[int, _Text] = {}  # by slot
         for layer in runner.cache.layers:  # memory that nobody has written is read too fast
             for cached in (layer.k_PSGC, layer.v_PSGE):
@@ -189,7 +195,8 @@ class ScratchSteps:
         assert self._runner.proposer is not None
         proposer = self._runner.proposer
         drafting = proposer.drafting if step.is_tree else proposer.chain or proposer.drafting
-        return DraftChoice(drafting.source, num_model_drafts=count, model=drafting)
+        stop = LiveStop((0.0,) * count, (0.0,) * count, price=0.0) if step.tells_margins else None
+        return DraftChoice(drafting.source, num_model_drafts=count, model=drafting, stop=stop)
 
     def _ids(self, count: int, text: int) -> list[int]:
         """Tokens of a text, by its number, or of drafts."""

@@ -9,6 +9,7 @@ parameters that filter or penalize tokens get theirs when they come.
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 from outdraft.config.engine import EngineConfig
 from outdraft.engine.cost_steps import Samples, ScratchSteps, Step
@@ -42,8 +43,8 @@ def make_graphs(config: EngineConfig, runner: StepRunner) -> None:
 
 def usual_steps(config: EngineConfig, runner: StepRunner) -> Iterator[Step]:
     """Steps that together have all sizes of those of up to MOST_REQUESTS requests: as many drafts
-    as there may be grow for each of them, and as many rows are read by the target, and by a network
-    that is about to draft."""
+    as there may be grow for each of them, or for all but some, and as many rows are read by the
+    target, and by a network that is about to draft."""
     proposer, most = runner.proposer, min(config.speculation.max_drafts, MOST_DRAFTS)
     has_network = proposer is not None
     if proposer is not None:
@@ -52,7 +53,13 @@ def usual_steps(config: EngineConfig, runner: StepRunner) -> Iterator[Step]:
     counts = range(1, MOST_REQUESTS + 1)
     for count in sorted({rounded_rows(count) for count in counts}):
         for depth in range(most + 1):
-            yield seen.noted(Step(count, count * (1 + depth), is_network=has_network and depth > 0))
+            drafts = has_network and depth > 0
+            step = Step(count, count * (1 + depth), is_network=drafts)
+            yield seen.noted(step)
+            if drafts and config.speculation.control != "fixed":
+                yield replace(step, tells_margins=True)
+            if drafts and count > 1:
+                yield seen.noted(replace(step, num_rows=step.num_rows - depth, num_idle=1))
         if proposer is not None and proposer.drafting.is_tree:
             size = 1 + proposer.max_drafts
             yield Step(count, count * size, is_network=True, is_tree=True)
@@ -90,7 +97,7 @@ class _Seen:
 
 def _reading(step: Step) -> tuple[int, int]:
     """Of what a network reads before it drafts."""
-    number = min(step.num_requests, step.num_rows - step.num_requests)
+    number = min(step.num_requests - step.num_idle, step.num_rows - step.num_requests)
     return _sizes(number, (2 + step.lag) * number)
 
 

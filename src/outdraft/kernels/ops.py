@@ -38,6 +38,7 @@ from outdraft.kernels.draft_ops import (
 )
 from outdraft.kernels.expert_ops import PackExperts
 from outdraft.kernels.sampling_ops import (
+    Choose,
     FiniteRows,
     Gumbel,
     MaskForbidden,
@@ -45,6 +46,7 @@ from outdraft.kernels.sampling_ops import (
     RequestsOfRows,
     ScaleAndCut,
     Verify,
+    choose_by_parts,
 )
 from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.kernels.text_ops import NgramTextsMaker, SuffixTextsMaker
@@ -522,6 +524,7 @@ class Kernels:
         first_times: counts what the operations do once.
         num_grown: with how many requests drafts should grow that are wanted for so many:
             more where something would be made for each number.
+        choose: how the operations that choose a step's tokens follow each other.
     """
 
     name: str
@@ -555,9 +558,10 @@ class Kernels:
     compile_decoder: CompileDecoder
     first_times: FirstTimes = field(default_factory=FirstTimes)
     num_grown: Callable[[int], int] = int
+    choose: Choose = choose_by_parts
 
 
 def operation_names() -> list[str]:
     """All that a table chooses an implementation for."""
-    others = ("name", "has_threads", "first_times", "num_grown")
+    others = ("name", "has_threads", "first_times", "num_grown", "choose")
     return [one.name for one in fields(Kernels) if one.name not in others]

@@ -3,6 +3,7 @@
 Dimension key: B requests, R rows of logits, V vocabulary, W words of a mask of one bit per token.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -98,3 +99,39 @@ class Verify(Protocol):
             num_tokens_B: int64, committed tokens.
         """
         ...
+
+
+# States of the rows with logits, drafts, their sampling, lengths of texts; gives what is kept of
+# each request, and for each row whether there is a finite number to choose by.
+Choosing = Callable[[Tensor, DraftBatch, "SamplingBatch", Tensor], tuple[Verdict, Tensor]]
+
+
+class Choose(Protocol):
+    """Choose the tokens of a step: what a function of other operations does, maybe at once."""
+
+    def __call__(
+        self,
+        choosing: Choosing,
+        states_RD: Tensor,
+        drafts: DraftBatch,
+        sampling: "SamplingBatch",
+        num_tokens_B: Tensor,
+    ) -> tuple[Verdict, Tensor]:
+        """What `choosing` returns of the other arguments. It holds until the next call.
+
+        Args:
+            choosing: equal to another one that computes the same. It ignores rows behind the last
+                request.
+        """
+        ...
+
+
+def choose_by_parts(
+    choosing: Choosing,
+    states_RD: Tensor,
+    drafts: DraftBatch,
+    sampling: "SamplingBatch",
+    num_tokens_B: Tensor,
+) -> tuple[Verdict, Tensor]:
+    """As `Choose`, one operation after the other."""
+    return choosing(states_RD, drafts, sampling, num_tokens_B)

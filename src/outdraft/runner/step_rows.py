@@ -5,18 +5,21 @@ R rows whose logits are needed, S state rows, L tokens, W works.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from outdraft.attention.rows import Span, lay_out, metadata_of
 from outdraft.core.plan import Work
+from outdraft.kernels.data.drafts import DraftBatch, Verdict
 from outdraft.kernels.ops import Kernels, PlacedRows
+from outdraft.kernels.sampling_ops import choose_by_parts
 from outdraft.kernels.step_ops import DeviceChoice, StatePlaces, StatesOf, StepRead, StepTask
 from outdraft.models.base import LanguageModel
 from outdraft.runner.slots import Slots
 from outdraft.runner.states import state_places
+from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths
 from outdraft.verification.verifier import Verifier
 
@@ -119,14 +122,30 @@ def _choice(
     """By the states of the rows with logits."""
     assert task.chooser is not None
     assert task.drafts is not None
-    sampling = task.chooser.sampling
-    if sampling.is_plain_greedy:
-        best_R, is_finite_R = model.checked_best_tokens(states_RD)
-        return DeviceChoice(model.kernels.match(best_R, task.drafts), is_finite_R)
-    logits_RV = model.logits(states_RD)
-    is_finite_R = model.kernels.finite_rows(logits_RV)
-    paths = Paths(None, texts.prompt_lens_B, texts.num_tokens_B, None)
-    return DeviceChoice(verifier.verify(logits_RV, task.drafts, sampling, paths), is_finite_R)
+    choosing = _Choosing(model, verifier)
+    # Ranks that share the vocabulary wait for each other in between.
+    choose = model.kernels.choose if model.vocabulary.group.size == 1 else choose_by_parts
+    rest = task.drafts, task.chooser.sampling, texts.num_tokens_B
+    return DeviceChoice(*choose(choosing, states_RD, *rest))
+
+
+@dataclass(frozen=True, slots=True)
+class _Choosing:
+    """As `ops.Choosing`."""
+
+    model: LanguageModel
+    verifier: Verifier
+
+    def __call__(
+        self, states_RD: Tensor, drafts: DraftBatch, sampling: SamplingBatch, num_tokens_B: Tensor
+    ) -> tuple[Verdict, Tensor]:
+        if sampling.is_plain_greedy:
+            best_R, is_finite_R = self.model.checked_best_tokens(states_RD)
+            return self.model.kernels.match(best_R, drafts), is_finite_R
+        logits_RV = self.model.logits(states_RD)
+        is_finite_R = self.model.kernels.finite_rows(logits_RV)
+        paths = Paths(None, num_tokens_B, num_tokens_B, None)  # nobody looks at prompts
+        return self.verifier.verify(logits_RV, drafts, sampling, paths), is_finite_R
 
 
 def _parents(work: Work) -> Sequence[int]:

@@ -19,7 +19,8 @@ class PhaseClock:
 
     def __init__(self, device: torch.device, first_times: FirstTimes) -> None:
         """`first_times`: of the kernels, told to be a part of the step if some come to pass."""
-        self._on_gpu = device.type == "cuda"
+        # The stream is asked for once: to look for it takes longer than to record an event.
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._marks: list[Any] = []  # seconds, or events of a GPU
         self._first_times, self._number_before = first_times, first_times.number
         self._is_first = False
@@ -27,21 +28,18 @@ class PhaseClock:
     def mark(self) -> None:
         """A phase begins: drafting, the target's pass, what follows it, and of that, maybe, keeping
         states; or the last one is over."""
-        self._marks.append(_recorded_event() if self._on_gpu else time.perf_counter())
+        if self._stream is None:
+            self._marks.append(time.perf_counter())
+        else:
+            self._marks.append(self._stream.record_event(torch.cuda.Event(enable_timing=True)))
         self._is_first = self._first_times.number != self._number_before
 
     def times(self) -> PhaseTimes:
         """The phases between the marks."""
-        between = _event_seconds if self._on_gpu else operator.sub
+        between = operator.sub if self._stream is None else _event_seconds
         draft_s, verify_s, sample_s, *kept = map(between, self._marks[1:], self._marks)
         keep_s = sum(kept)
         return PhaseTimes(draft_s, verify_s, sample_s + keep_s, keep_s, self._is_first)
-
-
-def _recorded_event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def _event_seconds(stop: torch.cuda.Event, start: torch.cuda.Event) -> float:

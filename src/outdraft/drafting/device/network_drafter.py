@@ -75,11 +75,13 @@ class NetworkDrafter:
         self, asks: Sequence[DraftModelAsk], unread: UnreadTexts
     ) -> tuple[DraftStart, Tensor]:
         """Read what is left of the texts; also the states of all rows, [T, D]."""
-        states_BD, states_TD, metadata = self._reader.read(unread)
         lag = self.network.lag
-        skipped = [ask.num_skipped for ask in asks]
         contexts = [ask.num_tokens - ask.num_missing - ask.num_skipped - lag for ask in asks]
-        contexts_B, skipped_B = to_device([np.array(contexts), np.array(skipped)], states_BD.device)
+        states_BD, states_TD, metadata, contexts_B = self._reader.read(unread, contexts)
+        skipped_B: Tensor | None = None
+        if any(ask.num_skipped for ask in asks):
+            skipped = np.array([ask.num_skipped for ask in asks])
+            (skipped_B,) = to_device([skipped], states_BD.device)
         start = DraftStart(
             states_BD=states_BD,
             caches=self._reader.cache.layers,
@@ -90,7 +92,7 @@ class NetworkDrafter:
             max_seq_len=max(
                 context + ask.num_drafts for context, ask in zip(contexts, asks, strict=True)
             ),
-            num_skipped_B=skipped_B if any(skipped) else None,
+            num_skipped_B=skipped_B,
         )
         return start, states_TD
 

@@ -5,7 +5,8 @@ is chosen for the largest expected number of accepted rows: EAGLE-2 (Li et al. 2
 2406.16858). A row's weight is the probability of its path under the drafter. Every node of a level
 proposes its likeliest children, and the best of these become the next level. In the end the K
 candidates of the largest weight are kept, whatever their level: their ancestors weigh no less, and
-so are among them. In a chain every node proposes one child, and all candidates are kept.
+so are among them. In a chain every node proposes one child, and all candidates are kept, whatever
+they weigh.
 
 Dimension key: B requests, E nodes of the level above (1: the root), F new rows, C children of a
 node, P candidates, K rows of a tree, V vocabulary.
@@ -33,6 +34,10 @@ class RankedTrees:
 
     def extend(self, logits_BEV: Tensor) -> tuple[Tensor, Tensor]:
         """The next level, behind the nodes that the last one chose; returns as `DrawnTrees`."""
+        if self._shape.is_chain:
+            best_B1 = logits_BEV.argmax(2)
+            self._token_ids.append(best_B1)
+            return best_B1, torch.zeros_like(best_B1)
         if not self._token_ids:
             self._node_BE = logits_BEV.new_zeros(len(logits_BEV), 1, dtype=torch.int64)
             self._weight_BE = torch.ones_like(self._node_BE, dtype=torch.float32)
@@ -52,6 +57,10 @@ class RankedTrees:
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Token ids and parents, int64 [B, K], the best rows first."""
+        if self._shape.is_chain:
+            token_ids_BK = torch.cat(self._token_ids, dim=1)
+            rows_K = torch.arange(token_ids_BK.shape[1], device=token_ids_BK.device)
+            return token_ids_BK, rows_K.repeat(len(token_ids_BK), 1)
         # The first of equal weights is taken: a parent stands before its children.
         num_rows = sum(self._shape.levels[: len(self._token_ids)])
         kept_BK = best_places(torch.cat(self._weights, dim=1), num_rows)
@@ -65,9 +74,6 @@ class RankedTrees:
     def _children(self, logits_BEV: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """The likeliest tokens behind every node, the best first, and their shares: int64 and
         float32 [B, E, C]."""
-        if self._shape.is_chain:  # whatever it weighs, it is kept
-            best_BE1 = logits_BEV.argmax(2, keepdim=True)
-            return best_BE1, torch.ones_like(best_BE1, dtype=torch.float32)
         most = min(max(num_rows, _FEWEST_CANDIDATES), logits_BEV.shape[2])
         best = logits_BEV.topk(most, dim=2)
         total_BE1 = logits_BEV.logsumexp(2, keepdim=True)

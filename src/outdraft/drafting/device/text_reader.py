@@ -97,14 +97,17 @@ class TextReader:
             return replace(unread, wants_states=True)
         return unread
 
-    def read(self, unread: UnreadTexts) -> tuple[Tensor, Tensor, AttentionMetadata]:
+    def read(
+        self, unread: UnreadTexts, sent: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor, AttentionMetadata, Tensor]:
         """The states behind the texts, [B, D]; those of all rows of the pass that read their rest,
-        [T, D], and its batch."""
+        [T, D], and its batch; and the numbers `sent`, which travel with it."""
         ends = list(itertools.accumulate([span.num_rows for span in unread.spans]))
-        states_TD, metadata, rows_B = self._pass(unread, extra=[end - 1 for end in ends])
+        extra = [end - 1 for end in ends], sent
+        states_TD, metadata, (rows_B, sent_B) = self._pass(unread, extra=extra)
         are_all = len(ends) == ends[-1]
         ends_BD = states_TD if are_all else states_TD.index_select(0, rows_B)
-        return ends_BD, states_TD, metadata
+        return ends_BD, states_TD, metadata, sent_B
 
     def read_masked(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, num_last: Sequence[int]
@@ -125,7 +128,7 @@ class TextReader:
             num_rows += span.num_rows
             rows += [num_rows - count + min(place, count - 1) for place in range(most)]
         unread = self._unread(asks, spans, token_ids_SL)
-        states_TD, _, rows_R = self._pass(unread, [ask.masks for ask in asks], rows)
+        states_TD, _, (rows_R,) = self._pass(unread, [ask.masks for ask in asks], [rows])
         settled = settled_rows(asks, spans, states_TD, token_ids_SL)
         if rows != list(range(num_rows)):
             states_TD = states_TD.index_select(0, rows_R)
@@ -202,8 +205,8 @@ class TextReader:
         self,
         unread: UnreadTexts,
         masks: Sequence[Sequence[int]] = (),
-        extra: Sequence[int] = (),
-    ) -> tuple[Tensor, AttentionMetadata, Tensor]:
+        extra: Sequence[Sequence[int]] = (),
+    ) -> tuple[Tensor, AttentionMetadata, Sequence[Tensor]]:
         """The states of all rows, [T, D]; their batch; `extra` on the device.
 
         Args:
@@ -222,10 +225,10 @@ class TextReader:
             network.kernels,
             device,
             width,
-            [drafted, extra, unread.places],
+            [drafted, unread.places, *extra],
         )
         metadata = metadata_of(placed, spans)
-        drafts, sent_extra, places_T = placed.extra
+        drafts, places_T, *sent_extra = placed.extra
         if unread.num_skipped:
             metadata = _in_the_text(metadata, unread, device)
         ids_T = network.kernels.read_token_ids(

@@ -12,6 +12,7 @@ only is launched as it is, which compiles what it needs.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -169,11 +170,10 @@ def _parts(value: Any, tensors: list[Tensor]) -> object:
         tensors.append(value)
         return value.dtype
     if isinstance(value, tuple):
-        return tuple(_parts(one, tensors) for one in value)
-    if _is_open(value):
-        return type(value), tuple(
-            _parts(getattr(value, one.name), tensors) for one in fields(value)
-        )
+        return tuple([_parts(one, tensors) for one in value])
+    names = _open_fields(type(value))
+    if names is not None:
+        return type(value), tuple([_parts(getattr(value, name), tensors) for name in names])
     return id(value) if isinstance(value, _FIXED) else value
 
 
@@ -183,17 +183,18 @@ def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
         return next(tensors)
     if isinstance(value, tuple):
         return tuple(_with_tensors(one, tensors) for one in value)
-    if _is_open(value):
-        parts = {
-            one.name: _with_tensors(getattr(value, one.name), tensors) for one in fields(value)
-        }
-        return replace(value, **parts)
-    return value
+    names = _open_fields(type(value))
+    if names is None:
+        return value
+    return replace(value, **{name: _with_tensors(getattr(value, name), tensors) for name in names})
 
 
-def _is_open(value: object) -> bool:
-    """Whether a dataclass counts as what it holds."""
-    return is_dataclass(value) and not isinstance(value, (*_FIXED, type))
+@cache
+def _open_fields(kind: type) -> tuple[str, ...] | None:
+    """Of a dataclass that counts as what it holds; None: a value of that type counts as itself."""
+    if issubclass(kind, _FIXED) or not is_dataclass(kind):
+        return None
+    return tuple([one.name for one in fields(kind)])
 
 
 def _shape(tensor: Tensor, length: int | None = None) -> Shape:

@@ -129,7 +129,8 @@ class GraphedPasses:
             return out_TD[:num_rows], tapped_TKD[:num_rows]
         graph.replay()
         out_TD, tapped_TKD = graph.results
-        return out_TD[:num_rows].clone(), tapped_TKD[:num_rows].clone()
+        tapped_TKD = tapped_TKD[:num_rows]
+        return out_TD[:num_rows].clone(), tapped_TKD.clone() if taps else tapped_TKD
 
     def _new_graphs(self) -> _Graphs:
         return _Graphs(self._new_capture(), MadeGraphs(self._first_times))

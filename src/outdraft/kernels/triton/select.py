@@ -44,4 +44,5 @@ def with_triton(others: Kernels, *, has_graphs: bool) -> Kernels:
         match=verification.match,
         verify=verification.verify,
         num_grown=rounded_rows,
+        choose=verification.choose,
     )

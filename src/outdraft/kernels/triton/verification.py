@@ -1,4 +1,4 @@
-"""Verification on a GPU, as graphs.
+"""How tokens are chosen and drafts verified on a GPU, as graphs.
 
 Numbers of requests and rows are rounded up, so that few graphs are made. Requests behind the last
 one have no drafts and one row each, behind all others; nobody looks at what comes of them.
@@ -14,6 +14,7 @@ from torch import Tensor
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
 from outdraft.kernels.data.graph_sizes import rounded_rows
 from outdraft.kernels.ops import Kernels
+from outdraft.kernels.sampling_ops import Choosing, choose_by_parts
 from outdraft.kernels.triton.graphed_calls import CallGraphs
 from outdraft.kernels.triton.graphs import Capture
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class GraphedVerification:
-    """As `ops.Match` and `ops.Verify`."""
+    """As `ops.Match`, `ops.Verify` and `ops.Choose`."""
 
     def __init__(self, others: Kernels, capture: Capture | None = None) -> None:
         """
@@ -33,9 +34,13 @@ class GraphedVerification:
         self._others = others
         self._matches = CallGraphs[Verdict](others.first_times, capture)
         self._verdicts = CallGraphs[Verdict](others.first_times, capture)
+        self._choices = CallGraphs[tuple[Verdict, Tensor]](others.first_times, capture)
+        self._is_choosing = False
 
     def match(self, choices_R: Tensor, drafts: DraftBatch) -> Verdict:
         """As `ops.Match`."""
+        if self._is_choosing:
+            return self._others.match(choices_R, drafts)
         number = rounded_rows(drafts.num_requests)
         num_rows = max(number * (drafts.width + 1), rounded_rows(len(choices_R)))
         verdict = self._matches.call(
@@ -52,8 +57,9 @@ class GraphedVerification:
         rule: Rule,
     ) -> Verdict:
         """As `ops.Verify`."""
+        if self._is_choosing:
+            return self._others.verify(processed_RV, drafts, sampling, num_tokens_B, rule)
         number, num_requests = rounded_rows(drafts.num_requests), drafts.num_requests
-        num_rows = _rounded_rows(len(processed_RV) + number - num_requests, number, drafts.width)
         verdict = self._verdicts.call(
             self._others.verify,
             processed_RV,
@@ -61,15 +67,42 @@ class GraphedVerification:
             sampling.with_copies(num_requests - 1, number),
             num_tokens_B,
             rule,
-            lengths=(num_rows, number, None, number, None),
+            lengths=(_num_rows(processed_RV, drafts), number, None, number, None),
         )
         return _first(verdict, num_requests)
 
+    def choose(
+        self,
+        choosing: Choosing,
+        states_RD: Tensor,
+        drafts: DraftBatch,
+        sampling: "SamplingBatch",
+        num_tokens_B: Tensor,
+    ) -> tuple[Verdict, Tensor]:
+        """As `ops.Choose`."""
+        number, num_requests = rounded_rows(drafts.num_requests), drafts.num_requests
+        self._is_choosing = True
+        try:
+            verdict, is_finite_R = self._choices.call(
+                choose_by_parts,
+                choosing,
+                states_RD,
+                _bare(drafts),
+                sampling.with_copies(num_requests - 1, number),
+                num_tokens_B,
+                lengths=(None, _num_rows(states_RD, drafts), number, None, number),
+            )
+        finally:
+            self._is_choosing = False
+        return _first(verdict, num_requests), is_finite_R[: len(states_RD)]
 
-def _rounded_rows(num_rows: int, num_requests: int, width: int) -> int:
-    """As if each request had the most drafts, where few have fewer: these are few sizes."""
-    most = num_requests * (width + 1)
-    return most if num_rows <= most <= 2 * num_rows else rounded_rows(num_rows)
+
+def _num_rows(rows_RX: Tensor, drafts: DraftBatch) -> int:
+    """What rows are padded to: as if each request had the most drafts, where few have fewer. These
+    are few sizes."""
+    number = rounded_rows(drafts.num_requests)
+    most, least = number * (drafts.width + 1), len(rows_RX) + number - drafts.num_requests
+    return most if least <= most <= 2 * least else rounded_rows(least)
 
 
 def _bare(drafts: DraftBatch) -> DraftBatch:
