@@ -43,6 +43,8 @@ def compare_draw_level(case: Case) -> None:
     rng = case.rng()
     num_requests, num_nodes, size = 5, int(rng.integers(1, 4)), 60
     num_rows = int(rng.integers(1, 9))
+    if case.data.draw(st.booleans(), "is a chain"):
+        num_nodes = num_rows = 1
     logits_BEV = torch.tensor(rng.normal(0, 2, (num_requests, num_nodes, size))).float()
     most_with_mass = case.data.draw(st.sampled_from([1, 3, size]), "most tokens with mass")
     num_with_mass_BE1 = rng.integers(1, most_with_mass + 1, (num_requests, num_nodes, 1))

@@ -162,7 +162,10 @@ def _frontier(above: Frontier | None, token_ids_BF: Tensor, origins_BF: Tensor) 
     own_BF = (1 << places_F).expand_as(origins_BF)
     if above is None:
         return Frontier(token_ids_BF, origins_BF, own_BF, 1, 0)
-    ancestors_BF = own_BF | above.ancestors_BF.gather(1, origins_BF)
+    ancestors_BF = above.ancestors_BF
+    if ancestors_BF.shape[1] > 1:
+        ancestors_BF = ancestors_BF.gather(1, origins_BF)
+    ancestors_BF = own_BF | ancestors_BF
     depth = above.depth + 1
     return Frontier(token_ids_BF, origins_BF, ancestors_BF, depth, first_row)
 

@@ -29,7 +29,7 @@ from outdraft.kernels.draft_ops import (
 from outdraft.kernels.reference.noise import gumbel
 from outdraft.kernels.sampling_ops import Gumbel
 
-_LOW = -(2.0**100)  # below all sums of logits and noise; times any id it is finite in float32
+LOW = -(2.0**100)  # below all sums of logits and noise; times any id it is finite in float32
 
 
 def grow(
@@ -89,7 +89,7 @@ def _draw(logits_BEV: Tensor, num_ranks: int, task: LevelTask, gumbel: Gumbel) -
         anchors_BE.flatten(),
     )
     noise_RV = gumbel(keys, size)
-    low_V = _LOW * torch.arange(1, size + 1, device=logits_BEV.device)
+    low_V = LOW * torch.arange(1, size + 1, device=logits_BEV.device)
     keys_BEV = torch.where(
         logits_BEV > -torch.inf, logits_BEV + noise_RV.view_as(logits_BEV), low_V
     )

@@ -35,13 +35,13 @@ def _log(x, LN2: tl.constexpr, SQRT2: tl.constexpr, SERIES: tl.constexpr):
 
 
 @triton.jit
-def _gumbel(word, LN2: tl.constexpr, SQRT2: tl.constexpr, SERIES: tl.constexpr):
+def gumbel_of_word(word, LN2: tl.constexpr, SQRT2: tl.constexpr, SERIES: tl.constexpr):
     u = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
     return (-_log(-_log(u, LN2, SQRT2, SERIES), LN2, SQRT2, SERIES)).to(tl.float32)
 
 
 @triton.jit
-def _philox(c0, c1, c2, c3, seed, ROUNDS: tl.constexpr):
+def philox(c0, c1, c2, c3, seed, ROUNDS: tl.constexpr):
     k0, k1 = seed & MASK, (seed >> 32) & MASK
     for _ in tl.static_range(ROUNDS):
         # The products wrap around in 64 bits, which leaves them right.
@@ -75,7 +75,7 @@ def gumbel_rows(
     row = tl.program_id(0)
     block_W = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)
     zeros_W = tl.zeros_like(block_W)
-    c0, c1, c2, c3 = _philox(
+    c0, c1, c2, c3 = philox(
         block_W,
         zeros_W + (tl.load(positions + row) & MASK),
         zeros_W + (tl.load(anchors + row) & MASK),
@@ -85,10 +85,10 @@ def gumbel_rows(
     )
     id_W = block_W * 4
     target = out + row.to(tl.int64) * size + id_W
-    tl.store(target, _gumbel(c0, LN2, SQRT2, SERIES), mask=id_W < size)
-    tl.store(target + 1, _gumbel(c1, LN2, SQRT2, SERIES), mask=id_W + 1 < size)
-    tl.store(target + 2, _gumbel(c2, LN2, SQRT2, SERIES), mask=id_W + 2 < size)
-    tl.store(target + 3, _gumbel(c3, LN2, SQRT2, SERIES), mask=id_W + 3 < size)
+    tl.store(target, gumbel_of_word(c0, LN2, SQRT2, SERIES), mask=id_W < size)
+    tl.store(target + 1, gumbel_of_word(c1, LN2, SQRT2, SERIES), mask=id_W + 1 < size)
+    tl.store(target + 2, gumbel_of_word(c2, LN2, SQRT2, SERIES), mask=id_W + 2 < size)
+    tl.store(target + 3, gumbel_of_word(c3, LN2, SQRT2, SERIES), mask=id_W + 3 < size)
 
 
 @triton.jit(
@@ -109,7 +109,7 @@ def uniform_of_rows(
     row_R = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_row_R = row_R < num_rows
     seed_R = tl.load(seeds + row_R, mask=is_row_R, other=0)
-    word_R, _, _, _ = _philox(
+    word_R, _, _, _ = philox(
         tl.zeros_like(seed_R),
         tl.load(positions + row_R, mask=is_row_R, other=0) & MASK,
         tl.load(anchors + row_R, mask=is_row_R, other=0) & MASK,
