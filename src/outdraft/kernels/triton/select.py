@@ -6,7 +6,6 @@ from importlib.util import find_spec
 
 from outdraft.kernels.data.graph_sizes import rounded_rows
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference.verification import verify
 
 
 def with_triton(others: Kernels, *, has_graphs: bool) -> Kernels:
@@ -17,7 +16,7 @@ def with_triton(others: Kernels, *, has_graphs: bool) -> Kernels:
     """
     if find_spec("triton") is None:
         return others
-    from outdraft.kernels.triton import drafting, noise
+    from outdraft.kernels.triton import drafting, noise, traversal
     from outdraft.kernels.triton.attention import TritonAttention
     from outdraft.kernels.triton.decoder import TritonDecoder
     from outdraft.kernels.triton.growth import GraphedGrowth
@@ -31,7 +30,7 @@ def with_triton(others: Kernels, *, has_graphs: bool) -> Kernels:
         place_level=drafting.place_level,
         draw_level=drafting.draw_level,
         match=drafting.match,
-        verify=partial(verify, source=noise),
+        verify=traversal.verify,
         compile_decoder=partial(
             TritonDecoder, has_graphs=has_graphs, first_times=others.first_times
         ),

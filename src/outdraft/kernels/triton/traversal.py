@@ -1,0 +1,155 @@
+# pyright: reportCallIssue=false, reportArgumentType=false
+# A launch takes more than the parameters of the kernel.
+"""Verification of drawn chains on a GPU, by the kernels of traverse_kernels.py.
+
+Dimension key: B requests, N most drafts of one, R flat rows, Q splits of a vocabulary, V
+vocabulary.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from torch import Tensor
+
+from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
+from outdraft.kernels.data.noise import Purpose
+from outdraft.kernels.reference import verification
+from outdraft.kernels.reference.noise import LN2, LOG_SERIES, ROUNDS, SQRT2
+from outdraft.kernels.triton import noise
+from outdraft.kernels.triton import traverse_kernels as kernels
+
+if TYPE_CHECKING:
+    from outdraft.sampling.batch import SamplingBatch
+
+_TILE = 1024  # ids
+
+
+def verify(
+    processed_RV: Tensor,
+    drafts: DraftBatch,
+    sampling: "SamplingBatch",
+    num_tokens_B: Tensor,
+    rule: Rule,
+) -> Verdict:
+    """As `ops.Verify`: drawn chains by kernels of their own, everything else as the reference."""
+    draws = drafts.any_sampled and sampling.any_draws and drafts.width > 0
+    is_plain = rule == Rule.TRAVERSAL and drafts.is_chain and processed_RV.dtype == torch.float32
+    if not (draws and is_plain):
+        return verification.verify(processed_RV, drafts, sampling, num_tokens_B, rule, source=noise)
+    judged = traverse_chains(processed_RV, drafts, sampling.seeds_B, num_tokens_B)
+    if drafts.all_sampled and sampling.all_draw:
+        return judged
+    step = verification.Step(processed_RV, drafts, sampling, num_tokens_B, noise)
+    is_sampled_B = (drafts.is_sampled_BN & drafts.is_draft_BN).any(1)
+    return step.merged(is_sampled_B & sampling.draws_B, judged)
+
+
+def traverse_chains(
+    logits_RV: Tensor, drafts: DraftBatch, seeds_B: Tensor, num_tokens_B: Tensor
+) -> Verdict:
+    """As `verification.traverse`, of chains.
+
+    Args:
+        logits_RV: float32, processed.
+        drafts: one request at least, and one draft of it.
+        seeds_B: int64, the requests' noise.
+    """
+    assert drafts.probs_BNV is not None
+    (num_rows, size), device = logits_RV.shape, logits_RV.device
+    number, width = drafts.num_requests, drafts.width
+    num_splits, requests = triton.cdiv(size, _TILE), triton.next_power_of_2(number)
+    splits = triton.next_power_of_2(num_splits)
+    laid_out_B = drafts.num_drafts_B if drafts.num_laid_out_B is None else drafts.num_laid_out_B
+    logits_RV = logits_RV.contiguous()
+    given = [
+        drafts.probs_BNV.contiguous(),
+        drafts.token_ids_BN.contiguous(),
+        drafts.is_sampled_BN.contiguous().view(torch.uint8),
+        drafts.num_drafts_B.contiguous(),
+        laid_out_B.contiguous(),
+    ]
+    ids_BN, num_drafts_B = given[1], given[3]
+    seeds_B, num_tokens_B = seeds_B.contiguous(), num_tokens_B.contiguous()
+    tops_RQ, totals_RQ = torch.empty(2, num_rows, num_splits, device=device)
+    bases_R, sums_R = torch.empty(2, num_rows, device=device)
+    weights_BN1 = torch.empty(number, width + 1, dtype=torch.float64, device=device)
+    left_BNQ = torch.empty(number, width, num_splits, device=device)
+    accepted_B, left_B = torch.empty_like(num_tokens_B), torch.empty(number, device=device)
+    values_BQ = torch.empty(number, num_splits, device=device)
+    best_BQ = torch.empty(number, num_splits, dtype=torch.int64, device=device)
+    in_splits = {"NUM_SPLITS": num_splits, "SPLITS": splits}
+    of_rows = bases_R, sums_R, weights_BN1
+    kernels.split_softmax[(num_rows, num_splits)](logits_RV, tops_RQ, totals_RQ, size, TILE=_TILE)
+    kernels.weigh_rows[(number,)](
+        logits_RV,
+        tops_RQ,
+        totals_RQ,
+        *given,
+        *of_rows,
+        size,
+        NUM_DRAFTS=width,
+        REQUESTS=requests,
+        **in_splits,
+    )
+    kernels.sum_left[(number, width, num_splits)](
+        logits_RV,
+        *given,
+        *of_rows,
+        left_BNQ,
+        size,
+        NUM_DRAFTS=width,
+        TILE=_TILE,
+        REQUESTS=requests,
+    )
+    kernels.stop_paths[(number,)](
+        weights_BN1,
+        left_BNQ,
+        num_drafts_B,
+        num_tokens_B,
+        seeds_B,
+        accepted_B,
+        left_B,
+        int(Purpose.ACCEPT),
+        NUM_DRAFTS=width,
+        ROUNDS=ROUNDS,
+        **in_splits,
+    )
+    kernels.draw_last[(number, num_splits)](
+        logits_RV,
+        *given,
+        num_tokens_B,
+        seeds_B,
+        *of_rows,
+        accepted_B,
+        left_B,
+        values_BQ,
+        best_BQ,
+        size,
+        int(Purpose.RECOVER),
+        int(Purpose.SAMPLE),
+        NUM_DRAFTS=width,
+        TILE=_TILE // 4,
+        REQUESTS=requests,
+        ROUNDS=ROUNDS,
+        LN2=LN2,
+        SQRT2=SQRT2,
+        SERIES=LOG_SERIES,
+        enable_fp_fusion=False,  # a fused sum would round less: other bits of noise
+    )
+    verdict = Verdict(
+        ids_BN.new_empty(number, width + 1), ids_BN.new_empty(number), torch.empty_like(ids_BN)
+    )
+    kernels.tell_verdicts[(number,)](
+        ids_BN,
+        accepted_B,
+        values_BQ,
+        best_BQ,
+        verdict.token_ids_BN1,
+        verdict.num_emitted_B,
+        verdict.rows_BN,
+        NUM_DRAFTS=width,
+        WIDTH=triton.next_power_of_2(width + 1),
+        **in_splits,
+    )
+    return verdict

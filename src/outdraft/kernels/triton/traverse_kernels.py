@@ -1,0 +1,351 @@
+# pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportInvalidTypeForm=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# ruff: noqa: ANN001, ANN201, ANN202
+# Triton infers the types of these functions and specialises on them.
+"""Traversal verification of chains: reference/verification.py, `traverse`, in six launches.
+
+A chain's row i has the weight w_i, and one child that was drawn from q. Its p and its weight do not
+depend on what comes after it, so what the child leaves of p,
+
+    left_i = max(w_i * p_i - q, 0),
+
+is summed for all rows at once. Sums over the vocabulary are made of its splits, in the same order
+whatever stands beside a row.
+
+Dimension key: B requests, N most drafts of one, R flat rows, Q splits of a vocabulary, V ids of a
+split, W blocks of four neighbouring ids.
+"""
+
+import triton
+import triton.language as tl
+
+from outdraft.kernels.triton.noise_kernels import gumbel_of_word, philox
+
+_MASK = tl.constexpr(0xFFFFFFFF)
+_NO_ID = tl.constexpr(1 << 62)
+_TINY = tl.constexpr(2.2250738585072014e-308)
+
+
+@triton.jit
+def _root(num_laid_out, request, REQUESTS: tl.constexpr):
+    """The flat row of a request's root."""
+    before_B = tl.arange(0, REQUESTS)
+    return tl.sum(tl.load(num_laid_out + before_B, mask=before_B < request, other=-1) + 1)
+
+
+@triton.jit(do_not_specialize=["size"])
+def split_softmax(
+    logits,  # float32 [R, size]
+    tops,  # float32 [R, Q]
+    totals,
+    size,
+    TILE: tl.constexpr,
+):
+    """The largest logit of each split, and the sum of exp(logit - it). Grid: [R, Q]."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    id_V = split * TILE + tl.arange(0, TILE)
+    least = float("-inf")
+    logit_V = tl.load(logits + row * size + id_V, mask=id_V < size, other=least)
+    top = tl.max(logit_V)
+    base = tl.where(top > least, top, 0.0)
+    place = row * tl.num_programs(1) + split
+    tl.store(tops + place, top)
+    tl.store(totals + place, tl.sum(tl.exp(logit_V - base)))
+
+
+@triton.jit
+def _softmax_of_row(tops, totals, row, NUM_SPLITS: tl.constexpr, SPLITS: tl.constexpr):
+    """Its base and its sum: p = exp(logit - base) / sum."""
+    place_Q = tl.arange(0, SPLITS)
+    is_split_Q = place_Q < NUM_SPLITS
+    least = float("-inf")
+    top_Q = tl.load(tops + row * NUM_SPLITS + place_Q, mask=is_split_Q, other=least)
+    total_Q = tl.load(totals + row * NUM_SPLITS + place_Q, mask=is_split_Q, other=0.0)
+    top = tl.max(top_Q)
+    base = tl.where(top > least, top, 0.0)
+    return base, tl.sum(total_Q * tl.exp(top_Q - base))
+
+
+@triton.jit(do_not_specialize=["size"])
+def weigh_rows(
+    logits,
+    tops,
+    totals,
+    probs,  # float32 [B, N, size]
+    token_ids,  # int64 [B, N]
+    is_sampled,  # uint8 [B, N]
+    num_drafts,
+    num_laid_out,
+    bases,  # float32 [R]
+    sums,
+    weights,  # float64 [B, N + 1]
+    size,
+    NUM_DRAFTS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    REQUESTS: tl.constexpr,
+):
+    """The softmax of each row, and its weight before its child is refused. Grid: [B]."""
+    request = tl.program_id(0).to(tl.int64)
+    root = _root(num_laid_out, request, REQUESTS)
+    number = tl.load(num_drafts + request)
+    weight = tl.full((), 1.0, tl.float64)
+    for place in range(number + 1):
+        row = root + place
+        base, total = _softmax_of_row(tops, totals, row, NUM_SPLITS, SPLITS)
+        tl.store(bases + row, base)
+        tl.store(sums + row, total)
+        tl.store(weights + request * (NUM_DRAFTS + 1) + place, weight)
+        draft, is_draft = request * NUM_DRAFTS + place, place < number
+        token = tl.load(token_ids + draft, mask=is_draft, other=0)
+        p = tl.exp(tl.load(logits + row * size + token) - base) / total
+        drawn = tl.load(is_sampled + draft, mask=is_draft, other=0) != 0
+        q = tl.load(probs + draft * size + token, mask=drawn, other=1.0)
+        own = weight * p.to(tl.float64) / tl.maximum(q.to(tl.float64), _TINY)
+        weight = tl.minimum(own, 1.0)
+
+
+@triton.jit
+def _left(
+    logits,
+    probs,
+    token_ids,
+    is_sampled,
+    bases,
+    sums,
+    weights,
+    request,
+    row,
+    place,
+    id_V,
+    size,
+    NUM_DRAFTS: tl.constexpr,
+):
+    """float32: what the child of a row leaves of its p."""
+    base, total = tl.load(bases + row), tl.load(sums + row)
+    weight = tl.load(weights + request * (NUM_DRAFTS + 1) + place).to(tl.float32)
+    draft = request * NUM_DRAFTS + place
+    token = tl.load(token_ids + draft)
+    drawn = tl.load(is_sampled + draft) != 0
+    is_id_V = id_V < size
+    logit_V = tl.load(logits + row * size + id_V, mask=is_id_V, other=float("-inf"))
+    p_V = tl.exp(logit_V - base) / total
+    num_drawn = tl.where(drawn, size, 0)
+    q_V = tl.load(probs + draft * size + id_V, mask=id_V < num_drawn, other=0.0)
+    q_V = tl.where(drawn, q_V, (id_V == token).to(tl.float32))
+    left_V = weight * p_V - q_V
+    return tl.where(left_V > 0.0, left_V, 0.0)  # nothing where q is NaN
+
+
+@triton.jit(do_not_specialize=["size"])
+def sum_left(
+    logits,
+    probs,
+    token_ids,
+    is_sampled,
+    num_drafts,
+    num_laid_out,
+    bases,
+    sums,
+    weights,
+    left,  # float32 [B, N, Q]
+    size,
+    NUM_DRAFTS: tl.constexpr,
+    TILE: tl.constexpr,
+    REQUESTS: tl.constexpr,
+):
+    """What the children leave, summed by splits. Grid: [B, N, Q]."""
+    request, place, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    if place >= tl.load(num_drafts + request):
+        return
+    row = _root(num_laid_out, request, REQUESTS) + place
+    id_V = split * TILE + tl.arange(0, TILE)
+    left_V = _left(
+        logits,
+        probs,
+        token_ids,
+        is_sampled,
+        bases,
+        sums,
+        weights,
+        request,
+        row,
+        place,
+        id_V,
+        size,
+        NUM_DRAFTS,
+    )
+    target = (request * NUM_DRAFTS + place) * tl.num_programs(2) + split
+    tl.store(left + target, tl.sum(left_V))
+
+
+@triton.jit(do_not_specialize=["purpose"])
+def stop_paths(
+    weights,
+    left,
+    num_drafts,
+    num_tokens,
+    seeds,
+    to_num_accepted,  # int64 [B]
+    to_left,  # float32 [B]: the sum that the last token is drawn from; 0: from the row's p
+    purpose,
+    NUM_DRAFTS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
+    """Rows are tested from the last one on: the path ends at the first coin below its row's weight.
+    Grid: [B]."""
+    request = tl.program_id(0).to(tl.int64)
+    number = tl.load(num_drafts + request).to(tl.int32)
+    length = tl.load(num_tokens + request)
+    seed = tl.load(seeds + request)
+    zero = tl.full((), 0, tl.int64)
+    place_Q = tl.arange(0, SPLITS)
+    accepted = tl.full((), 0, tl.int32)
+    rest = tl.full((), 0.0, tl.float64)
+    for place in range(number + 1):
+        weight = tl.load(weights + request * (NUM_DRAFTS + 1) + place)
+        num_parts = tl.where(place < number, NUM_SPLITS, 0)
+        source = left + (request * NUM_DRAFTS + place) * NUM_SPLITS
+        parts_Q = tl.load(source + place_Q, mask=place_Q < num_parts, other=0.0)
+        total = tl.sum(parts_Q.to(tl.float64))
+        bottom = total + (1.0 - weight)
+        refused = tl.where(total > 0.0, total / tl.where(bottom > 0.0, bottom, 1.0), 0.0)
+        weight = tl.where(place < number, refused, weight)
+        word, _, _, _ = philox(
+            zero,
+            (length + place - 1) & _MASK,
+            length & _MASK,
+            zero + purpose,
+            seed,
+            ROUNDS,
+        )
+        coin = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2 ** -23
+        stops = (place == 0) | (coin.to(tl.float64) < weight)
+        accepted = tl.where(stops, place, accepted)
+        rest = tl.where(stops, total, rest)
+    tl.store(to_num_accepted + request, accepted.to(tl.int64))
+    tl.store(to_left + request, rest.to(tl.float32))
+
+
+@triton.jit
+def _best_of(weight_W, word_W, id_W, size, LN2, SQRT2, SERIES):
+    """The largest logarithm with noise, and the lowest id that has it."""
+    log_W = tl.where(weight_W > 0.0, tl.log(tl.where(weight_W > 0.0, weight_W, 1.0)), float("-inf"))
+    key_W = log_W + gumbel_of_word(word_W, LN2, SQRT2, SERIES)
+    key_W = tl.where(id_W < size, key_W, float("-inf"))
+    best = tl.max(key_W)
+    return best, tl.min(tl.where((key_W == best) & (id_W < size), id_W, _NO_ID))
+
+
+@triton.jit(do_not_specialize=["size", "recover", "sample"])
+def draw_last(
+    logits,
+    probs,
+    token_ids,
+    is_sampled,
+    num_drafts,
+    num_laid_out,
+    num_tokens,
+    seeds,
+    bases,
+    sums,
+    weights,
+    num_accepted,
+    left,  # float32 [B]
+    best_values,  # float32 [B, Q]
+    best_ids,  # int64
+    size,
+    recover,  # purposes
+    sample,
+    NUM_DRAFTS: tl.constexpr,
+    TILE: tl.constexpr,  # blocks of a split
+    REQUESTS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    LN2: tl.constexpr,
+    SQRT2: tl.constexpr,
+    SERIES: tl.constexpr,
+):
+    """The last token's best candidate of each split. Grid: [B, Q]."""
+    request, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    accepted, number = tl.load(num_accepted + request), tl.load(num_drafts + request)
+    row = _root(num_laid_out, request, REQUESTS) + accepted
+    block_W = (split * TILE + tl.arange(0, TILE)).to(tl.int64)
+    zeros_W = tl.zeros_like(block_W)
+    words = philox(
+        block_W,
+        zeros_W + ((tl.load(num_tokens + request) + accepted) & _MASK),
+        zeros_W,
+        zeros_W + tl.where(accepted < number, recover, sample),
+        tl.load(seeds + request),
+        ROUNDS,
+    )
+    base, total = tl.load(bases + row), tl.load(sums + row)
+    rest = tl.load(left + request)
+    best, token = float("-inf"), tl.full((), 1 << 62, tl.int64)
+    for part in tl.static_range(4):
+        id_W = block_W * 4 + part
+        if rest > 0.0:
+            weight_W = (
+                _left(
+                    logits,
+                    probs,
+                    token_ids,
+                    is_sampled,
+                    bases,
+                    sums,
+                    weights,
+                    request,
+                    row,
+                    accepted,
+                    id_W,
+                    size,
+                    NUM_DRAFTS,
+                )
+                / rest
+            )
+        else:
+            logit_W = tl.load(logits + row * size + id_W, mask=id_W < size, other=float("-inf"))
+            weight_W = tl.exp(logit_W - base) / total
+        value, own = _best_of(weight_W, words[part], id_W, size, LN2, SQRT2, SERIES)
+        takes = (value > best) | ((value == best) & (own < token))
+        best, token = tl.where(takes, value, best), tl.where(takes, own, token)
+    place = request * tl.num_programs(1) + split
+    tl.store(best_values + place, best)
+    tl.store(best_ids + place, token)
+
+
+@triton.jit
+def tell_verdicts(
+    token_ids,
+    num_accepted,
+    best_values,
+    best_ids,
+    to_token_ids,  # int64 [B, N + 1]
+    to_num_emitted,
+    to_rows,  # int64 [B, N]
+    NUM_DRAFTS: tl.constexpr,
+    WIDTH: tl.constexpr,  # at least NUM_DRAFTS + 1
+    NUM_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """The accepted drafts and the last token. Grid: [B]."""
+    request = tl.program_id(0).to(tl.int64)
+    place_Q = tl.arange(0, SPLITS)
+    is_split_Q = place_Q < NUM_SPLITS
+    parts_Q = request * NUM_SPLITS + place_Q
+    value_Q = tl.load(best_values + parts_Q, mask=is_split_Q, other=float("-inf"))
+    id_Q = tl.load(best_ids + parts_Q, mask=is_split_Q, other=_NO_ID)
+    token = tl.min(tl.where(value_Q == tl.max(value_Q), id_Q, _NO_ID))
+    accepted = tl.load(num_accepted + request)
+    place_N = tl.arange(0, WIDTH)
+    draft_N = tl.load(
+        token_ids + request * NUM_DRAFTS + place_N, mask=place_N < NUM_DRAFTS, other=-1
+    )
+    emitted_N = tl.where(place_N < accepted, draft_N, tl.where(place_N == accepted, token, -1))
+    target = to_token_ids + request * (NUM_DRAFTS + 1) + place_N
+    tl.store(target, emitted_N, mask=place_N <= NUM_DRAFTS)
+    rows_N = tl.where(place_N < accepted, place_N, -1)
+    tl.store(to_rows + request * NUM_DRAFTS + place_N, rows_N, mask=place_N < NUM_DRAFTS)
+    tl.store(to_num_emitted + request, accepted + 1)
