@@ -28,7 +28,7 @@ from outdraft.engine.llm import LLM
 
 NUM_BLOCKS = 4096  # of each engine's cache
 VOCABULARY = 32768  # of a size that a head has on a GPU; the tokenizer knows the first ones
-WARM_ROUNDS, PROFILED_TOKENS = 3, 24
+WARM_ROUNDS, PROFILED_TOKENS = 2, 24
 
 
 SIZES = {
@@ -82,7 +82,7 @@ def _measured(paths: tuple[Path, Path], args: argparse.Namespace) -> Iterator[di
                 temperature=temperature, max_tokens=args.max_tokens, ignore_eos=True
             )
             for llm in llms.values():
-                for _ in range(WARM_ROUNDS):  # what comes again becomes a graph
+                for _ in range(WARM_ROUNDS):  # what lengths are worth is learned
                     _run(llm, prompts[:number], params)
             samples: dict[str, list[dict[str, float]]] = {name: [] for name in llms}
             for round_number in range(args.rounds):

@@ -12,7 +12,7 @@ from outdraft.kernels.draft_ops import DraftStart, LevelTask
 from outdraft.kernels.reference.table import reference_kernels
 
 pytest.importorskip("triton", reason="needs triton")
-from outdraft.kernels.triton import drafting
+from outdraft.kernels.triton import drafting, texts
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 each_device = pytest.mark.parametrize("device", DEVICES)
@@ -115,6 +115,19 @@ def test_a_level_stands_behind_its_text_and_sees_its_own_rows(device: str):
             ancestors_BF, first_row, numbers_B, start_of(contexts_B, table_BP)
         )
         assert all(torch.equal(*pair) for pair in zip(places, wanted, strict=True))
+
+
+@each_device
+def test_new_tokens_stand_behind_their_texts_and_padding_nowhere(device: str):
+    rng = np.random.default_rng(2)
+    texts_SL = torch.tensor(rng.integers(0, 99, (7, 30)))
+    rows_B, starts_B = torch.tensor([5, 0, 3]), torch.tensor([4, 0, 22])
+    for width in (1, 3, 6):
+        ids_BN = torch.tensor(rng.integers(-1, 99, (3, width)))
+        got, want = texts_SL.to(device), texts_SL.clone()
+        texts.append_token_ids(got, rows_B.to(device), starts_B.to(device), ids_BN.to(device))
+        REFERENCE.append_token_ids(want, rows_B, starts_B, ids_BN)
+        assert torch.equal(got.cpu()[:, :-1], want[:, :-1])  # the last column is anybody's
 
 
 def start_of(contexts_B: torch.Tensor, table_BP: torch.Tensor) -> DraftStart:

@@ -7,6 +7,7 @@ state.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -116,11 +117,14 @@ class NetworkLevels:
         self._network, self._start, self._shares = network, start, shares
         self._num_drafts_G = num_drafts_G
         self._states_GED = start.states_BD[:, None]
-        self._context_lens_G = start.contexts_B.int()
-        self._zeros_G = torch.zeros_like(self._context_lens_G)
-        self._starts_G1 = torch.arange(
-            len(num_drafts_G) + 1, dtype=torch.int32, device=num_drafts_G.device
-        )
+
+    @cached_property
+    def _of_levels(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What the batches of all levels share, int32: the lengths of contexts [G], zeros [G], and
+        0 to G. Not made where a graph stands for the levels."""
+        lengths_G, number = self._start.contexts_B.int(), len(self._num_drafts_G)
+        places_G1 = torch.arange(number + 1, dtype=torch.int32, device=lengths_G.device)
+        return lengths_G, torch.zeros_like(lengths_G), places_G1
 
     @property
     def ground(self) -> Tensor:
@@ -181,10 +185,11 @@ class NetworkLevels:
         )
         if self._start.num_skipped_B is not None:
             positions_T = positions_T + self._start.num_skipped_B.repeat_interleave(width)
+        lengths_G, zeros_G, places_G1 = self._of_levels
         return AttentionMetadata(
-            query_start_B1=self._starts_G1 * width,
-            context_lens_B=self._context_lens_G,
-            num_causal_B=self._zeros_G,
+            query_start_B1=places_G1 * width,
+            context_lens_B=lengths_G,
+            num_causal_B=zeros_G,
             ancestors_T=ancestors_T,
             positions_T=positions_T,
             slots_T=slots_T,

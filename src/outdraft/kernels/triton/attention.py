@@ -273,7 +273,7 @@ def _launches(heads_per_kv: int, head_size: int, itemsize: int) -> list[_Launch]
     few_rows, lanes = few_lanes // heads_per_kv, _most_lanes(head_size, itemsize)
     tree_lanes, most_lanes = (max(min(size, lanes), few_lanes) for size in (64, 128))
     return [
-        _Launch(1, few_rows, few_lanes, keys, 256, 4, 3),
+        _Launch(1, few_rows, few_lanes, keys, 256, 4, 2),
         _Launch(few_rows + 1, TREE_ROWS, tree_lanes, keys, 2048, 4, 2),
         _Launch(max(few_rows, TREE_ROWS) + 1, 1 << 30, most_lanes, keys, _NO_SPLIT, 8, 2),
     ]

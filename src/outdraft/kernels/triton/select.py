@@ -16,7 +16,7 @@ def with_triton(others: Kernels, *, has_graphs: bool) -> Kernels:
     """
     if find_spec("triton") is None:
         return others
-    from outdraft.kernels.triton import drafting, noise, traversal
+    from outdraft.kernels.triton import drafting, noise, texts, traversal
     from outdraft.kernels.triton.attention import TritonAttention
     from outdraft.kernels.triton.decoder import TritonDecoder
     from outdraft.kernels.triton.growth import GraphedGrowth
@@ -27,6 +27,7 @@ def with_triton(others: Kernels, *, has_graphs: bool) -> Kernels:
         name=f"triton, {others.name}",
         attention=TritonAttention(),
         gumbel=noise.gumbel,
+        append_token_ids=texts.append_token_ids,
         place_level=drafting.place_level,
         draw_level=drafting.draw_level,
         match=drafting.match,
