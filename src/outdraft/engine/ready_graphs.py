@@ -68,9 +68,10 @@ def usual_steps(config: EngineConfig, runner: StepRunner) -> Iterator[Step]:
             step = Step(count, rows, is_network=has_network and rows > count)
             if seen.has_new_pass(step):
                 yield seen.noted(step)
-        if not (has_network and most):
+        if proposer is None or not most:
             continue
-        for lag in (0, ALL_READ):
+        # A network that reads states reads those of tokens whose successors are known.
+        for lag in (0,) if proposer.drafter.state_window else (0, ALL_READ):
             step = Step(count, 2 * count, is_network=True, lag=lag)
             if seen.has_new_reading(step):
                 yield seen.noted(step)
@@ -96,7 +97,7 @@ class _Seen:
 
 
 def _reading(step: Step) -> tuple[int, int]:
-    """Of what a network reads before it drafts."""
+    """Sizes of what a network reads before it drafts."""
     number = min(step.num_requests - step.num_idle, step.num_rows - step.num_requests)
     return _sizes(number, (2 + step.lag) * number)
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from outdraft.kernels.triton.noise_kernels import gumbel_of_word, philox
+from outdraft.kernels.triton.traverse_kernels import first_row_of
 
 _NO_ID = tl.constexpr(1 << 62)
 _MASK = tl.constexpr(0xFFFFFFFF)
@@ -20,14 +21,17 @@ _MASK = tl.constexpr(0xFFFFFFFF)
 
 @triton.jit
 def _num_bits(bits):
-    """Of int64 numbers, none of them negative: sums of 2, 4, 8 bits side by side, then of bytes."""
+    """In int64 numbers, none of them negative: sums of 2, 4, 8 bits side by side, then of bytes."""
     bits = bits - ((bits >> 1) & 0x5555555555555555)
     bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
     bits = (bits + (bits >> 4)) & 0x0F0F0F0F0F0F0F0F
     return ((bits * 0x0101010101010101) >> 56) & 0x7F
 
 
-@triton.jit(do_not_specialize=["first_row", "stride"])
+@triton.jit(
+    do_not_specialize=["first_row", "stride"],
+    do_not_specialize_on_alignment=["ancestors", "num_drafts", "contexts", "table"],
+)
 def place_rows_of_level(
     ancestors,  # int64 [B, F]
     num_drafts,
@@ -82,7 +86,10 @@ def _key(logit_W, word_W, token_W, size, LN2, SQRT2, SERIES, LOW):
     return tl.where(token_W < size, key_W, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["size", "first_anchor", "purpose"])
+@triton.jit(
+    do_not_specialize=["size", "first_anchor", "purpose"],
+    do_not_specialize_on_alignment=["seeds", "positions", "num_tokens"],
+)
 def draw_parts(
     logits,  # float32 [B, size]
     seeds,
@@ -102,7 +109,7 @@ def draw_parts(
     SERIES: tl.constexpr,
     LOW: tl.constexpr,
 ):
-    """Of each split the largest sum of logit and noise, and its softmax. Grid: [B, Q]."""
+    """The largest sum of logit and noise of each split, and its softmax. Grid: [B, Q]."""
     request, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     block_W = (split * TILE + tl.arange(0, TILE)).to(tl.int64)
     zeros_W = tl.zeros_like(block_W)
@@ -145,7 +152,7 @@ def draw_parts(
     tl.store(totals + place, tl.sum(total_W))
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["weights", "num_kept"])
 def draw_whole(
     logits,
     weights,  # float32 [B]
@@ -195,7 +202,10 @@ def draw_whole(
         tl.store(to_weights + request, tl.where(is_drawn, weight, 0.0))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["width"],
+    do_not_specialize_on_alignment=["choices", "token_ids", "num_drafts", "num_laid_out"],
+)
 def match_chains(
     choices,  # int64 [R]
     token_ids,  # int64 [B, N]
@@ -204,25 +214,20 @@ def match_chains(
     to_token_ids,  # int64 [B, N + 1]
     to_num_emitted,  # int64 [B]
     to_rows,  # int64 [B, N]
-    NUM_DRAFTS: tl.constexpr,
-    WIDTH: tl.constexpr,  # at least NUM_DRAFTS + 1
-    REQUESTS: tl.constexpr,  # at least as many as there are
+    width,  # N
+    WIDTH: tl.constexpr,  # at least N + 1
 ):
     """As `ops.Match`, of chains. Grid: [B]."""
     request = tl.program_id(0).to(tl.int64)
-    before_B = tl.arange(0, REQUESTS)
-    laid_out_B = tl.load(num_laid_out + before_B, mask=before_B < request, other=-1)
-    root = tl.sum(laid_out_B + 1)
+    root = first_row_of(num_laid_out, tl.program_id(0))
     number = tl.load(num_drafts + request)
     place_N = tl.arange(0, WIDTH)
     choice_N = tl.load(choices + root + place_N, mask=place_N <= number, other=-1)
-    draft_N = tl.load(token_ids + request * NUM_DRAFTS + place_N, mask=place_N < number, other=-1)
+    draft_N = tl.load(token_ids + request * width + place_N, mask=place_N < number, other=-1)
     is_hit_N = (place_N < number) & (choice_N == draft_N)
     accepted = tl.cast(tl.min(tl.where(is_hit_N, WIDTH, place_N)), tl.int64)
     emitted_N = tl.where(place_N < accepted, draft_N, tl.where(place_N == accepted, choice_N, -1))
     rows_N = tl.where(place_N < accepted, place_N, -1)
-    tl.store(
-        to_token_ids + request * (NUM_DRAFTS + 1) + place_N, emitted_N, mask=place_N <= NUM_DRAFTS
-    )
-    tl.store(to_rows + request * NUM_DRAFTS + place_N, rows_N, mask=place_N < NUM_DRAFTS)
+    tl.store(to_token_ids + request * (width + 1) + place_N, emitted_N, mask=place_N <= width)
+    tl.store(to_rows + request * width + place_N, rows_N, mask=place_N < width)
     tl.store(to_num_emitted + request, accepted + 1)

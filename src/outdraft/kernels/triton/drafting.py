@@ -65,7 +65,7 @@ def draw_level(logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnL
         return drawn_level.draw_level(logits_BEV, weight_BE, task, gumbel)
     logits_BV = logits_BEV[:, 0].contiguous()
     num_splits, device = triton.cdiv(size, 4 * _TILE), logits_BV.device
-    values, tops, totals = torch.empty(3, num_requests, num_splits, device=device)
+    values, tops, totals = (torch.empty(num_requests, num_splits, device=device) for _ in range(3))
     ids = torch.empty(num_requests, num_splits, dtype=torch.int64, device=device)
     kernels.draw_parts[(num_requests, num_splits)](
         logits_BV,
@@ -136,8 +136,7 @@ def match(choices_R: Tensor, drafts: DraftBatch) -> Verdict:
         verdict.token_ids_BN1,
         verdict.num_emitted_B,
         verdict.rows_BN,
-        NUM_DRAFTS=width,
+        width,
         WIDTH=triton.next_power_of_2(width + 1),
-        REQUESTS=triton.next_power_of_2(number),
     )
     return verdict

@@ -191,7 +191,8 @@ def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
 
 @cache
 def _open_fields(kind: type) -> tuple[str, ...] | None:
-    """Of a dataclass that counts as what it holds; None: a value of that type counts as itself."""
+    """The names in a dataclass that counts as what it holds; None: a value of that type counts as
+    itself."""
     if issubclass(kind, _FIXED) or not is_dataclass(kind):
         return None
     return tuple([one.name for one in fields(kind)])

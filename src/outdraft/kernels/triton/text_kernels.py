@@ -7,19 +7,22 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["row_len"], do_not_specialize_on_alignment=["rows", "starts"])
+@triton.jit(
+    do_not_specialize=["row_len", "width"],
+    do_not_specialize_on_alignment=["rows", "starts", "token_ids"],
+)
 def append_ids(
     texts,  # int64 [S, row_len]
     rows,
     starts,
-    token_ids,  # int64 [B, NUM_IDS]
+    token_ids,  # int64 [B, N]
     row_len,
-    NUM_IDS: tl.constexpr,
-    WIDTH: tl.constexpr,  # at least NUM_IDS
+    width,  # N
+    WIDTH: tl.constexpr,  # at least N
 ):
     """As `ops.AppendTokenIds`. Grid: [B]."""
     request = tl.program_id(0).to(tl.int64)
     place_N = tl.arange(0, WIDTH)
-    id_N = tl.load(token_ids + request * NUM_IDS + place_N, mask=place_N < NUM_IDS, other=-1)
+    id_N = tl.load(token_ids + request * width + place_N, mask=place_N < width, other=-1)
     target = texts + tl.load(rows + request) * row_len + tl.load(starts + request)
     tl.store(target + place_N, id_N, mask=id_N >= 0)

@@ -24,6 +24,6 @@ def append_token_ids(
         starts_B.contiguous(),
         token_ids_BN.contiguous(),
         texts_SL.shape[1],
-        NUM_IDS=width,
+        width,
         WIDTH=triton.next_power_of_2(width),
     )

@@ -58,7 +58,7 @@ def traverse_chains(
     assert drafts.probs_BNV is not None
     (num_rows, size), device = logits_RV.shape, logits_RV.device
     number, width = drafts.num_requests, drafts.width
-    num_splits, requests = triton.cdiv(size, _TILE), triton.next_power_of_2(number)
+    num_splits = triton.cdiv(size, _TILE)
     splits = triton.next_power_of_2(num_splits)
     laid_out_B = drafts.num_drafts_B if drafts.num_laid_out_B is None else drafts.num_laid_out_B
     logits_RV = logits_RV.contiguous()
@@ -71,8 +71,8 @@ def traverse_chains(
     ]
     ids_BN, num_drafts_B = given[1], given[3]
     seeds_B, num_tokens_B = seeds_B.contiguous(), num_tokens_B.contiguous()
-    tops_RQ, totals_RQ = torch.empty(2, num_rows, num_splits, device=device)
-    bases_R, sums_R = torch.empty(2, num_rows, device=device)
+    tops_RQ, totals_RQ = (torch.empty(num_rows, num_splits, device=device) for _ in range(2))
+    bases_R, sums_R = (torch.empty(num_rows, device=device) for _ in range(2))
     weights_BN1 = torch.empty(number, width + 1, dtype=torch.float64, device=device)
     left_BNQ = torch.empty(number, width, num_splits, device=device)
     accepted_B, left_B = torch.empty_like(num_tokens_B), torch.empty(number, device=device)
@@ -88,8 +88,7 @@ def traverse_chains(
         *given,
         *of_rows,
         size,
-        NUM_DRAFTS=width,
-        REQUESTS=requests,
+        width,
         **in_splits,
     )
     kernels.sum_left[(number, width, num_splits)](
@@ -98,9 +97,8 @@ def traverse_chains(
         *of_rows,
         left_BNQ,
         size,
-        NUM_DRAFTS=width,
+        width,
         TILE=_TILE,
-        REQUESTS=requests,
     )
     kernels.stop_paths[(number,)](
         weights_BN1,
@@ -110,8 +108,8 @@ def traverse_chains(
         seeds_B,
         accepted_B,
         left_B,
+        width,
         int(Purpose.ACCEPT),
-        NUM_DRAFTS=width,
         ROUNDS=ROUNDS,
         **in_splits,
     )
@@ -126,11 +124,10 @@ def traverse_chains(
         values_BQ,
         best_BQ,
         size,
+        width,
         int(Purpose.RECOVER),
         int(Purpose.SAMPLE),
-        NUM_DRAFTS=width,
         TILE=_TILE // 4,
-        REQUESTS=requests,
         ROUNDS=ROUNDS,
         LN2=LN2,
         SQRT2=SQRT2,
@@ -148,7 +145,7 @@ def traverse_chains(
         verdict.token_ids_BN1,
         verdict.num_emitted_B,
         verdict.rows_BN,
-        NUM_DRAFTS=width,
+        width,
         WIDTH=triton.next_power_of_2(width + 1),
         **in_splits,
     )

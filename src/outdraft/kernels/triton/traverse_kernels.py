@@ -24,13 +24,22 @@ from outdraft.kernels.triton.noise_kernels import gumbel_of_word, philox
 _MASK = tl.constexpr(0xFFFFFFFF)
 _NO_ID = tl.constexpr(1 << 62)
 _TINY = tl.constexpr(2.2250738585072014e-308)
+# One kernel serves drafts of all widths, and small tensors wherever they begin: each that is
+# compiled on the way takes longer than hundreds of steps.
+_NUMBERS = ["size", "width"]
+_SMALL = ["token_ids", "is_sampled", "num_drafts", "num_laid_out", "bases", "sums", "weights"]
+_TOLD = ["weights", "left", "num_drafts", "num_tokens", "seeds", "to_num_accepted", "to_left"]
+_OF_VERDICTS = ["token_ids", "num_accepted", "to_token_ids", "to_num_emitted", "to_rows"]
 
 
 @triton.jit
-def _root(num_laid_out, request, REQUESTS: tl.constexpr):
-    """The flat row of a request's root."""
-    before_B = tl.arange(0, REQUESTS)
-    return tl.sum(tl.load(num_laid_out + before_B, mask=before_B < request, other=-1) + 1)
+def first_row_of(num_laid_out, request):
+    """int64: the flat row of a request's root."""
+    root = tl.full((), 0, tl.int64)
+    for first in range(0, request, 128):
+        before_B = first + tl.arange(0, 128)
+        root += tl.sum(tl.load(num_laid_out + before_B, mask=before_B < request, other=-1) + 1)
+    return root
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -66,7 +75,7 @@ def _softmax_of_row(tops, totals, row, NUM_SPLITS: tl.constexpr, SPLITS: tl.cons
     return base, tl.sum(total_Q * tl.exp(top_Q - base))
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_SMALL)
 def weigh_rows(
     logits,
     tops,
@@ -80,14 +89,13 @@ def weigh_rows(
     sums,
     weights,  # float64 [B, N + 1]
     size,
-    NUM_DRAFTS: tl.constexpr,
+    width,  # N
     NUM_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr,
-    REQUESTS: tl.constexpr,
 ):
     """The softmax of each row, and its weight before its child is refused. Grid: [B]."""
     request = tl.program_id(0).to(tl.int64)
-    root = _root(num_laid_out, request, REQUESTS)
+    root = first_row_of(num_laid_out, tl.program_id(0))
     number = tl.load(num_drafts + request)
     weight = tl.full((), 1.0, tl.float64)
     for place in range(number + 1):
@@ -95,8 +103,8 @@ def weigh_rows(
         base, total = _softmax_of_row(tops, totals, row, NUM_SPLITS, SPLITS)
         tl.store(bases + row, base)
         tl.store(sums + row, total)
-        tl.store(weights + request * (NUM_DRAFTS + 1) + place, weight)
-        draft, is_draft = request * NUM_DRAFTS + place, place < number
+        tl.store(weights + request * (width + 1) + place, weight)
+        draft, is_draft = request * width + place, place < number
         token = tl.load(token_ids + draft, mask=is_draft, other=0)
         p = tl.exp(tl.load(logits + row * size + token) - base) / total
         drawn = tl.load(is_sampled + draft, mask=is_draft, other=0) != 0
@@ -119,12 +127,12 @@ def _left(
     place,
     id_V,
     size,
-    NUM_DRAFTS: tl.constexpr,
+    width,
 ):
     """float32: what the child of a row leaves of its p."""
     base, total = tl.load(bases + row), tl.load(sums + row)
-    weight = tl.load(weights + request * (NUM_DRAFTS + 1) + place).to(tl.float32)
-    draft = request * NUM_DRAFTS + place
+    weight = tl.load(weights + request * (width + 1) + place).to(tl.float32)
+    draft = request * width + place
     token = tl.load(token_ids + draft)
     drawn = tl.load(is_sampled + draft) != 0
     is_id_V = id_V < size
@@ -137,7 +145,7 @@ def _left(
     return tl.where(left_V > 0.0, left_V, 0.0)  # nothing where q is NaN
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_SMALL)
 def sum_left(
     logits,
     probs,
@@ -150,15 +158,14 @@ def sum_left(
     weights,
     left,  # float32 [B, N, Q]
     size,
-    NUM_DRAFTS: tl.constexpr,
+    width,
     TILE: tl.constexpr,
-    REQUESTS: tl.constexpr,
 ):
     """What the children leave, summed by splits. Grid: [B, N, Q]."""
     request, place, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     if place >= tl.load(num_drafts + request):
         return
-    row = _root(num_laid_out, request, REQUESTS) + place
+    row = first_row_of(num_laid_out, tl.program_id(0)) + place
     id_V = split * TILE + tl.arange(0, TILE)
     left_V = _left(
         logits,
@@ -173,13 +180,13 @@ def sum_left(
         place,
         id_V,
         size,
-        NUM_DRAFTS,
+        width,
     )
-    target = (request * NUM_DRAFTS + place) * tl.num_programs(2) + split
+    target = (request * width + place) * tl.num_programs(2) + split
     tl.store(left + target, tl.sum(left_V))
 
 
-@triton.jit(do_not_specialize=["purpose"])
+@triton.jit(do_not_specialize=["width", "purpose"], do_not_specialize_on_alignment=_TOLD)
 def stop_paths(
     weights,
     left,
@@ -188,8 +195,8 @@ def stop_paths(
     seeds,
     to_num_accepted,  # int64 [B]
     to_left,  # float32 [B]: the sum that the last token is drawn from; 0: from the row's p
+    width,
     purpose,
-    NUM_DRAFTS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr,
     ROUNDS: tl.constexpr,
@@ -205,9 +212,9 @@ def stop_paths(
     accepted = tl.full((), 0, tl.int32)
     rest = tl.full((), 0.0, tl.float64)
     for place in range(number + 1):
-        weight = tl.load(weights + request * (NUM_DRAFTS + 1) + place)
+        weight = tl.load(weights + request * (width + 1) + place)
         num_parts = tl.where(place < number, NUM_SPLITS, 0)
-        source = left + (request * NUM_DRAFTS + place) * NUM_SPLITS
+        source = left + (request * width + place) * NUM_SPLITS
         parts_Q = tl.load(source + place_Q, mask=place_Q < num_parts, other=0.0)
         total = tl.sum(parts_Q.to(tl.float64))
         bottom = total + (1.0 - weight)
@@ -239,7 +246,10 @@ def _best_of(weight_W, word_W, id_W, size, LN2, SQRT2, SERIES):
     return best, tl.min(tl.where((key_W == best) & (id_W < size), id_W, _NO_ID))
 
 
-@triton.jit(do_not_specialize=["size", "recover", "sample"])
+@triton.jit(
+    do_not_specialize=[*_NUMBERS, "recover", "sample"],
+    do_not_specialize_on_alignment=[*_SMALL, "num_tokens", "seeds", "num_accepted", "left"],
+)
 def draw_last(
     logits,
     probs,
@@ -257,11 +267,10 @@ def draw_last(
     best_values,  # float32 [B, Q]
     best_ids,  # int64
     size,
+    width,
     recover,  # purposes
     sample,
-    NUM_DRAFTS: tl.constexpr,
     TILE: tl.constexpr,  # blocks of a split
-    REQUESTS: tl.constexpr,
     ROUNDS: tl.constexpr,
     LN2: tl.constexpr,
     SQRT2: tl.constexpr,
@@ -270,7 +279,7 @@ def draw_last(
     """The last token's best candidate of each split. Grid: [B, Q]."""
     request, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     accepted, number = tl.load(num_accepted + request), tl.load(num_drafts + request)
-    row = _root(num_laid_out, request, REQUESTS) + accepted
+    row = first_row_of(num_laid_out, tl.program_id(0)) + accepted
     block_W = (split * TILE + tl.arange(0, TILE)).to(tl.int64)
     zeros_W = tl.zeros_like(block_W)
     words = philox(
@@ -301,7 +310,7 @@ def draw_last(
                     accepted,
                     id_W,
                     size,
-                    NUM_DRAFTS,
+                    width,
                 )
                 / rest
             )
@@ -316,7 +325,7 @@ def draw_last(
     tl.store(best_ids + place, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=_OF_VERDICTS)
 def tell_verdicts(
     token_ids,
     num_accepted,
@@ -325,8 +334,8 @@ def tell_verdicts(
     to_token_ids,  # int64 [B, N + 1]
     to_num_emitted,
     to_rows,  # int64 [B, N]
-    NUM_DRAFTS: tl.constexpr,
-    WIDTH: tl.constexpr,  # at least NUM_DRAFTS + 1
+    width,
+    WIDTH: tl.constexpr,  # at least width + 1
     NUM_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
@@ -340,12 +349,10 @@ def tell_verdicts(
     token = tl.min(tl.where(value_Q == tl.max(value_Q), id_Q, _NO_ID))
     accepted = tl.load(num_accepted + request)
     place_N = tl.arange(0, WIDTH)
-    draft_N = tl.load(
-        token_ids + request * NUM_DRAFTS + place_N, mask=place_N < NUM_DRAFTS, other=-1
-    )
+    draft_N = tl.load(token_ids + request * width + place_N, mask=place_N < width, other=-1)
     emitted_N = tl.where(place_N < accepted, draft_N, tl.where(place_N == accepted, token, -1))
-    target = to_token_ids + request * (NUM_DRAFTS + 1) + place_N
-    tl.store(target, emitted_N, mask=place_N <= NUM_DRAFTS)
+    target = to_token_ids + request * (width + 1) + place_N
+    tl.store(target, emitted_N, mask=place_N <= width)
     rows_N = tl.where(place_N < accepted, place_N, -1)
-    tl.store(to_rows + request * NUM_DRAFTS + place_N, rows_N, mask=place_N < NUM_DRAFTS)
+    tl.store(to_rows + request * width + place_N, rows_N, mask=place_N < width)
     tl.store(to_num_emitted + request, accepted + 1)
