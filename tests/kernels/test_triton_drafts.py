@@ -62,17 +62,17 @@ def test_the_lower_id_of_a_tie_is_drawn(device: str):
 def test_chains_are_matched_as_far_as_the_target_agrees(
     device: str, width: int, *, has_laid_out: bool
 ):
-    rng = np.random.default_rng(width)
-    numbers_B = torch.tensor(rng.integers(0, width + 1, 9))
-    laid_out_B = numbers_B + torch.tensor(rng.integers(0, 3, 9)) if has_laid_out else None
+    rng, number = np.random.default_rng(width), 300 if width == 1 else 9
+    numbers_B = torch.tensor(rng.integers(0, width + 1, number))
+    laid_out_B = numbers_B + torch.tensor(rng.integers(0, 3, number)) if has_laid_out else None
     places_N = torch.arange(width)
-    ids_BN = torch.tensor(rng.integers(0, 2, (9, width)))
+    ids_BN = torch.tensor(rng.integers(0, 2, (number, width)))
     drafts = DraftBatch(
         token_ids_BN=torch.where(places_N < numbers_B[:, None], ids_BN, -1),
-        parents_BN=places_N.repeat(9, 1),
+        parents_BN=places_N.repeat(number, 1),
         num_drafts_B=numbers_B,
         probs_BNV=None,
-        is_sampled_BN=torch.zeros(9, width, dtype=torch.bool),
+        is_sampled_BN=torch.zeros(number, width, dtype=torch.bool),
         is_chain=True,
         any_sampled=False,
         num_laid_out_B=laid_out_B,

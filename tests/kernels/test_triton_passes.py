@@ -196,6 +196,15 @@ def test_each_cache_has_graphs_of_its_own_as_long_as_it_lives():
     assert len(graphs_of(decoder)._graphs) == 1
 
 
+def test_longer_texts_leave_the_graphs_of_shorter_ones():
+    passes = GraphedPasses(lambda *rows: rows, 4, FirstTimes(), Repeats)
+    keys_PSGC = torch.zeros(1, 8, 1, 1)
+    made, short = passes._graphs.of(keys_PSGC), passes._rows_for(32, keys_PSGC, None)
+    assert passes._rows_for(128, keys_PSGC, None) is not short
+    assert passes._rows_for(32, keys_PSGC, None) is short
+    assert passes._graphs.of(keys_PSGC) is made
+
+
 def test_long_passes_are_launched_one_by_one():
     passes = GraphedPasses(lambda *rows: rows, 4, FirstTimes(), Repeats)
     assert passes.can_run(MOST_ROWS)

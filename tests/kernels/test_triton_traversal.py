@@ -80,3 +80,19 @@ def test_where_rows_are_laid_out_that_are_no_drafts(device):
     assert torch.equal(got.token_ids_BN1.cpu(), want.token_ids_BN1)
     assert torch.equal(got.num_emitted_B.cpu(), want.num_emitted_B)
     assert torch.equal(got.rows_BN.cpu(), want.rows_BN)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_drafts_of_a_broken_drafter_are_refused(device):
+    """Its probabilities are NaN, as those behind NaN or infinite logits are."""
+    step = Chains(np.random.default_rng(3), 8, 3, 9)
+    probs_BNV = torch.full_like(step.drafts.probs_BNV, torch.nan)
+    step.drafts = replace(step.drafts, probs_BNV=probs_BNV)
+    arguments = step.logits_RV, step.drafts, step.sampling, step.num_tokens_B
+    want = REFERENCE.verify(*arguments, Rule.TRAVERSAL)
+    drafts, sampling = moved(step.drafts, device), moved(step.sampling, device)
+    got = traversal.verify(
+        step.logits_RV.to(device), drafts, sampling, step.num_tokens_B.to(device), Rule.TRAVERSAL
+    )
+    assert torch.equal(got.num_emitted_B.cpu(), want.num_emitted_B)
+    assert torch.equal(got.token_ids_BN1.cpu(), want.token_ids_BN1)

@@ -118,7 +118,8 @@ def unpack(packed: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         size, strides = array.itemsize, [1]
         for length in array.shape[:0:-1]:
             strides.insert(0, strides[0] * length)
-        found.append(whole.as_strided(array.shape, strides[: array.ndim], start // size))
+        first = whole.storage_offset() + start // size
+        found.append(whole.as_strided(array.shape, strides[: array.ndim], first))
     return found
 
 

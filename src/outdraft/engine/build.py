@@ -65,7 +65,7 @@ def build_engine(
     memory = memory or plan_memory(config, models)
     own = build_runner(config, models, memory)
     runner = own if processes is None else processes.runner(own, config, models)
-    if has_graphs(models.kernels):
+    if has_graphs(models.kernels) and models.ranks.target.size == 1:
         make_graphs(config, runner)
     drafter, num_groups = drafter_of(config, models), models.ranks.num_draft_groups
     scheduler = Scheduler(

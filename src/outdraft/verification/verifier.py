@@ -54,6 +54,17 @@ class Verifier:
         self._kernels = kernels
         self._typical = typical or TypicalAcceptance()
 
+    def __eq__(self, other: object) -> bool:
+        """Whether the other one gives the same verdicts: graphs of a GPU serve both."""
+        return (
+            isinstance(other, Verifier)
+            and self._kernels is other._kernels
+            and (self.method, self._typical) == (other.method, other._typical)
+        )
+
+    def __hash__(self) -> int:
+        return hash((id(self._kernels), self.method))
+
     @property
     def rule(self) -> Rule | None:
         """What judges drawn drafts; None: a method of its own, which is no operation."""

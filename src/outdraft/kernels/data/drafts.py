@@ -110,8 +110,12 @@ class DraftBatch:
     @property
     def num_rows_B(self) -> Tensor:
         """int64: flat rows of each request."""
-        laid_out_B = self.num_drafts_B if self.num_laid_out_B is None else self.num_laid_out_B
-        return laid_out_B + 1
+        return self.laid_out_B + 1
+
+    @property
+    def laid_out_B(self) -> Tensor:
+        """int64: flat rows of each request beside its root."""
+        return self.num_drafts_B if self.num_laid_out_B is None else self.num_laid_out_B
 
 
 class Rule(IntEnum):

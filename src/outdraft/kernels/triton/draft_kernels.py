@@ -184,7 +184,7 @@ def draw_whole(
     top = tl.max(top_Q)
     base = tl.where(top > least, top, 0.0)
     total = tl.sum(total_Q * tl.exp(top_Q - base))
-    total = tl.where(total > 0.0, total, 1.0)  # where no token has mass nothing is drawn
+    total = tl.where(total == 0.0, 1.0, total)  # where no token has mass nothing is drawn
     source, target = logits + request * size, to_probs + request * size
     id_V = split * TILE + tl.arange(0, TILE)
     logit_V = tl.load(source + id_V, mask=id_V < size, other=least)

@@ -122,7 +122,6 @@ def match(choices_R: Tensor, drafts: DraftBatch) -> Verdict:
     number, width = drafts.num_requests, drafts.width
     if not drafts.is_chain or number == 0:
         return verification.match(choices_R, drafts)
-    laid_out_B = drafts.num_drafts_B if drafts.num_laid_out_B is None else drafts.num_laid_out_B
     verdict = Verdict(
         choices_R.new_empty(number, width + 1),
         choices_R.new_empty(number),
@@ -132,7 +131,7 @@ def match(choices_R: Tensor, drafts: DraftBatch) -> Verdict:
         choices_R.contiguous(),
         drafts.token_ids_BN.contiguous(),
         drafts.num_drafts_B.contiguous(),
-        laid_out_B.contiguous(),
+        drafts.laid_out_B.contiguous(),
         verdict.token_ids_BN1,
         verdict.num_emitted_B,
         verdict.rows_BN,

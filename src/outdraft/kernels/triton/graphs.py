@@ -97,7 +97,7 @@ class GraphedPasses:
         """
         self._run, self._few_rows, self._first_times = run, few_rows, first_times
         self._new_capture = new_capture or DeviceCapture
-        self._rows: _Rows | None = None
+        self._rows: dict[int, _Rows] = {}  # by the most blocks of one request
         self._graphs = OfCaches(self._new_graphs)
 
     def can_run(self, num_rows: int) -> bool:
@@ -115,7 +115,7 @@ class GraphedPasses:
         """As `run`, in tensors of their own."""
         num_rows = len(token_ids_T)
         sizes = self._sizes(num_rows, metadata, caches[0].k_PSGC.shape[1], tuple(taps))
-        rows = self._rows_for(sizes, caches[0].k_PSGC, states_TD)
+        rows = self._rows_for(sizes.num_blocks, caches[0].k_PSGC, states_TD)
         rows.take(sizes, token_ids_T, metadata, states_TD)
         graphs = self._graphs.of(caches[0].k_PSGC)
 
@@ -150,14 +150,13 @@ class GraphedPasses:
             taps=taps,
         )
 
-    def _rows_for(self, sizes: PassSizes, keys_PSGC: Tensor, states_TD: Tensor | None) -> "_Rows":
-        """Buffers; larger ones if they are too small, without the graphs that read the old ones."""
-        if self._rows is None or self._rows.num_blocks < sizes.num_blocks:
-            self._graphs = OfCaches(self._new_graphs)
+    def _rows_for(self, num_blocks: int, keys_PSGC: Tensor, states_TD: Tensor | None) -> "_Rows":
+        """Buffers. Graphs of shorter texts go on to read their own."""
+        if num_blocks not in self._rows:
             state_size = 0 if states_TD is None else states_TD.shape[1]
             dtype = keys_PSGC.dtype if states_TD is None else states_TD.dtype
-            self._rows = _Rows(keys_PSGC.device, sizes.num_blocks, state_size, dtype)
-        return self._rows
+            self._rows[num_blocks] = _Rows(keys_PSGC.device, num_blocks, state_size, dtype)
+        return self._rows[num_blocks]
 
 
 class _Rows:
@@ -166,7 +165,6 @@ class _Rows:
     def __init__(
         self, device: torch.device, num_blocks: int, state_size: int, state_dtype: torch.dtype
     ) -> None:
-        self.num_blocks = num_blocks
         # Token ids, positions, slots and ancestors.
         self._by_row_4T = torch.zeros(4, MOST_ROWS, dtype=torch.int64, device=device)
         # First rows (one more than requests), lengths of contexts, numbers of causal rows. Each

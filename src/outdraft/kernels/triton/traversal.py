@@ -60,14 +60,13 @@ def traverse_chains(
     number, width = drafts.num_requests, drafts.width
     num_splits = triton.cdiv(size, _TILE)
     splits = triton.next_power_of_2(num_splits)
-    laid_out_B = drafts.num_drafts_B if drafts.num_laid_out_B is None else drafts.num_laid_out_B
     logits_RV = logits_RV.contiguous()
     given = [
         drafts.probs_BNV.contiguous(),
         drafts.token_ids_BN.contiguous(),
         drafts.is_sampled_BN.contiguous().view(torch.uint8),
         drafts.num_drafts_B.contiguous(),
-        laid_out_B.contiguous(),
+        drafts.laid_out_B.contiguous(),
     ]
     ids_BN, num_drafts_B = given[1], given[3]
     seeds_B, num_tokens_B = seeds_B.contiguous(), num_tokens_B.contiguous()
@@ -99,6 +98,7 @@ def traverse_chains(
         size,
         width,
         TILE=_TILE,
+        enable_fp_fusion=False,  # what is summed here is drawn from below
     )
     kernels.stop_paths[(number,)](
         weights_BN1,

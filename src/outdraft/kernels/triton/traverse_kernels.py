@@ -110,6 +110,7 @@ def weigh_rows(
         drawn = tl.load(is_sampled + draft, mask=is_draft, other=0) != 0
         q = tl.load(probs + draft * size + token, mask=drawn, other=1.0)
         own = weight * p.to(tl.float64) / tl.maximum(q.to(tl.float64), _TINY)
+        own = tl.where(q == q, own, 0.0)  # NaN, which a broken drafter may give
         weight = tl.minimum(own, 1.0)
 
 
