@@ -13,6 +13,8 @@ from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import Span
 from outdraft.core.admission import TokenRules
 from outdraft.core.draft import Draft
+from outdraft.distributed.group import ALONE
+from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.data.drafts import DraftBatch, Rule
 from outdraft.kernels.native import decoder as native_decoder
 from outdraft.kernels.ops import DecoderPass, Kernels
@@ -43,6 +45,7 @@ class Target:
 
     kernels: Kernels
     passes: DecoderPass
+    vocabulary = VocabularyShard(ALONE, NUM_TOKENS)
 
     @classmethod
     def of(cls, kernels: Kernels, dtype: torch.dtype = torch.float32) -> "Target":
