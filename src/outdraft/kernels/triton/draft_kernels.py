@@ -12,11 +12,15 @@ four neighbouring ids.
 import triton
 import triton.language as tl
 
-from outdraft.kernels.triton.noise_kernels import gumbel_of_word, philox
-from outdraft.kernels.triton.traverse_kernels import first_row_of
-
-_NO_ID = tl.constexpr(1 << 62)
-_MASK = tl.constexpr(0xFFFFFFFF)
+from outdraft.kernels.triton.noise_kernels import MASK, gumbel_of_word, philox
+from outdraft.kernels.triton.vocabulary_kernels import (
+    best,
+    best_of_splits,
+    better,
+    first_row_of,
+    softmax_of_row,
+    tell_verdict,
+)
 
 
 @triton.jit
@@ -65,19 +69,6 @@ def place_rows_of_level(
 
 
 @triton.jit
-def _better(value, token, other_value, other_token):
-    """The larger value; of equal ones that of the lower id."""
-    takes = (other_value > value) | ((other_value == value) & (other_token < token))
-    return tl.where(takes, other_value, value), tl.where(takes, other_token, token)
-
-
-@triton.jit
-def _best(value_W, token_W):
-    best = tl.max(value_W)
-    return best, tl.min(tl.where(value_W == best, token_W, _NO_ID))
-
-
-@triton.jit
 def _key(logit_W, word_W, token_W, size, LN2, SQRT2, SERIES, LOW):
     """Logit and noise; without mass something lower, the more so the higher the id."""
     noisy_W = logit_W + gumbel_of_word(word_W, LN2, SQRT2, SERIES)
@@ -115,8 +106,8 @@ def draw_parts(
     zeros_W = tl.zeros_like(block_W)
     word0_W, word1_W, word2_W, word3_W = philox(
         block_W,
-        zeros_W + (tl.load(positions + request) & _MASK),
-        zeros_W + ((tl.load(num_tokens + request) + first_anchor) & _MASK),
+        zeros_W + (tl.load(positions + request) & MASK),
+        zeros_W + ((tl.load(num_tokens + request) + first_anchor) & MASK),
         zeros_W + purpose,
         tl.load(seeds + request),
         ROUNDS,
@@ -127,19 +118,19 @@ def draw_parts(
     logit1_W = tl.load(source + id_W + 1, mask=id_W + 1 < size, other=least)
     logit2_W = tl.load(source + id_W + 2, mask=id_W + 2 < size, other=least)
     logit3_W = tl.load(source + id_W + 3, mask=id_W + 3 < size, other=least)
-    value, token = _best(_key(logit0_W, word0_W, id_W, size, LN2, SQRT2, SERIES, LOW), id_W)
-    value1, token1 = _best(
+    value, token = best(_key(logit0_W, word0_W, id_W, size, LN2, SQRT2, SERIES, LOW), id_W)
+    value1, token1 = best(
         _key(logit1_W, word1_W, id_W + 1, size, LN2, SQRT2, SERIES, LOW), id_W + 1
     )
-    value, token = _better(value, token, value1, token1)
-    value2, token2 = _best(
+    value, token = better(value, token, value1, token1)
+    value2, token2 = best(
         _key(logit2_W, word2_W, id_W + 2, size, LN2, SQRT2, SERIES, LOW), id_W + 2
     )
-    value, token = _better(value, token, value2, token2)
-    value3, token3 = _best(
+    value, token = better(value, token, value2, token2)
+    value3, token3 = best(
         _key(logit3_W, word3_W, id_W + 3, size, LN2, SQRT2, SERIES, LOW), id_W + 3
     )
-    value, token = _better(value, token, value3, token3)
+    value, token = better(value, token, value3, token3)
     top_W = tl.maximum(tl.maximum(logit0_W, logit1_W), tl.maximum(logit2_W, logit3_W))
     top = tl.max(top_W)
     base = tl.where(top > least, top, 0.0)
@@ -175,23 +166,15 @@ def draw_whole(
 ):
     """The drawn token, and what it was drawn from. Grid: [B, Q]."""
     request, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place_Q = tl.arange(0, SPLITS)
-    is_split_Q = place_Q < NUM_SPLITS
-    parts_Q = request * NUM_SPLITS + place_Q
     least = float("-inf")
-    top_Q = tl.load(tops + parts_Q, mask=is_split_Q, other=least)
-    total_Q = tl.load(totals + parts_Q, mask=is_split_Q, other=0.0)
-    top = tl.max(top_Q)
-    base = tl.where(top > least, top, 0.0)
-    total = tl.sum(total_Q * tl.exp(top_Q - base))
+    base, total = softmax_of_row(tops, totals, request, NUM_SPLITS, SPLITS)
     total = tl.where(total == 0.0, 1.0, total)  # where no token has mass nothing is drawn
     source, target = logits + request * size, to_probs + request * size
     id_V = split * TILE + tl.arange(0, TILE)
     logit_V = tl.load(source + id_V, mask=id_V < size, other=least)
     tl.store(target + id_V, tl.exp(logit_V - base) / total, mask=id_V < size)
     if split == 0:
-        value_Q = tl.load(best_values + parts_Q, mask=is_split_Q, other=least)
-        _, token = _best(value_Q, tl.load(best_ids + parts_Q, mask=is_split_Q, other=_NO_ID))
+        token = best_of_splits(best_values, best_ids, request, NUM_SPLITS, SPLITS)
         logit = tl.load(source + token)
         is_drawn = (logit > least) & (tl.load(num_kept + request) > 0)
         own = tl.exp(logit - base) / total
@@ -226,8 +209,6 @@ def match_chains(
     draft_N = tl.load(token_ids + request * width + place_N, mask=place_N < number, other=-1)
     is_hit_N = (place_N < number) & (choice_N == draft_N)
     accepted = tl.cast(tl.min(tl.where(is_hit_N, WIDTH, place_N)), tl.int64)
-    emitted_N = tl.where(place_N < accepted, draft_N, tl.where(place_N == accepted, choice_N, -1))
-    rows_N = tl.where(place_N < accepted, place_N, -1)
-    tl.store(to_token_ids + request * (width + 1) + place_N, emitted_N, mask=place_N <= width)
-    tl.store(to_rows + request * width + place_N, rows_N, mask=place_N < width)
-    tl.store(to_num_emitted + request, accepted + 1)
+    tell_verdict(
+        draft_N, choice_N, accepted, place_N, request, to_token_ids, to_num_emitted, to_rows, width
+    )

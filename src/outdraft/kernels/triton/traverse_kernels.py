@@ -19,10 +19,17 @@ split, W blocks of four neighbouring ids.
 import triton
 import triton.language as tl
 
-from outdraft.kernels.triton.noise_kernels import gumbel_of_word, philox
+from outdraft.kernels.triton.noise_kernels import MASK, gumbel_of_word, philox
+from outdraft.kernels.triton.vocabulary_kernels import (
+    NO_ID,
+    best,
+    best_of_splits,
+    better,
+    first_row_of,
+    softmax_of_row,
+    tell_verdict,
+)
 
-_MASK = tl.constexpr(0xFFFFFFFF)
-_NO_ID = tl.constexpr(1 << 62)
 _TINY = tl.constexpr(2.2250738585072014e-308)
 # One kernel serves drafts of all widths, and small tensors wherever they begin: each that is
 # compiled on the way takes longer than hundreds of steps.
@@ -30,16 +37,6 @@ _NUMBERS = ["size", "width"]
 _SMALL = ["token_ids", "is_sampled", "num_drafts", "num_laid_out", "bases", "sums", "weights"]
 _TOLD = ["weights", "left", "num_drafts", "num_tokens", "seeds", "to_num_accepted", "to_left"]
 _OF_VERDICTS = ["token_ids", "num_accepted", "to_token_ids", "to_num_emitted", "to_rows"]
-
-
-@triton.jit
-def first_row_of(num_laid_out, request):
-    """int64: the flat row of a request's root."""
-    root = tl.full((), 0, tl.int64)
-    for first in range(0, request, 128):
-        before_B = first + tl.arange(0, 128)
-        root += tl.sum(tl.load(num_laid_out + before_B, mask=before_B < request, other=-1) + 1)
-    return root
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -60,19 +57,6 @@ def split_softmax(
     place = row * tl.num_programs(1) + split
     tl.store(tops + place, top)
     tl.store(totals + place, tl.sum(tl.exp(logit_V - base)))
-
-
-@triton.jit
-def _softmax_of_row(tops, totals, row, NUM_SPLITS: tl.constexpr, SPLITS: tl.constexpr):
-    """Its base and its sum: p = exp(logit - base) / sum."""
-    place_Q = tl.arange(0, SPLITS)
-    is_split_Q = place_Q < NUM_SPLITS
-    least = float("-inf")
-    top_Q = tl.load(tops + row * NUM_SPLITS + place_Q, mask=is_split_Q, other=least)
-    total_Q = tl.load(totals + row * NUM_SPLITS + place_Q, mask=is_split_Q, other=0.0)
-    top = tl.max(top_Q)
-    base = tl.where(top > least, top, 0.0)
-    return base, tl.sum(total_Q * tl.exp(top_Q - base))
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_SMALL)
@@ -100,7 +84,7 @@ def weigh_rows(
     weight = tl.full((), 1.0, tl.float64)
     for place in range(number + 1):
         row = root + place
-        base, total = _softmax_of_row(tops, totals, row, NUM_SPLITS, SPLITS)
+        base, total = softmax_of_row(tops, totals, row, NUM_SPLITS, SPLITS)
         tl.store(bases + row, base)
         tl.store(sums + row, total)
         tl.store(weights + request * (width + 1) + place, weight)
@@ -223,8 +207,8 @@ def stop_paths(
         weight = tl.where(place < number, refused, weight)
         word, _, _, _ = philox(
             zero,
-            (length + place - 1) & _MASK,
-            length & _MASK,
+            (length + place - 1) & MASK,
+            length & MASK,
             zero + purpose,
             seed,
             ROUNDS,
@@ -238,13 +222,11 @@ def stop_paths(
 
 
 @triton.jit
-def _best_of(weight_W, word_W, id_W, size, LN2, SQRT2, SERIES):
-    """The largest logarithm with noise, and the lowest id that has it."""
+def _key(weight_W, word_W, id_W, size, LN2, SQRT2, SERIES):
+    """A weight's logarithm with noise."""
     log_W = tl.where(weight_W > 0.0, tl.log(tl.where(weight_W > 0.0, weight_W, 1.0)), float("-inf"))
     key_W = log_W + gumbel_of_word(word_W, LN2, SQRT2, SERIES)
-    key_W = tl.where(id_W < size, key_W, float("-inf"))
-    best = tl.max(key_W)
-    return best, tl.min(tl.where((key_W == best) & (id_W < size), id_W, _NO_ID))
+    return tl.where(id_W < size, key_W, float("-inf"))
 
 
 @triton.jit(
@@ -285,7 +267,7 @@ def draw_last(
     zeros_W = tl.zeros_like(block_W)
     words = philox(
         block_W,
-        zeros_W + ((tl.load(num_tokens + request) + accepted) & _MASK),
+        zeros_W + ((tl.load(num_tokens + request) + accepted) & MASK),
         zeros_W,
         zeros_W + tl.where(accepted < number, recover, sample),
         tl.load(seeds + request),
@@ -293,7 +275,7 @@ def draw_last(
     )
     base, total = tl.load(bases + row), tl.load(sums + row)
     rest = tl.load(left + request)
-    best, token = float("-inf"), tl.full((), 1 << 62, tl.int64)
+    value, token = float("-inf"), tl.full((), NO_ID, tl.int64)
     for part in tl.static_range(4):
         id_W = block_W * 4 + part
         if rest > 0.0:
@@ -318,11 +300,11 @@ def draw_last(
         else:
             logit_W = tl.load(logits + row * size + id_W, mask=id_W < size, other=float("-inf"))
             weight_W = tl.exp(logit_W - base) / total
-        value, own = _best_of(weight_W, words[part], id_W, size, LN2, SQRT2, SERIES)
-        takes = (value > best) | ((value == best) & (own < token))
-        best, token = tl.where(takes, value, best), tl.where(takes, own, token)
+        key_W = _key(weight_W, words[part], id_W, size, LN2, SQRT2, SERIES)
+        own_value, own_token = best(key_W, id_W)
+        value, token = better(value, token, own_value, own_token)
     place = request * tl.num_programs(1) + split
-    tl.store(best_values + place, best)
+    tl.store(best_values + place, value)
     tl.store(best_ids + place, token)
 
 
@@ -342,18 +324,10 @@ def tell_verdicts(
 ):
     """The accepted drafts and the last token. Grid: [B]."""
     request = tl.program_id(0).to(tl.int64)
-    place_Q = tl.arange(0, SPLITS)
-    is_split_Q = place_Q < NUM_SPLITS
-    parts_Q = request * NUM_SPLITS + place_Q
-    value_Q = tl.load(best_values + parts_Q, mask=is_split_Q, other=float("-inf"))
-    id_Q = tl.load(best_ids + parts_Q, mask=is_split_Q, other=_NO_ID)
-    token = tl.min(tl.where(value_Q == tl.max(value_Q), id_Q, _NO_ID))
+    token = best_of_splits(best_values, best_ids, request, NUM_SPLITS, SPLITS)
     accepted = tl.load(num_accepted + request)
     place_N = tl.arange(0, WIDTH)
     draft_N = tl.load(token_ids + request * width + place_N, mask=place_N < width, other=-1)
-    emitted_N = tl.where(place_N < accepted, draft_N, tl.where(place_N == accepted, token, -1))
-    target = to_token_ids + request * (width + 1) + place_N
-    tl.store(target, emitted_N, mask=place_N <= width)
-    rows_N = tl.where(place_N < accepted, place_N, -1)
-    tl.store(to_rows + request * width + place_N, rows_N, mask=place_N < width)
-    tl.store(to_num_emitted + request, accepted + 1)
+    tell_verdict(
+        draft_N, token, accepted, place_N, request, to_token_ids, to_num_emitted, to_rows, width
+    )
