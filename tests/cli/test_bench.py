@@ -162,3 +162,17 @@ def test_other_commands_load_nothing_of_the_benchmarks():
     loaded = done.stdout.split()
     assert "outdraft.cli.bench" in loaded
     assert not {"httpx", "matplotlib", "plotext", "torch", "outdraft.bench"} & set(loaded)
+
+
+@pytest.mark.usefixtures("embedded")
+def test_lengths_are_swept_into_a_file_that_says_what_was_computed_in(command, tmp_path):
+    path = tmp_path / "sweep.json"
+    arguments = ["--concurrency", "1", "--lengths", "1", "--min-rounds", "1", "--max-rounds", "1"]
+    arguments += ["--output-len", "8", "--output-json", path, *SMALL[2:]]  # no dtype
+    result = run(command, "bench", "sweep", *arguments)
+    assert result.exit_code == 0
+    written = json.loads(path.read_text())
+    assert written["dtype"] == "float32"  # of the pair's checkpoints
+    assert [one["concurrency"] for one in written["levels"]] == [1]
+    assert {"commit", "is_dirty", "capability"} <= set(written["environment"])
+    assert path.with_suffix(".png").exists()

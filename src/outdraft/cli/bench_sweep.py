@@ -82,6 +82,7 @@ def sweep(
     from outdraft.bench.sweep import SweepPlan, level_report
     from outdraft.bench.sweep import sweep as measure
     from outdraft.bench.workloads import load_requests, num_distinct_prompts, repetition_notes
+    from outdraft.models.layers.linear import dtype_name
 
     plan = SweepPlan(
         levels=concurrencies(options.concurrency),
@@ -110,7 +111,8 @@ def sweep(
     }
     show(whole)
     if options.output_json is not None:
-        _write(whole | {"model_id": base.model, "dtype": base.dtype}, options.output_json)
+        dtype = dtype_name(next(iter(models.values())).target.dtype)
+        _write(whole | {"model_id": base.model, "dtype": dtype}, options.output_json)
 
 
 def variants(
