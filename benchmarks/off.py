@@ -45,14 +45,16 @@ def main() -> None:
     engines = make_engines(args)
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
     texts = [entry.text for entry in assets.prompts()]
-    for number in range(args.rounds + 1):
-        first = number * args.requests
-        found = run_round(engines, texts[first : first + args.requests], args.max_tokens, number)
-        for name, pairs in found.items() if number else ():  # the first round warms up
+    parts = [texts[i : i + args.requests] for i in range(0, len(texts), args.requests)]
+    run_round(engines, parts[0], args.max_tokens, 0)  # warms up
+    warm = num_drafts(engines)
+    for number, part in enumerate(parts[1 : args.rounds + 1], 1):
+        for name, pairs in run_round(engines, part, args.max_tokens, number).items():
             samples[name] += pairs
     result = {
         "environment": environment() | compute(),
         "options": {key: str(value) for key, value in vars(args).items()},
+        "drafts": {name: count - warm[name] for name, count in num_drafts(engines).items()},
         "plain_ms_per_step": {
             kind: 1e3 * statistics.median(pair[place] for pair in samples[PLAIN])
             for place, kind in enumerate(("cpu", "wall"))
@@ -120,6 +122,11 @@ def run_round(
         while engine.has_work:
             engine.step()
     return samples
+
+
+def num_drafts(engines: dict[str, Engine]) -> dict[str, int]:
+    """Tokens that each engine drafted so far: whoever is off drafts no more."""
+    return {name: engine.stats.num_draft_tokens for name, engine in engines.items()}
 
 
 def requests_of(engine: Engine) -> list:
