@@ -7,7 +7,8 @@ take in registers. A pass reads keys and values besides, and computes attention.
 measured by the library: reading a gibibyte in huge pages with all threads, and multiplying numbers
 that never leave the registers. They take turns with what is measured, since what else runs on the
 machine slows down both. One thread's time is that of its core, so that others hardly count; that of
-several is the clock's. The best of each is compared.
+several is the clock's. The best of each is compared, and meets the bar of shares.py or does not;
+the median of all turns stands beside it.
 
 The network has 449 million parameters (passes.py); a step is every product once. A pass of up to 64
 rows is one request with drafts behind 200 tokens, a longer one a prompt; both end with the tokens
@@ -24,9 +25,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from passes import LAYERS, Network, cases_of
+from shares import shares
 
 from outdraft.bench.environment import compute, environment
 from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
@@ -53,18 +56,21 @@ def run_step(products: list[NativeProduct], x_by_inputs: dict[int, torch.Tensor]
     return len(products)
 
 
-def print_shares(best_s: dict[str, float], limits_s: dict[str, float]) -> None:
+def print_shares(result: dict[str, Any]) -> None:
     """A table, and what becomes of one request's step beside others."""
-    print(f"{'':>32} {'ms':>8} {'limit':>8} {'share':>6}")
-    for name, best in best_s.items():
-        limit = limits_s[name]
-        print(f"{name:>32} {best * 1e3:>8.2f} {limit * 1e3:>8.2f} {limit / best:>6.0%}")
-    eight_s = best_s["pass, 8 requests"]
-    if "pass, 1" in best_s:
-        print(f"eight requests take {eight_s / best_s['pass, 1']:.2f} times as long as one")
-    stretch = best_s["pass, 8 requests and the prompt"] - eight_s
+    samples_s, limits_s = result["samples_s"], result["limits_s"]
+    print(f"{'':>32} {'ms':>8} {'limit':>8} {'best':>7} {'median':>7}  bar")
+    for share in shares(result):
+        times = " " * 17
+        if share.name in limits_s:
+            best_ms, limit_ms = min(samples_s[share.name]) * 1e3, limits_s[share.name] * 1e3
+            times = f"{best_ms:>8.2f} {limit_ms:>8.2f}"
+        numbers = f"{share.number(share.best):>7} {share.number(share.median):>7}"
+        bar = f"  {share.wanted}, {share.verdict}" if share.wanted else ""
+        print(f"{share.name:>32} {times} {numbers}{bar}")
+    stretch = min(samples_s["pass, 8 requests and the prompt"]) - min(samples_s["pass, 8 requests"])
     stretch /= limits_s["pass, prompt of 256"]
-    print(f"a prompt stretches them by {stretch:.2f} of its limit")
+    print(f"a prompt stretches eight requests by {stretch:.2f} of its limit")
 
 
 def main() -> None:
@@ -120,21 +126,21 @@ def main() -> None:
     print(f"{platform.processor() or platform.machine()}, {library.name}, {args.threads} threads")
     print(f"read {max(bandwidths) / 1e9:.1f} GB/s, multiply {max(peaks) / 1e9:.0f} GFLOP/s")
     print(f"weights {num_bytes / 1e6:.0f} MB")
-    print_shares({name: min(samples) for name, samples in samples_s.items()}, limits_s)
+    result = {
+        "environment": environment() | compute(),
+        "library": library.name,
+        "threads": args.threads,
+        "dtype": args.dtype,
+        "quantization": args.quantization,
+        "weight_bytes": num_bytes,
+        "operations_of_a_row": 2 * (sum(weights) + head),
+        "bandwidths": bandwidths,
+        "peaks": peaks,
+        "limits_s": limits_s,
+        "samples_s": samples_s,
+    }
+    print_shares(result)
     if args.json:
-        result = {
-            "environment": environment() | compute(),
-            "library": library.name,
-            "threads": args.threads,
-            "dtype": args.dtype,
-            "quantization": args.quantization,
-            "weight_bytes": num_bytes,
-            "operations_of_a_row": 2 * (sum(weights) + head),
-            "bandwidths": bandwidths,
-            "peaks": peaks,
-            "limits_s": limits_s,
-            "samples_s": samples_s,
-        }
         args.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
