@@ -1,11 +1,16 @@
-"""Writes the tables of decode.py's results, so that nobody edits numbers by hand.
+"""Writes tables of results into the documents, so that nobody edits numbers by hand.
 
-The README has the one of texts that do not repeat themselves, docs/measuring.md has all of them.
+The README has decode.py's table of texts that do not repeat themselves, docs/measuring.md has all
+of them, and those of sweeps and of roofline.py.
 """
 
 import json
 from pathlib import Path
 from typing import Any
+
+from committed import read
+from roofline_table import roofline_table
+from sweep_table import sweep_plot, sweep_table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -13,20 +18,27 @@ CHOSEN = "{}, lengths chosen"  # the name of a method's second variant
 README_RESULT = "decode-bfloat16-t0.8.json"
 # What the embedded target's weights of bfloat16 are computed in.
 DTYPES = {"float32": "float32 over bfloat16 weights", "bfloat16": "bfloat16"}
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+SWEEPS = "![Chosen lengths over the best of plain decoding and fixed lengths](sweeps.svg)"
 
 
 def main() -> None:
-    write(ROOT / "README.md", [RESULTS / README_RESULT])
-    write(ROOT / "docs" / "measuring.md", sorted(RESULTS.glob("decode-*.json")))
+    page = ROOT / "docs" / "measuring.md"
+    write(ROOT / "README.md", "measured", table(json.loads((RESULTS / README_RESULT).read_text())))
+    decoded = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("decode-*.json"))]
+    write(page, "measured", "\n".join(map(table, decoded)))
+    sweeps = [read(path) for path in sorted(RESULTS.glob("sweep-*.json"))]
+    write(page, "sweeps", f"{sweep_table(sweeps)}\n\n{SWEEPS}\n")
+    sweep_plot(sweeps, page.parent / "sweeps.svg")
+    rooflines = [read(path) for path in sorted(RESULTS.glob("roofline-*.json"))]
+    write(page, "roofline", f"{roofline_table(rooflines)}\n")
 
 
-def write(page: Path, results: list[Path]) -> None:
-    """Replace what stands between the page's marks."""
-    before, rest = page.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    parts = [table(json.loads(path.read_text())) for path in results]
-    page.write_text(f"{before}{BEGIN}\n" + "\n".join(parts) + f"{END}{after}")
+def write(page: Path, name: str, text: str) -> None:
+    """Replace what stands between the page's marks of that name."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, rest = page.read_text().split(begin)
+    _, after = rest.split(end)
+    page.write_text(f"{before}{begin}\n{text}{end}{after}")
 
 
 def table(result: dict[str, Any]) -> str:
