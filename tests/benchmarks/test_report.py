@@ -13,7 +13,7 @@ from sweep_table import sweep_table
 ROOT = Path(__file__).parents[2]
 MEASURING = (ROOT / "docs" / "measuring.md").read_text("utf-8")
 ROOFLINES = [path for path in RESULTS.glob("roofline-*.json") if "1-thread" not in path.name]
-SWEEPS = RESULTS.glob("sweep-*.json")
+SWEEPS = [*RESULTS.glob("sweep-*.json")]
 
 
 def section(name: str) -> str:
@@ -45,6 +45,7 @@ def test_tables_of_methods_are_those_of_the_files(path):
 @pytest.mark.parametrize(
     ("name", "written", "paths"),
     [("sweeps", sweep_table, SWEEPS), ("roofline", roofline_table, ROOFLINES)],
+    ids=["sweeps", "roofline"],
 )
 def test_rows_are_those_of_the_files_that_are_named_and_no_file_is_forgotten(name, written, paths):
     """`python benchmarks/report.py` writes them anew."""
