@@ -160,6 +160,24 @@ def test_corrections_are_bounded_and_outliers_count_little():
     assert costs.target_s(8, 0) < 2.0 * 1.1
 
 
+@pytest.mark.parametrize("change", [0.5, 2.0])
+def test_a_sudden_change_is_learned_in_a_few_steps_for_all_numbers_of_rows(change: float):
+    times = {rows: float(LINE.at(np.array(rows))) for rows in (1, 4, 8, 16)}
+    costs = Costs(TABLE)
+    for step in range(300):
+        rows = (1, 8, 16)[step % 3]
+        costs.observe_target(rows, 0, times[rows])
+    for _ in range(12):
+        costs.observe_target(8, 0, times[8] * change)
+    assert costs.target_s(8, 0) == pytest.approx(times[8] * change, rel=0.05)
+    # What others show later does not spoil what is known of these.
+    for step in range(24):
+        rows = (16, 4)[step % 2]
+        costs.observe_target(rows, 0, times[rows] * change)
+    for rows, rel in ((4, 0.05), (8, 0.05), (16, 0.05), (1, 0.12)):  # one row was not seen since
+        assert costs.target_s(rows, 0) == pytest.approx(times[rows] * change, rel=rel)
+
+
 def test_a_networks_passes_and_its_catching_up_have_their_own_factors():
     costs = Costs(TABLE)
     for _ in range(100):

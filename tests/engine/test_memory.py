@@ -1,5 +1,6 @@
 """How many blocks the cache gets, and what is said when it cannot have them."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,15 @@ def test_the_table_adds_up():
     assert rows["activations of a full step"] == "0.1 MiB"
     assert rows["logits and sampling"] == "0.2 MiB"
     assert "draft probabilities" not in rows
+
+
+def test_each_part_of_a_step_has_a_row():
+    parts = [field.name for field in fields(StepMemory)]
+    step = StepMemory(**{name: (1 << place) * 2**20 for place, name in enumerate(parts)})
+    plan = MemoryPlan("float32", 0, 0, step, block_bytes=0, num_blocks=0, block_size=16)
+    *rows, (_, total) = plan.table()
+    in_mib = [float(size.split()[0].replace(",", "")) for _, size in rows]
+    assert sum(in_mib) == float(total.split()[0].replace(",", "")) == (1 << len(parts)) - 1
 
 
 def test_there_is_memory_on_this_machine():

@@ -14,8 +14,9 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs triton")
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.kernels.data.first_times import FirstTimes
-from outdraft.kernels.triton import graphed_calls
+from outdraft.kernels.triton import graphed_calls, kept_graphs
 from outdraft.kernels.triton.graphed_calls import CallGraphs
+from outdraft.kernels.triton.kept_graphs import MadeGraphs
 
 
 @dataclass(frozen=True)
@@ -141,3 +142,16 @@ def test_what_takes_too_much_memory_stays_launch_by_launch():
         for call in calls:
             assert_same(graphs.call(function, *call), function(*call))
         assert repeats.num_made == num_made
+
+
+def test_who_has_made_as_many_graphs_as_are_kept_says_so_once(monkeypatch, caplog):
+    monkeypatch.setattr(kept_graphs, "MOST_GRAPHS", 2)
+    made = MadeGraphs[int](FirstTimes())
+    assert made.find("launches", 0, lambda: 0) is None  # it compiles
+    assert [made.find("launches", size, lambda one=size: one) for size in range(5)] == [
+        *(0, 1),
+        *(None, None, None),
+    ]
+    assert made.find("launches", 1, lambda: 7) == 1
+    [warning] = caplog.records
+    assert "2 graphs are made" in warning.getMessage()

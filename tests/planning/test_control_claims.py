@@ -4,6 +4,10 @@ The oracle of speed is the best policy of one fixed length, plain decoding among
 engine with the same luck. Rates are of expected tokens: drafts are counted before their coins fall.
 """
 
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
 import pytest
 
 from outdraft.control.controller import Controller
@@ -17,6 +21,7 @@ from tests.planning.scenarios import controlled, fixed_rates, random_case
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 512)
 SETTLED = 300  # steps after which a state is steady
 BLOCK = 12  # random engines of one test
+DEAR = 0.1  # that deciding takes, of a plain step
 
 
 def line(slope: float, pass_s: float = 0.1) -> CostTable:
@@ -77,7 +82,7 @@ def test_neither_where_deciding_takes_a_tenth_of_a_step(first: int):
         case = random_case(seed)
         controller = Controller(case.table, case.scenario.max_drafts)
         # Steps between two lessons double, so it takes longer until they are seldom.
-        steps = Simulator(case.scenario, controller, deciding_s=0.1).run(2000)
+        steps = Simulator(case.scenario, controller, DEAR).run(2000)
         shares[seed] = steps.rate(1000) / max(fixed_rates(case.scenario, 60))
     assert_close_to_the_best(shares)
 
@@ -86,6 +91,76 @@ def test_neither_where_deciding_takes_a_tenth_of_a_step(first: int):
 @pytest.mark.parametrize("first", range(96, 300, BLOCK))
 def test_neither_in_many_more_engines(first: int):
     assert_close_to_the_best(steady_shares(range(first, first + BLOCK)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(8, 32, BLOCK))
+def test_neither_beside_prompts_in_many_more_engines(first: int):
+    assert_close_to_the_best(steady_shares(range(first, first + BLOCK), prompts=True))
+
+
+def random_host(seed: int) -> tuple[Scenario, CostTable]:
+    """A source of the host that is right as often as chance has it, in a random engine."""
+    rng = np.random.default_rng([seed, 78])
+    table = random_case(seed).table
+    chances = tuple(sorted(rng.uniform(0.02, 0.95, 3)))
+    world = World(table, None, HostTruth(rng.uniform(0.2, 0.9), chances, (1, 4, 16)))
+    load = Load(int(rng.choice([1, 4, 16])), tuple(int(n) for n in rng.integers(60, 300, 16)))
+    return Scenario(load, lambda _: world, int(rng.integers(2, 9)), seed), table
+
+
+def host_shares(seeds):
+    shares = {}
+    for seed in seeds:
+        scenario, table = random_host(seed)
+        best = max(fixed_rates(scenario, 1000, SETTLED))
+        shares[seed] = controlled(scenario, table, 1000).rate(SETTLED) / best
+    return shares
+
+
+@pytest.mark.parametrize("first", range(0, 8, 4))
+def test_neither_with_offers_of_the_host(first: int):
+    assert_close_to_the_best(host_shares(range(first, first + 4)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(8, 56, BLOCK))
+def test_neither_with_offers_of_the_host_in_many_more_engines(first: int):
+    assert_close_to_the_best(host_shares(range(first, first + BLOCK)))
+
+
+def drift_shares(seeds):
+    """The rate from 200 steps after costs and acceptance became those of another random world."""
+    shares = {}
+    for seed in seeds:
+        before, after = random_case(seed), random_case(seed + 1000)
+        load, max_drafts = before.scenario.load, before.scenario.max_drafts
+        worlds = before.scenario.world(0), after.scenario.world(0)
+        rng = np.random.default_rng([seed, 79])
+        # The same engine, up to twice as fast or slow; the table was measured before.
+        later = replace(
+            worlds[0],
+            network=worlds[1].network,
+            target_factor=worlds[0].target_factor * 2 ** rng.uniform(-1, 1),
+            draft_factor=worlds[0].draft_factor * 2 ** rng.uniform(-1, 1),
+        )
+        scenario = Scenario(
+            load, partial(switching, before=worlds[0], after=later), max_drafts, seed
+        )
+        best = max(fixed_rates(Scenario(load, lambda _, w=later: w, max_drafts, seed), 60))
+        shares[seed] = controlled(scenario, before.table, 1000).rate(600) / best
+    return shares
+
+
+@pytest.mark.parametrize("first", range(0, 8, 4))
+def test_neither_two_hundred_steps_after_everything_changed(first: int):
+    assert_close_to_the_best(drift_shares(range(first, first + 4)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(8, 56, BLOCK))
+def test_neither_two_hundred_steps_after_everything_changed_in_many_more(first: int):
+    assert_close_to_the_best(drift_shares(range(first, first + BLOCK)))
 
 
 @pytest.mark.full
@@ -121,6 +196,29 @@ def test_losses_end_within_two_hundred_steps(loss: str, concurrency: int):
     steps = controlled(scenario, before.table, 1000)
     alone = Scenario(scenario.load, lambda _: after, 5)
     assert steps.rate(600) >= 0.97 * max(fixed_rates(alone, 400))
+
+
+@pytest.mark.parametrize("concurrency", [1, 8])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_end_where_deciding_takes_a_tenth_of_a_step(loss: str, concurrency: int):
+    # Fixed lengths decide nothing, so a part of that tenth stays.
+    before, after = LOSSES[loss]
+    scenario = changing(Load(concurrency, (150, 90, 200)), before, after)
+    steps = Simulator(scenario, Controller(before.table, 5), DEAR).run(1400)
+    alone = Scenario(scenario.load, lambda _: after, 5)
+    assert steps.rate(600) >= 0.95 * max(fixed_rates(alone, 800))
+
+
+@pytest.mark.parametrize("concurrency", [1, 8])
+def test_a_gain_of_the_host_that_returns_is_found_where_deciding_takes_a_tenth(concurrency: int):
+    # Each step with an offer is decided.
+    before = World(line(0.1), None, HostTruth(0.5, (0.02,)))
+    after = World(line(0.1), None, HostTruth(0.5, (0.9,)))
+    scenario = changing(Load(concurrency), before, after)
+    steps = Simulator(scenario, Controller(line(0.1), 5), DEAR).run(1400)
+    assert sum(steps.drafted[300:400]) < 0.1 * sum(steps.drafted[600:700])
+    best = max(fixed_rates(Scenario(Load(concurrency), lambda _: after, 5), 800))
+    assert steps.rate(600) >= 0.9 * best
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])
@@ -195,8 +293,6 @@ class Blind(Controller):
     """The same without live confidence."""
 
     def observe(self, outcome):
-        from dataclasses import replace
-
         drafts = tuple(replace(draft, margins=()) for draft in outcome.drafts)
         super().observe(replace(outcome, drafts=drafts))
 

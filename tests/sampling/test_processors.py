@@ -15,6 +15,7 @@ from transformers import (
 from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.data.drafts import DraftBatch, path_ids_BN1K, place_R
+from outdraft.kernels.reference.sampling import apply_top_k_top_p
 from outdraft.sampling.processors import Paths, process_logits
 from tests.kernels.tables import kernels_for
 from tests.reference.processors import processed_logits
@@ -264,6 +265,19 @@ def test_flags_of_a_plain_greedy_batch_switch_everything_off():
     assert (sampling.needs_top_p, sampling.needs_min_p, sampling.max_top_k) == (False, False, 0)
     assert not batch([SamplingParams(temperature=0.0, presence_penalty=1.0)]).is_plain_greedy
     assert not batch([SamplingParams(temperature=0.0), SamplingParams()]).is_plain_greedy
+
+
+@pytest.mark.parametrize(
+    ("top_ks", "width"), [((5,), 8), ((1,), 1), ((4, 0), 4), ((9, 3), VOCAB), ((0, 20), 0)]
+)
+def test_widths_of_top_k_are_few_and_cut_nothing_else(top_ks, width):
+    sampling = batch([SamplingParams(top_k=top_k) for top_k in top_ks])
+    assert sampling.max_top_k == width
+    logits_RV = random_logits(len(top_ks))
+    cut_RV = apply_top_k_top_p(logits_RV, torch.arange(len(top_ks)), sampling)
+    for top_k, logits_V, cut_V in zip(top_ks, logits_RV, cut_RV, strict=True):
+        kept = logits_V.topk(top_k if 0 < top_k < VOCAB else VOCAB).indices
+        assert (cut_V == logits_V).nonzero().flatten().tolist() == sorted(kept.tolist())
 
 
 def test_repeated_ids_of_a_set_take_no_room():

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outdraft.config.speculation import RejectionMethod
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
 from outdraft.kernels.ops import Kernels
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths
-from outdraft.verification.verifier import Verifier, VerifyMethod
+from outdraft.verification.verifier import Verifier
 
 
 class SyntheticVerifier(Verifier):
@@ -24,7 +25,7 @@ class SyntheticVerifier(Verifier):
     batches are matched without a verifier.
     """
 
-    def __init__(self, kernels: Kernels, method: VerifyMethod, chances: Sequence[float]) -> None:
+    def __init__(self, kernels: Kernels, method: RejectionMethod, chances: Sequence[float]) -> None:
         super().__init__(kernels, method)
         self._chances = torch.tensor(chances)
         self._coins = torch.Generator().manual_seed(0)

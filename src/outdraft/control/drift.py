@@ -22,7 +22,8 @@ WALK = 0.004**2  # and of the change of either from step to step
 LONE, LONE_NOISE = 0.5**2, 0.15**2  # of what a lone step takes more, and of its measured time
 LEAST = 0.1  # times what a table says, of catching up
 NEAR = 0.8  # correlation of neighbours' own corrections
-SURPRISE = 0.25  # most of one in one step: outliers count no more
+SURPRISE = 0.25  # most of one in one step: outliers count no more,
+SUDDEN = 50  # but behind another one it is a change, as large as those of so many steps
 CLIP = math.log(4)  # of a correction, either way
 HOST_CLIP = math.log(32)  # of the host's, which tables know less about
 FAR, LONG = math.log(1.5), 2000  # a correction, and for how many times in a row: a wrong table
@@ -39,6 +40,7 @@ class Correction:
         """`clip`: the largest correction, either way, as a logarithm."""
         self._clip = clip
         self.num_far = 0  # times in a row that the correction was beyond FAR
+        self._num_sudden = 0  # times in a row that a surprise was too large to be believed
         self._factors: list[float] | None = None  # until the next time is observed
         bucket_N = np.arange(num_buckets + 1)
         near_NN = NEAR ** np.abs(bucket_N[:, None] - bucket_N)
@@ -68,8 +70,9 @@ class Correction:
         if table_s <= 0 or actual_s <= 0:
             return
         surprise = math.log(actual_s / table_s) - float(self._log_N[bucket])
+        self._num_sudden = self._num_sudden + 1 if abs(surprise) > SURPRISE else 0
         surprise = max(-SURPRISE, min(SURPRISE, surprise))
-        self._variance_NN += self._walk_NN
+        self._variance_NN += self._walk_NN * (SUDDEN if self._num_sudden > 1 else 1)
         self._factors = None
         own_N = self._variance_NN[bucket].copy()
         gain_N = own_N * (1 / (float(own_N[bucket]) + NOISE))
@@ -85,6 +88,7 @@ class LoneCorrection:
     def __init__(self, clip: float = CLIP) -> None:
         self._clip = clip
         self.num_far = 0
+        self._num_sudden = 0
         self._log = 0.0
         self._variance = SHARED + OWN
 
@@ -97,8 +101,9 @@ class LoneCorrection:
         if table_s <= 0 or actual_s <= 0:
             return
         surprise = math.log(actual_s / table_s) - self._log
+        self._num_sudden = self._num_sudden + 1 if abs(surprise) > SURPRISE else 0
         surprise = max(-SURPRISE, min(SURPRISE, surprise))
-        own = self._variance + 2 * WALK
+        own = self._variance + 2 * WALK * (SUDDEN if self._num_sudden > 1 else 1)
         gain = own * (1 / (own + NOISE))
         self._log += surprise * gain
         self._variance = own - gain * own

@@ -266,6 +266,7 @@ class MemoryPlan:
             "log-probabilities of prompts": self.step.prompt_scores,
             "draft probabilities": self.step.draft_probs,
             "states for the drafter": self.step.states,
+            "graphs of the GPU": self.step.graphs,
             f"KV cache: {self.num_blocks} blocks, {tokens} tokens": cache_bytes,
         }
         rows = {name: size for name, size in parts.items() if size > 0}

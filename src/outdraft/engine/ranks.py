@@ -175,7 +175,7 @@ class RankProcesses:
         return own.agreed([others[rank].plan for rank in sorted(others)])
 
     def build(self, num_blocks: int) -> None:
-        """Have all ranks take their memory, which `wait_until_built` waits for."""
+        """Have all ranks take their memory. Nothing waits for it here."""
         self._order(Build(num_blocks))
 
     def runner(

@@ -80,7 +80,8 @@ class SamplingBatch:
         has_grammar: some request's output keeps to a grammar: what it allows comes with each step.
         any_shares_noise: some of `shares_noise_B` is true.
         any_draws: some of `draws_B` is true.
-        max_top_k: largest top_k in use, 0 when no sampled request has one.
+        max_top_k: at least the largest top_k in use, one of few numbers: a GPU makes graphs for
+            each; 0 when no sampled request has one.
     """
 
     vocab_size: int
@@ -160,7 +161,7 @@ class SamplingBatch:
             needs_penalties=any(one.has_penalties for one in rules),
             needs_min_p=any(one.min_p > 0 for one in sampled),
             needs_top_p=any(one.top_p < 1 for one in sampled),
-            max_top_k=max((k for k in top_ks if k < vocab_size), default=0),
+            max_top_k=_rounded_top_k(top_ks, vocab_size),
         )
 
     @property
@@ -247,6 +248,12 @@ _NEVER = 2**62  # longer than any text
 def _top_k(rules: TokenRules, vocab_size: int) -> int:
     is_off = rules.is_greedy or rules.top_k <= 0
     return vocab_size if is_off else min(rules.top_k, vocab_size)
+
+
+def _rounded_top_k(top_ks: Sequence[int], vocab_size: int) -> int:
+    """The largest that is on, up to a power of two; 0: all are off."""
+    largest = max((k for k in top_ks if k < vocab_size), default=0)
+    return min(1 << (largest - 1).bit_length(), vocab_size) if largest else 0
 
 
 def _ints(rules: TokenRules, vocab_size: int) -> tuple[int, ...]:

@@ -162,7 +162,7 @@ class EngineLoop:
                 trace = ExitStack()
                 trace.enter_context(traced(self._engine, Path(path)))
                 self._trace = trace
-        except (OSError, RuntimeError) as error:
+        except Exception as error:  # a profile ends no engine
             _logger.exception("a profile could not be taken")
             return f"the profile could not be taken: {type(error).__name__}"
         return None

@@ -146,8 +146,8 @@ class Supervisor:
         if not self.is_alive:
             raise self._dead()
         answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        self._profiles.append(answer)
         self._send(messages.Profile(path))
+        self._profiles.append(answer)
         return await answer
 
     @property
@@ -209,8 +209,8 @@ class Supervisor:
         stream = self._streams[wire_id] = _Stream(assembly)
         sent = replace(params, prediction=prediction)
         ids = assembly.output.prompt_token_ids
-        self._send(messages.Add(wire_id, ids, sent, priority, prompt.cache_salt))
         try:
+            self._send(messages.Add(wire_id, ids, sent, priority, prompt.cache_salt))
             is_last = False
             while not is_last:
                 update = await stream.next()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from outdraft.config.speculation import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD
 from outdraft.kernels.data.drafts import DraftBatch, Verdict, ancestors_BN1N, row_index_BN1
 from outdraft.kernels.reference.verification import Draw, verdict_of_path
 
@@ -29,8 +30,8 @@ class TypicalAcceptance:
         ValueError: a value is out of its range.
     """
 
-    posterior_threshold: float = 0.09
-    posterior_alpha: float = 0.3
+    posterior_threshold: float = POSTERIOR_THRESHOLD
+    posterior_alpha: float = POSTERIOR_ALPHA
 
     def __post_init__(self) -> None:
         for name in ("posterior_threshold", "posterior_alpha"):

@@ -7,10 +7,10 @@ Dimension key: R flat rows, V vocabulary.
 """
 
 from dataclasses import replace
-from typing import Literal
 
 from torch import Tensor
 
+from outdraft.config.speculation import RejectionMethod
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict, path_ids_BN1K, place_R
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference.verification import Step
@@ -18,8 +18,7 @@ from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths, process_logits
 from outdraft.verification.typical import TypicalAcceptance, verify_typical
 
-VerifyMethod = Literal["block", "token", "drafter_invariant", "lossy_typical"]
-_RULES: dict[VerifyMethod, Rule] = {
+_RULES: dict[RejectionMethod, Rule] = {
     "block": Rule.TRAVERSAL,
     "token": Rule.TOKEN,
     "drafter_invariant": Rule.MATCH,
@@ -41,7 +40,7 @@ class Verifier:
     """
 
     def __init__(
-        self, kernels: Kernels, method: VerifyMethod, typical: TypicalAcceptance | None = None
+        self, kernels: Kernels, method: RejectionMethod, typical: TypicalAcceptance | None = None
     ) -> None:
         """`typical`: the bounds of "lossy_typical"; None: the paper's.
 
@@ -50,7 +49,7 @@ class Verifier:
         """
         if typical is not None and method != "lossy_typical":
             raise ValueError(f"typical acceptance has no part in verification by {method!r}")
-        self.method: VerifyMethod = method
+        self.method: RejectionMethod = method
         self._kernels = kernels
         self._typical = typical or TypicalAcceptance()
 

@@ -1,5 +1,6 @@
 """Which graphs are made, and how long they are kept."""
 
+import logging
 from collections.abc import Callable
 from typing import Generic, TypeVar, cast
 
@@ -11,6 +12,7 @@ from outdraft.kernels.data.graph_sizes import MOST_GRAPHS
 
 Made = TypeVar("Made")
 Kept = TypeVar("Kept")
+_logger = logging.getLogger(__name__)
 
 
 class MadeGraphs(Generic[Made]):
@@ -26,6 +28,7 @@ class MadeGraphs(Generic[Made]):
         self._first_times = first_times
         self._launched = set[object]()
         self._made: dict[object, Made] = {}
+        self._is_full = False  # and that was said
 
     @property
     def num_made(self) -> int:
@@ -45,6 +48,13 @@ class MadeGraphs(Generic[Made]):
         kind = launches, sizes
         if kind not in self._made:
             if len(self._made) >= MOST_GRAPHS:
+                if not self._is_full:
+                    self._is_full = True
+                    _logger.warning(
+                        "%d graphs are made: steps of other sizes launch kernel by kernel from now "
+                        "on, which takes longer",
+                        MOST_GRAPHS,
+                    )
                 return None
             self._made[kind] = make()
             self._first_times.number += 1
