@@ -11,8 +11,9 @@ from torch import Tensor
 
 from outdraft.attention.rows import Span, lay_out, metadata_of
 from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.decoder_ops import DecoderSpec, LayerSpec
 from outdraft.kernels.native.linear import NativeProduct
-from outdraft.kernels.ops import DecoderSpec, Kernels, LayerSpec
+from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import KVCache
 from outdraft.kv.shapes import LayerCacheShape
 

@@ -8,116 +8,21 @@
 #include "forward.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <limits>
-#include <vector>
 
 #include "export.h"
 #include "layer_heads.h"
 #include "parts.h"
-#include "sampling.h"
-#include "simd.h"
+#include "row_steps.h"
 #include "vector_math.h"
 
 namespace outdraft {
 namespace {
 
-constexpr int64_t kHeadRows = 64;               // whose logits are kept at a time
-constexpr int64_t kMinSharedNumbers = 1 << 14;  // below, sharing costs what it saves
-constexpr int64_t kEvenUnits = 4;               // for each thread
 constexpr float kMasked = -std::numeric_limits<float>::infinity();
 
 // From row to row of a product: rows whose distance is a power of two share few lines of a cache.
 constexpr int64_t stride_of(int64_t num_outputs) { return num_outputs + 16; }
-
-// What happens to rows between two products. `Step` has compute(row, scratch), store(row, scratch),
-// and row_bytes() of scratch memory. A unit is some rows.
-template <class Step>
-struct RowsWork {
-  Step step;
-  int64_t num_rows, unit_rows;
-
-  int64_t num_units() const { return (num_rows + unit_rows - 1) / unit_rows; }
-  size_t scratch_bytes() const { return unit_rows * step.row_bytes(); }
-  void compute(int64_t unit, void* scratch) const {
-    for_rows(unit, [&](int64_t row, int64_t at) {
-      step.compute(row, static_cast<char*>(scratch) + at);
-    });
-  }
-  void store(int64_t unit, const void* scratch) const {
-    for_rows(unit, [&](int64_t row, int64_t at) {
-      step.store(row, static_cast<const char*>(scratch) + at);
-    });
-  }
-
-  template <class Call>
-  void for_rows(int64_t unit, const Call& call) const {
-    const int64_t first = unit * unit_rows, count = std::min(unit_rows, num_rows - first);
-    for (int64_t i = 0; i < count; ++i) call(first + i, i * step.row_bytes());
-  }
-};
-
-template <class Step>
-void run_rows(Team* team, const Step& step, int64_t num_rows, int64_t row_numbers) {
-  const Turn turn(num_rows * row_numbers < kMinSharedNumbers ? nullptr : team);
-  const int64_t most_units = std::min(kEvenUnits * num_threads(turn.team()), kMaxUnits);
-  run_in_turn(turn.team(),
-              RowsWork<Step>{step, num_rows, (num_rows + most_units - 1) / most_units});
-}
-
-// residual += y, unless y is null; to = the normed sum.
-template <class From, class To>
-struct AddAndNormalize {
-  From* residual;
-  const float* y;
-  int64_t y_stride;
-  const float* weight;
-  int64_t size;
-  float eps;
-  To* to;
-  int64_t to_stride;
-
-  int64_t row_bytes() const { return (sizeof(From) + sizeof(To)) * size; }
-  void compute(int64_t row, char* scratch) const {
-    const From* from = residual + row * size;
-    To* normed = reinterpret_cast<To*>(scratch + sizeof(From) * size);
-    if (y != nullptr) {
-      From* sum = reinterpret_cast<From*>(scratch);
-      const float* added = y + row * y_stride;
-      for_numbers(size, [&](int64_t i, auto kind) {
-        using Kind = decltype(kind);
-        put(sum + i, read<Kind>(from + i) + read<Kind>(added + i));
-      });
-      from = sum;
-    }
-    normalize(from, weight, size, eps, normed);
-  }
-  void store(int64_t row, const char* scratch) const {
-    if (y != nullptr) std::memcpy(residual + row * size, scratch, sizeof(From) * size);
-    std::memcpy(to + row * to_stride, scratch + sizeof(From) * size, sizeof(To) * size);
-  }
-};
-
-// The first of the highest numbers; a NaN is higher than all.
-int64_t best_of(const float* x, int64_t size) {
-  bool has_nan = false;
-  for (int64_t i = 0; i < size; ++i) has_nan |= x[i] != x[i];
-  if (!has_nan) return argmax(x, size);
-  return std::find_if(x, x + size, [](float number) { return number != number; }) - x;
-}
-
-// The best token of a part of the vocabulary.
-struct Best {
-  double logit;
-  int64_t id;
-
-  // Than that of a part before: of equal ones the first wins, and a NaN is the highest.
-  bool is_above(const Best& before) const {
-    if (std::isnan(before.logit)) return false;
-    return std::isnan(logit) || logit > before.logit;
-  }
-};
 
 // `Number`: float, or uint16_t for bfloat16.
 template <class Number>
@@ -492,44 +397,6 @@ class DecoderOf final : public Decoder {
 };
 
 }  // namespace
-
-bool Decoder::best_tokens(const void* states, int64_t num_rows, int64_t* ids, bool* are_finite) {
-  const int64_t row_bytes = spec_.hidden * size_of(spec_.dtype);
-  const int64_t num_ranks = is_spread() ? spec_.ranks->size : 1;
-  const int64_t first_own = is_spread() ? spec_.ranks->rank * columns() : 0;
-  std::vector<Best> own(static_cast<size_t>(num_rows)), of_all;
-  for (int64_t first = 0; first < num_rows; first += kHeadRows) {
-    const int64_t count = std::min(kHeadRows, num_rows - first);
-    float* logits_RN = logits_.reserve<float>(count * columns());
-    logits(static_cast<const char*>(states) + first * row_bytes, count, logits_RN);
-    for (int64_t r = 0; r < count; ++r) {
-      const float* row = logits_RN + r * columns();
-      const int64_t best = best_of(row, columns());
-      own[first + r] = {row[best], first_own + best};
-    }
-  }
-  if (is_spread()) {
-    of_all.resize(own.size() * num_ranks);
-    if (!spec_.ranks->gather(reinterpret_cast<const char*>(own.data()),
-                             num_rows * int64_t{sizeof(Best)},
-                             reinterpret_cast<char*>(of_all.data()))) {
-      return false;
-    }
-  } else {
-    of_all.swap(own);
-  }
-  for (int64_t r = 0; r < num_rows; ++r) {
-    Best best = of_all[r];
-    for (int64_t rank = 1; rank < num_ranks; ++rank) {
-      const Best& other = of_all[rank * num_rows + r];
-      if (other.is_above(best)) best = other;
-    }
-    ids[r] = spec_.draft_ids == nullptr ? best.id : spec_.draft_ids[best.id];
-    if (are_finite != nullptr) are_finite[r] = std::isfinite(best.logit);
-  }
-  return true;
-}
-
 }  // namespace outdraft
 
 using outdraft::Decoder;

@@ -1,5 +1,6 @@
 // What draft heads compute between their products, each row by itself. Statistics and all numbers
-// on the way are float32; what is stored is rounded once. The readable twin is
+// on the way are float32; what is stored is rounded once. The only sums are those of squares, in
+// the order of `inverse_rms` (vector_math.h). The readable twin is
 // src/outdraft/kernels/reference/heads.py.
 
 #include <cmath>

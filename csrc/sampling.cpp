@@ -1,4 +1,5 @@
-// Rows of logits: one number after the other where order matters, else several side by side.
+// Rows of logits, as sampling.h says: one number after the other where order matters, else several
+// side by side.
 //
 // Sums run in float64 over sixteen columns, which are added in order at the end. Nothing is sorted
 // but one bucket of a histogram: the one in which the k-th logit, or the border of the nucleus,

@@ -1,5 +1,6 @@
 // Tokens from rows of float32 logits: processing, argmax, softmax, and samples by the Gumbel-max
-// trick. What a row gives depends on that row alone. The readable twin is
+// trick (Gumbel 1954; Maddison, Tarlow, Minka 2014). The nucleus is that of Holtzman et al. 2020.
+// What a row gives depends on that row alone. The readable twin is
 // src/outdraft/kernels/reference/sampling.py.
 #pragma once
 

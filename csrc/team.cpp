@@ -1,11 +1,11 @@
 // Threads that share work of microseconds: see team.h.
 //
-// Who may touch what. A job is published as a sequence lock: its number is cleared, its fields are
-// written, its number is set. A helper that read the same number before and after the fields has
-// the fields of that job. The word of a unit is 4 * job + a state; a word of an older job is free.
-// Only the exchange of a whole word claims a unit, stores it or takes it back, so a thread that
-// comes late finds another word and gives up. All fields are atomic words: nothing is torn, and
-// nobody needs a lock to read them.
+// Who may touch what. A job is published as a sequence lock (Boehm 2012 has them in C++): its
+// number is cleared, its fields are written, its number is set. A helper that read the same number
+// before and after the fields has the fields of that job. The word of a unit is 4 * job + a state;
+// a word of an older job is free. Only the exchange of a whole word claims a unit, stores it or
+// takes it back, so a thread that comes late finds another word and gives up. All fields are atomic
+// words: nothing is torn, and nobody needs a lock to read them.
 
 #include "team.h"
 

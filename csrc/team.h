@@ -7,6 +7,10 @@
 // own. So results never depend on how the threads run, and a process that was forked, which has no
 // helpers, computes correctly.
 //
+// It is fork and join, as of a loop in OpenMP. That the caller computes a late helper's unit again
+// is as with the backup tasks of MapReduce (Dean, Ghemawat 2004); how both settle whose result
+// counts is our own.
+//
 // A `Work` is trivially copyable. It is copied into the team, so that a late helper reads no dead
 // object:
 //   int64_t num_units() const;       at most kMaxUnits

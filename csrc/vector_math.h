@@ -1,4 +1,8 @@
 // Functions and sums of whole vectors, in one order for each width.
+//
+// Numbers of a long row are added vector by vector, number i of each vector to sum i. These kWidth
+// sums are joined last: those one place apart, then pairs two apart, four apart, and so on. What
+// fills no vector is added behind that, one number after the other.
 #pragma once
 
 #include <cmath>

@@ -10,7 +10,7 @@ from outdraft import assets
 
 OURS, *_ = ENGINES = ("outdraft", "llama.cpp", "openvino", "vllm", "transformers")
 FAST = ENGINES[:4]
-OWN = ("combined", "eagle3", "medusa", "mlp_speculator")  # methods of the embedded model
+OWN = ("combined", "eagle3", "medusa", "mlp_speculator", "dspark")  # methods of the embedded model
 PLAIN = "plain"
 BLOCK = 64  # requests' lengths are whole blocks of as many tokens
 

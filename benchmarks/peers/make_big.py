@@ -1,9 +1,10 @@
 """Makes `big`, random weights in the shape of a 0.6B Qwen3, and `big_drafter`, in a given folder.
 
 The drafter is the model's own first two layers, and later layers write with a small gain, so that
-four drafts and the target's own token bring 3.4 tokens a round. That is made by construction and
-says nothing about any engine: the pair compares what the same drafts cost in different engines. The
-tokenizer is the embedded pair's, padded to the vocabulary by tokens that no text holds.
+four drafts and the target's own token bring 3.4 tokens a round. The gain was tuned to that number,
+so weights of another scale need another gain. Acceptance is made by construction and says nothing
+about any engine: the pair compares what the same drafts cost in different engines. The tokenizer is
+the embedded pair's, padded to the vocabulary by tokens that no text holds.
 """
 
 import json

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import Span, lay_out, metadata_of
-from outdraft.kernels.ops import DecoderPass, DecoderSpec, Kernels, LayerSpec, StateEntry
+from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec, LayerSpec, StateEntry
+from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.kv.shapes import LayerCacheShape

@@ -14,7 +14,7 @@ from outdraft.kernels.reference.attention import ReferenceAttention
 from tests.attention.ragged import Batch, Model, Shape, build_batch, converted, models, sinks, trees
 from tests.kernels.tables import each_library, native_attention
 
-PART = 2048  # as in csrc/attention.cpp
+PART = 2048  # as in csrc/attention_tiles.h
 REFERENCE = ReferenceAttention()
 PLAIN = AttentionForm(0.3)
 BUSH = (0, 0, 1, 1, 2, 3, 4)

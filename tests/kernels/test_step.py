@@ -16,8 +16,9 @@ from outdraft.core.draft import Draft
 from outdraft.distributed.group import ALONE
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.data.drafts import DraftBatch, Rule
+from outdraft.kernels.decoder_ops import DecoderPass
 from outdraft.kernels.native import decoder as native_decoder
-from outdraft.kernels.ops import DecoderPass, Kernels
+from outdraft.kernels.ops import Kernels
 from outdraft.kernels.step_ops import Chooser, StatesOf, StepRead, StepTask
 from outdraft.kv.cache import KVCache, LayerCache
 from outdraft.runner.step_rows import read_by_parts

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Hashable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -33,6 +33,7 @@ from tests.models.checkpoints import VARIANTS, llama, randomised, save
 from tests.models.families import randomised_family
 from tests.models.mtp_checkpoints import add_library_layer, add_mimo_layer
 from tests.oracle.heads import random_head
+from tests.pairwise import some
 
 VOCAB_SIZE = 61
 LIBRARY = "transformers/"  # before a family whose network the library computes
@@ -153,6 +154,18 @@ METHODS = ("plain", *HOST, *NETWORKS, *COMBINED)
 HEADS = ("medusa", "mlp_speculator")
 BLOCKS = ("dflash", "dspark")
 OF_ONE_SIZE = tuple(name for name in NETWORKS if name.endswith("-tree"))
+
+
+def with_kernels(every: Iterable[Hashable], on_reference: Collection[Hashable]) -> list[Any]:
+    """pytest's parameters: every value with "auto", and with the reference's kernels, which are
+    slow; of those only the named ones run by default."""
+    values = [value if isinstance(value, tuple) else (value,) for value in every]
+    chosen = [value if isinstance(value, tuple) else (value,) for value in on_reference]
+    quick = [(*value, "auto") for value in values]
+    return some(
+        [*quick, *((*value, "reference") for value in values)],
+        [*quick, *((*value, "reference") for value in chosen)],
+    )
 
 
 def parts(method: str) -> tuple[str, str]:

@@ -3,18 +3,18 @@
 import pytest
 
 from outdraft.core.sampling import SamplingParams
-from tests.oracle.engines import METHODS, engine, greedy, ids, prompts_of, run
+from tests.oracle.engines import METHODS, engine, greedy, ids, prompts_of, run, with_kernels
 
 LENGTHS = (6, 25, 38, 3, 50)
 INVARIANT = {"rejection_sample_method": "drafter_invariant"}
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_answers_what_plain_decoding_does(method: str):
-    prompts = prompts_of(LENGTHS)
-    plain = run(engine("qwen2", "plain", dtype="bfloat16"), prompts, greedy(24))
+@pytest.mark.parametrize(("method", "kernels"), with_kernels(METHODS, ["draft_model-tree"]))
+def test_every_method_answers_what_plain_decoding_does(method: str, kernels: str):
+    prompts, options = prompts_of(LENGTHS), {"dtype": "bfloat16", "kernels": kernels}
+    plain = run(engine("qwen2", "plain", **options), prompts, greedy(24))
 
-    drafted = run(engine("qwen2", method, dtype="bfloat16"), prompts, greedy(24))
+    drafted = run(engine("qwen2", method, **options), prompts, greedy(24))
 
     assert ids(drafted) == ids(plain)
 

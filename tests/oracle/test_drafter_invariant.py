@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from tests.oracle.engines import FAMILIES, METHODS, NoisePolicy, engine, ids, parts, prompts_of, run
-from tests.pairwise import rows
+from tests.pairwise import rows, some
 
 LENGTHS = (4, 19, 33)
 PARAMS: dict[str, dict[str, Any]] = {
@@ -38,8 +38,9 @@ def sampled(**changes: Any) -> SamplingParams:
 
 
 @cache
-def plain_outputs(family: str, name: str) -> list[RequestOutput]:
-    return run(engine(family, "plain"), prompts_of(LENGTHS), sampled(**PARAMS[name]))
+def plain_outputs(family: str, name: str, kernels: str = "auto") -> list[RequestOutput]:
+    llm = engine(family, "plain", kernels=kernels)
+    return run(llm, prompts_of(LENGTHS), sampled(**PARAMS[name]))
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,14 @@ def test_output_is_the_plain_output(method: str, family: str, name: str):
             )
             assert _rounded(left.logprobs) == _rounded(right.logprobs)
         assert _rounded(got.prompt_logprobs) == _rounded(want.prompt_logprobs)
+
+
+@pytest.mark.parametrize("method", some(METHODS[1:], ["eagle3-tree"]))
+def test_so_it_is_with_the_kernels_of_the_reference(method: str):
+    llm = engine("qwen2", method, rejection_sample_method="drafter_invariant", kernels="reference")
+    outputs = run(llm, prompts_of(LENGTHS), sampled(**PARAMS["top-k-top-p"]))
+    assert ids(outputs) == ids(plain_outputs("qwen2", "top-k-top-p", "reference"))
+    assert llm.engine.stats.num_drafts > 0
 
 
 @pytest.mark.parametrize("method", ["perfect", "perfect-tree"])

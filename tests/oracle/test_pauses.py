@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from outdraft.control.facts import Decision, StepFacts
 from outdraft.core.sampling import SamplingParams
 from tests.oracle.changing_lengths import PLAIN, ChangingLengths
-from tests.oracle.engines import COMBINED, NETWORKS, engine, ids, prompts_of, run
+from tests.oracle.engines import COMBINED, NETWORKS, engine, ids, prompts_of, run, with_kernels
 
 FAMILY, NUM_TOKENS = "llama-llama3-rope", 24
 WAYS: dict[str, dict[str, Any]] = {
@@ -62,8 +62,8 @@ class Pausing(ChangingLengths):
 
 
 @cache
-def plain_texts(seed: int | None) -> list[list[int]]:
-    return ids(run(engine(FAMILY, "plain"), prompts(), params(seed)))
+def plain_texts(seed: int | None, kernels: str) -> list[list[int]]:
+    return ids(run(engine(FAMILY, "plain", kernels=kernels), prompts(), params(seed)))
 
 
 def prompts() -> list[list[int]]:
@@ -87,15 +87,21 @@ def params(seed: int | None) -> SamplingParams:
     chosen=st.sampled_from([None, 3]),
     way=st.sampled_from([*WAYS]),
 )
-@pytest.mark.parametrize("method", [*NETWORKS, *COMBINED])
+@pytest.mark.parametrize(("method", "kernels"), with_kernels([*NETWORKS, *COMBINED], ["eagle3"]))
 def test_texts_do_not_depend_on_when_a_network_pauses(
-    method: str, seed: int, due_in: int, reads_prompts: bool, chosen: int | None, way: str
+    method: str,
+    kernels: str,
+    seed: int,
+    due_in: int,
+    reads_prompts: bool,
+    chosen: int | None,
+    way: str,
 ):
-    llm = engine(FAMILY, method, **WAYS[way])
+    llm = engine(FAMILY, method, kernels=kernels, **WAYS[way])
     control = Pausing(seed, due_in, reads_prompts=reads_prompts)
     llm.engine.drafting.control = control
     found = run(llm, prompts(), params(chosen))
-    assert ids(found) == plain_texts(chosen)
+    assert ids(found) == plain_texts(chosen, kernels)
     assume(control.num_pauses > 2)  # else it shows nothing, and another case is drawn
 
 

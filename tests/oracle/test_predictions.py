@@ -4,10 +4,12 @@ A prediction is a deterministic draft, matched with the target's own choices: th
 the same tokens at any temperature.
 """
 
+from itertools import product
+
 import pytest
 
 from outdraft import SamplingParams
-from tests.oracle.engines import engine, ids, prompts_of, run
+from tests.oracle.engines import engine, ids, prompts_of, run, with_kernels
 
 LENGTHS = (4, 19, 33)
 FAMILY = "qwen2"
@@ -32,20 +34,21 @@ WISHES = {
 }
 
 
-@pytest.mark.parametrize("wish", WISHES)
-@pytest.mark.parametrize("changed", [0, 4])
-def test_a_prediction_changes_no_token(wish: str, changed: int):
+@pytest.mark.parametrize(
+    ("wish", "changed", "kernels"), with_kernels(product(WISHES, (0, 4)), [("cut", 4)])
+)
+def test_a_prediction_changes_no_token(wish: str, changed: int, kernels: str):
     values = {"max_tokens": 40, "ignore_eos": True, **WISHES[wish]}
     prompts = prompts_of(LENGTHS)
     params = [SamplingParams(seed=i, **values) for i in range(len(prompts))]
-    plain = run(engine(FAMILY, "plain"), prompts, params)
+    plain = run(engine(FAMILY, "plain", kernels=kernels), prompts, params)
     predicted = []
     for i, output in enumerate(plain):
         guess = list(output.outputs[0].token_ids)
         for at in range(3, len(guess), len(guess) // changed if changed else len(guess) + 3):
             guess[at] = (guess[at] + 1) % 20
         predicted.append(SamplingParams(seed=i, prediction=guess, **values))
-    llm = engine(FAMILY, "suffix")
+    llm = engine(FAMILY, "suffix", kernels=kernels)
     outputs = run(llm, prompts, predicted)
     assert ids(outputs) == ids(plain)
     for output, base in zip(outputs, plain, strict=True):

@@ -12,7 +12,7 @@ import pytest
 
 from outdraft.engine.llm import LLM
 from outdraft.kv.prefix_cache import extend_hashes
-from tests.oracle.engines import engine, greedy, ids, prompts_of, run
+from tests.oracle.engines import engine, greedy, ids, prompts_of, run, with_kernels
 
 FAMILY = "llama-llama3-rope"
 BLOCK_SIZE = 4
@@ -57,13 +57,13 @@ def hits(llm: LLM) -> list[int]:
     return found
 
 
-def small_blocks(method: str) -> LLM:
-    return engine(FAMILY, method, block_size=BLOCK_SIZE, num_blocks=600)
+def small_blocks(method: str, kernels: str = "auto") -> LLM:
+    return engine(FAMILY, method, block_size=BLOCK_SIZE, num_blocks=600, kernels=kernels)
 
 
 @cache
-def plain_hits() -> list[int]:
-    return hits(small_blocks("plain"))
+def plain_hits(kernels: str = "auto") -> list[int]:
+    return hits(small_blocks("plain", kernels))
 
 
 def test_prefixes_are_found_where_they_are_shared():
@@ -74,9 +74,9 @@ def test_prefixes_are_found_where_they_are_shared():
     assert found[-1] > found[-4] > found[-7] > 0
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_request_finds_as_many_tokens_with_drafts_as_without(method: str):
-    assert hits(small_blocks(method)) == plain_hits()
+@pytest.mark.parametrize(("method", "kernels"), with_kernels(METHODS, ["draft_model"]))
+def test_every_request_finds_as_many_tokens_with_drafts_as_without(method: str, kernels: str):
+    assert hits(small_blocks(method, kernels)) == plain_hits(kernels)
 
 
 def known_blocks(llm: LLM, text: list[int]) -> int:

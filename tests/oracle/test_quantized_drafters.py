@@ -1,5 +1,7 @@
 """A drafter's weights in 8 or 4 bits change no output of the target."""
 
+from itertools import product
+
 import pytest
 from torch import nn
 
@@ -8,20 +10,34 @@ from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
 from outdraft.engine.llm import LLM
 from outdraft.engine.loading import load_models
 from outdraft.models.layers.linear import linears_of
-from tests.oracle.engines import config, engine, greedy, ids, prompts_of, run, speculation
+from tests.oracle.engines import (
+    config,
+    engine,
+    greedy,
+    ids,
+    prompts_of,
+    run,
+    speculation,
+    with_kernels,
+)
 
 FAMILY, PROMPTS = "mistral-window", prompts_of((19, 4, 33))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
-@pytest.mark.parametrize("method", ["draft_model", "eagle3", "dflash"])
+@pytest.mark.parametrize(
+    ("method", "quantization", "dtype", "kernels"),
+    with_kernels(
+        product(("draft_model", "eagle3", "dflash"), QUANTIZATIONS, ("float32", "bfloat16")),
+        [("draft_model", QUANTIZATIONS[-1], "float32")],
+    ),
+)
 def test_greedy_and_seeded_texts_are_those_of_plain_decoding(
-    method: str, quantization: WeightFormat, dtype: str
+    method: str, quantization: WeightFormat, dtype: str, kernels: str
 ):
     speculative = speculation(FAMILY, method, 3)
     assert speculative is not None
-    chosen = config(FAMILY, speculative | {"quantization": quantization}, dtype=dtype)
+    options = {"dtype": dtype, "kernels": kernels}
+    chosen = config(FAMILY, speculative | {"quantization": quantization}, **options)
     models = load_models(chosen)
     assert models.drafter is not None
     assert isinstance(models.drafter.network, nn.Module)
@@ -29,7 +45,7 @@ def test_greedy_and_seeded_texts_are_those_of_plain_decoding(
     parts = [part for part in linears_of(models.drafter.network) if part is not kept]
     formats = {part.format for part in parts}
     assert formats == {quantization}
-    llm, plain = LLM.from_config(chosen, models), engine(FAMILY, "plain", dtype=dtype)
+    llm, plain = LLM.from_config(chosen, models), engine(FAMILY, "plain", **options)
     seeded = SamplingParams(temperature=1.0, seed=11, max_tokens=24, ignore_eos=True)
     for params in (greedy(24), seeded):
         assert ids(run(llm, PROMPTS, params)) == ids(run(plain, PROMPTS, params))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outdraft.core.sampling import SamplingParams
-from tests.oracle.engines import METHODS, engine, ids, prompts_of, run
+from tests.oracle.engines import METHODS, engine, ids, prompts_of, run, with_kernels
 from tests.oracle.test_drafter_invariant import PARAMS
 
 PROMPT, *OTHERS = prompts_of((19, 4, 33, 9))
@@ -23,10 +23,10 @@ SEEDED = sampled(seed=11)
 NEIGHBOURS = [sampled(), sampled(temperature=0.0), sampled(top_k=7, top_p=0.9)]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_seeded_request_gets_the_text_of_plain_decoding_among_others(method: str):
-    [plain] = ids(run(engine("mistral-window", "plain"), [PROMPT], SEEDED))
-    llm = engine("mistral-window", method, num_blocks=200)
+@pytest.mark.parametrize(("method", "kernels"), with_kernels(METHODS, ["draft_model"]))
+def test_a_seeded_request_gets_the_text_of_plain_decoding_among_others(method: str, kernels: str):
+    [plain] = ids(run(engine("mistral-window", "plain", kernels=kernels), [PROMPT], SEEDED))
+    llm = engine("mistral-window", method, num_blocks=200, kernels=kernels)
     prompts = [PROMPT, OTHERS[0], OTHERS[1], PROMPT, OTHERS[2], PROMPT, PROMPT]
     params = [SEEDED, *NEIGHBOURS[:2], SEEDED, NEIGHBOURS[2], SEEDED, SEEDED]
     outputs = run(llm, prompts, params)

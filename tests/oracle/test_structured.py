@@ -33,6 +33,7 @@ from tests.oracle.forms import (
     schema,
     sparse_engine,
 )
+from tests.pairwise import some
 
 RECORD = schema(
     {
@@ -70,6 +71,14 @@ def test_greedy_outputs_have_their_form_and_are_those_without_speculation(method
     check(outputs, form)
     if method != "plain":
         assert ids(outputs) == ids(run(engine("plain"), PROMPTS, asking(form)))
+
+
+@pytest.mark.parametrize("method", some(METHODS[1:], ["perfect-tree"]))
+def test_so_they_are_with_the_kernels_of_the_reference(method: str):
+    form = regex(REGEXES[0])
+    outputs = run(engine(method, kernels="reference"), PROMPTS, asking(form))
+    check(outputs, form)
+    assert ids(outputs) == ids(run(engine("plain", kernels="reference"), PROMPTS, asking(form)))
 
 
 @pytest.mark.parametrize(

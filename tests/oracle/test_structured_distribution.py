@@ -5,6 +5,7 @@ probabilities: transformers' logits, and what Python's own regular expressions a
 prefix.
 """
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,9 @@ def exact(checkpoints: tuple[Path, Path, Any]) -> dict[tuple[int, ...], float]:
     return texts | open_texts
 
 
-def found(checkpoints: tuple[Path, Path, Any], case: str) -> list[tuple[int, ...]]:
+def found(
+    checkpoints: tuple[Path, Path, Any], case: str, kernels: str = "auto"
+) -> list[tuple[int, ...]]:
     speculative = CASES[case]
     if speculative is not None and "model" in speculative:
         speculative = {**speculative, "model": str(folder_of(speculative["model"], checkpoints))}
@@ -80,6 +83,7 @@ def found(checkpoints: tuple[Path, Path, Any], case: str) -> list[tuple[int, ...
         speculative_config=speculative,
         dtype="float32",
         device="cpu",
+        kernels=kernels,
         max_num_seqs=100,
         **blocks_for(speculative),
         seed=5,
@@ -99,10 +103,18 @@ def fit(texts: list[tuple[int, ...]], exact: dict[tuple[int, ...], float]) -> fl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", some(CASES, [c for c in CASES if c not in LIKE_OTHERS]))
-def test_texts_of_a_form_follow_the_targets_distribution(case: str, checkpoints: Any, exact: Any):
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    some(
+        [*product(CASES, ["auto"]), ("block", "reference"), ("tree", "reference")],
+        [*product([c for c in CASES if c not in LIKE_OTHERS], ["auto"])],
+    ),
+)
+def test_texts_of_a_form_follow_the_targets_distribution(
+    case: str, kernels: str, checkpoints: Any, exact: Any
+):
     assert p_value(np.array(list(exact.values())) * NUM_TEXTS, np.array(list(exact.values()))) > 0.9
-    assert fit(found(checkpoints, case), exact) > ALPHA
+    assert fit(found(checkpoints, case, kernels), exact) > ALPHA
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from outdraft.engine.loading import LoadedModels, load_models
 from tests.engine.trained_tokenizers import byte_level, sentencepiece_bpe, sentencepiece_unigram
 from tests.folders import new_folder
 from tests.models.checkpoints import llama, randomised, save
-from tests.oracle.engines import greedy, ids, run
+from tests.oracle.engines import greedy, ids, run, with_kernels
 from tests.oracle.test_distribution import ALPHA, chances, every_text, p_value
 
 KINDS = {
@@ -52,7 +52,12 @@ def checkpoint(kind: str, num_layers: int) -> Path:
 
 
 def config(
-    target: Path, drafter: Path | None, num_drafts: int = 3, max_num_seqs: int = 4, **keys: Any
+    target: Path,
+    drafter: Path | None,
+    num_drafts: int = 3,
+    max_num_seqs: int = 4,
+    kernels: str = "auto",
+    **keys: Any,
 ) -> EngineConfig:
     speculative: dict[str, Any] | None = None
     if drafter is not None:
@@ -68,6 +73,7 @@ def config(
         speculative_config=speculative,
         dtype="float32",
         device="cpu",
+        kernels=kernels,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=6 * max_num_seqs,
         num_blocks=4 * max_num_seqs + 40,
@@ -76,26 +82,32 @@ def config(
 
 
 @cache
-def models(target: Path, drafter: Path) -> LoadedModels:
-    return load_models(config(target, drafter))
+def models(target: Path, drafter: Path, kernels: str = "auto") -> LoadedModels:
+    return load_models(config(target, drafter, kernels=kernels))
 
 
 def engine(target: Path, drafter: Path, num_drafts: int, **keys: Any) -> LLM:
-    """Without drafts it decodes plainly. `keys`: of the speculation, and max_num_seqs."""
+    """Without drafts it decodes plainly. `keys`: of the speculation, max_num_seqs and kernels."""
     chosen = config(target, drafter if num_drafts else None, num_drafts, **keys)
-    return LLM.from_config(chosen, models(target, drafter))
+    return LLM.from_config(chosen, models(target, drafter, chosen.kernels))
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2, 3, 4])
-@pytest.mark.parametrize("kinds", PAIRS, ids="-".join)
-def test_greedy_ids_are_those_of_plain_decoding(kinds: tuple[str, str], num_drafts: int):
-    target, drafter = checkpoint(kinds[0], 3), checkpoint(kinds[1], 1)
-    loaded = models(target, drafter).drafter
+@pytest.mark.parametrize(
+    ("own", "other", "num_drafts", "kernels"),
+    with_kernels(
+        [(*kinds, number) for kinds in PAIRS for number in (1, 2, 3, 4)], [(*PAIRS[0], 3)]
+    ),
+)
+def test_greedy_ids_are_those_of_plain_decoding(
+    own: str, other: str, num_drafts: int, kernels: str
+):
+    target, drafter = checkpoint(own, 3), checkpoint(other, 1)
+    loaded = models(target, drafter, kernels).drafter
     assert loaded is not None
     assert isinstance(loaded.network, TranslatedModel)
-    prompts = [tokenizer(kinds[0]).encode(text).ids[:40] for text in TEXTS]
-    want = ids(run(engine(target, drafter, 0), prompts, greedy(20)))
-    llm = engine(target, drafter, num_drafts)
+    prompts = [tokenizer(own).encode(text).ids[:40] for text in TEXTS]
+    want = ids(run(engine(target, drafter, 0, kernels=kernels), prompts, greedy(20)))
+    llm = engine(target, drafter, num_drafts, kernels=kernels)
     assert ids(run(llm, prompts, greedy(20))) == want
     assert llm.engine.stats.num_draft_tokens > 0
 

@@ -19,7 +19,8 @@ from outdraft.engine import loading
 from outdraft.engine.llm import LLM
 from outdraft.engine.loading import load_models
 from outdraft.kernels.choose import choose_kernels
-from outdraft.kernels.ops import DecoderPass, Kernels
+from outdraft.kernels.decoder_ops import DecoderPass
+from outdraft.kernels.ops import Kernels
 from outdraft.kernels.step_ops import StepRead, StepTask
 from tests.oracle.engines import HOST, NETWORKS, config, prompts_of, run, speculation
 

@@ -2,9 +2,9 @@
 
 `Kernels` is a table with one entry for each. `choose.py` fills it, once, when a model is loaded;
 whoever computes gets the table and calls `kernels.<operation>(...)`. The readable meaning of each
-operation is in `reference/`. Those on texts are described in text_ops.py,
-those on logits and drafts in sampling_ops.py, steps in step_ops.py, mixtures of experts in
-expert_ops.py.
+operation is in `reference/`. Those on texts are described in text_ops.py, those on logits and
+drafts in sampling_ops.py, steps in step_ops.py, passes of decoders in decoder_ops.py, mixtures of
+experts in expert_ops.py.
 
 Dimension key: B requests, or those that sample of W works; T rows, R rows that need logits,
 P blocks, N most drafts of one request, F rows of a level of a growing tree,
@@ -20,12 +20,11 @@ from torch import Tensor
 
 from outdraft.core.record import record
 from outdraft.core.weight_format import WeightFormat
-from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.kernels.data.first_times import FirstTimes
+from outdraft.kernels.decoder_ops import CompileDecoder
 from outdraft.kernels.draft_ops import (
     AddSilu,
-    BlockSpec,
     DraftStart,
     DrawnLevel,
     Growth,
@@ -34,7 +33,6 @@ from outdraft.kernels.draft_ops import (
     ModelDrafts,
     ScaleToRms,
     TreeLevels,
-    UnreadTexts,
 )
 from outdraft.kernels.expert_ops import PackExperts
 from outdraft.kernels.sampling_ops import (
@@ -48,11 +46,10 @@ from outdraft.kernels.sampling_ops import (
     Verify,
     choose_by_parts,
 )
-from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.kernels.text_ops import NgramTextsMaker, SuffixTextsMaker
 
 if TYPE_CHECKING:
-    from outdraft.attention.base import AttentionBackend, AttentionMetadata, LayerCache
+    from outdraft.attention.base import AttentionBackend, AttentionMetadata
     from outdraft.attention.rows import Span
 
 
@@ -269,190 +266,6 @@ class PackCodes(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSpec:
-    """One layer: attention, then the feed-forward block, each behind a norm and added to the
-    residual stream. None: it has no such norm; the weight of a norm has the size of what it norms.
-
-    Attributes:
-        qkv: to queries of all heads, then keys, then values of all kv heads; layer 0 of a network
-            with a `StateEntry` without an `fc` reads twice the hidden size.
-        gate_up: to the gate, then what it multiplies.
-        q_norm_C, k_norm_C: of each head, before it turns.
-        window: of its attention.
-        is_causal: a drafted row sees no drafted token that stands behind it in the text, whatever
-            its mask says; of networks whose layers differ in that.
-    """
-
-    input_norm_D: Tensor | None
-    post_norm_D: Tensor
-    q_norm_C: Tensor | None
-    k_norm_C: Tensor | None
-    qkv: "Product"
-    o: "Product"
-    gate_up: "Product"
-    down: "Product"
-    window: int | None
-    is_causal: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateEntry:
-    """How a network takes in a state beside each token, as EAGLE does.
-
-    Attributes:
-        token_norm_D, state_norm_D: of each of the two.
-        fc: makes one state of both, to which the layers add. None: layer 0 reads both side by side
-            in place of its normed input, and the layers add to the state.
-        adds_to_normed: without an `fc`: they add to the normed state.
-        leaves_out_first: the vector of the token that is read at position 0 is zero.
-    """
-
-    token_norm_D: Tensor | None
-    state_norm_D: Tensor | None
-    fc: "Product | None" = None
-    adds_to_normed: bool = False
-    leaves_out_first: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderSpec:
-    """A decoder-only network over a paged cache: Llama's and its relatives'.
-
-    Attributes:
-        embedding_VD: of the network's dtype, which is that of states and caches.
-        cos_sin_MC: float32 at least; cos of all frequencies, then sin, for each position.
-        scale: of queries and keys' products.
-        attention: where the decoder has no attention of its own.
-        final_norm_D: of the states that a pass returns.
-        entry: of a network that reads states; None: it reads tokens only.
-        head_norm_D: between states and the head.
-        draft_ids_N: int64, the target's ids of the head's outputs; None: they are the same.
-        shard: of a network that is spread over ranks, the tokens whose vectors embedding_VD holds.
-            Heads and intermediate_size are this rank's. The products give what the network goes on
-            with: `o` and `down` of all layers are `SummedProduct`s, the head is a `PaddedProduct`.
-            None: the network is whole.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    intermediate_size: int
-    eps: float
-    scale: float
-    embedding_VD: Tensor
-    cos_sin_MC: Tensor
-    layers: Sequence[LayerSpec]
-    attention: "AttentionBackend"
-    final_norm_D: Tensor | None
-    entry: StateEntry | None = None
-    head: "Product"
-    head_norm_D: Tensor | None = None
-    draft_ids_N: Tensor | None = None
-    shard: VocabularyShard | None = None
-
-
-class DecoderPass(Protocol):
-    """What a decoder computes, for any number of rows.
-
-    On a CPU a row's bits depend neither on the rows beside it nor on the number of threads.
-    """
-
-    def __call__(
-        self,
-        token_ids_T: Tensor,
-        caches: Sequence["LayerCache"],
-        metadata: "AttentionMetadata",
-        taps: Sequence[int] = (),
-        states_TD: Tensor | None = None,
-        wanted_R: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The states of the wanted rows, [R, D], and the residual stream behind the first taps[k]
-        layers, [T, K, D], all of the network's dtype. Keys and values of all rows go to the caches.
-
-        Args:
-            token_ids_T: int64.
-            caches: one for each layer.
-            taps: each from 0 (what enters layer 0) to the number of layers.
-            states_TD: for a network with an entry.
-            wanted_R: int64, rising; the last rows of each request, or none of them. The last layer
-                may leave out the others. None: all are wanted.
-        """
-        ...
-
-    def logits(self, states_RD: Tensor) -> Tensor:
-        """[R, N] of float32; of float64 for a float64 network. A network that is spread over ranks
-        gives [R, S]: this rank's outputs, padded with -inf."""
-        ...
-
-    def best_tokens(self, states_RD: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [R]: the target's ids of the highest logits; bool [R]: whether that logit is
-        finite. A NaN counts as the highest; of equal ones the first wins. A network that is
-        spread over ranks looks at the outputs of all of them."""
-        ...
-
-    def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
-        """Read the rows of a step of a target, and maybe choose by them.
-
-        Args:
-            by_parts: does the same by this network's passes and the other operations; that is the
-                meaning of this one.
-        """
-        ...
-
-    def draft(
-        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
-    ) -> ModelDrafts:
-        """Read the rest of texts, and draft behind them.
-
-        Args:
-            by_levels: reads the same and makes the same draft level by level, with this network's
-                passes; that is the meaning of this operation.
-        """
-        ...
-
-    def write_context(
-        self,
-        product: Product,
-        features_TD: Tensor,
-        caches: Sequence["LayerCache"],
-        positions_T: Tensor,
-        slots_T: Tensor,
-    ) -> None:
-        """Write keys and values that are made of features, not of what the layers read.
-
-        Keys are normed and turned as the layers' own.
-
-        Args:
-            product: from features to keys, then values, of layer 0, then of the next one, ...
-            features_TD: of the network's dtype.
-            positions_T, slots_T: int64, as in AttentionMetadata.
-        """
-        ...
-
-    def draft_block(
-        self,
-        spec: BlockSpec,
-        unread: UnreadTexts,
-        growth: Growth,
-        by_levels: Callable[[], ModelDrafts],
-    ) -> ModelDrafts:
-        """Write the context of the rest of texts, and draft behind them by one pass over blocks.
-
-        Args:
-            unread: its spans' blocks cover the blocks' rows, and it wants no states.
-            by_levels: as in `draft`.
-        """
-        ...
-
-
-class CompileDecoder(Protocol):
-    """Prepare the passes of a network whose products are packed."""
-
-    def __call__(self, spec: DecoderSpec) -> DecoderPass:
-        """It reads the weights where they lie."""
-        ...
-
-
 class PlaceLevel(Protocol):
     """Place one level of growing trees, whose rows are kept behind what a network has read."""
 
@@ -562,6 +375,10 @@ class Kernels:
 
 
 def operation_names() -> list[str]:
-    """All that a table chooses an implementation for."""
+    """All that a table chooses an implementation for.
+
+    `choose` is none: it only says how some of them follow each other, and computes nothing else.
+    tests/kernels/test_graphed_verification.py compares what a GPU's table has there.
+    """
     others = ("name", "has_threads", "first_times", "num_grown", "choose")
     return [one.name for one in fields(Kernels) if one.name not in others]

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.ops import DecoderPass, DecoderSpec, Kernels, LayerSpec, Product, StateEntry
+from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec, LayerSpec, StateEntry
+from outdraft.kernels.ops import Kernels, Product
 from outdraft.kernels.rank_products import Spread, SummedProduct
 from outdraft.models.config import ModelConfig
 from outdraft.models.layers.linear import Linear

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.ops import DecoderPass, Product
+from outdraft.kernels.decoder_ops import DecoderPass
+from outdraft.kernels.ops import Product
 from outdraft.models.decoder import Decoder, Kind, product_of
 from outdraft.models.drafter_config import DrafterConfig
 from outdraft.models.layers.embedding import Embedding

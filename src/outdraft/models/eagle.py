@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
+from outdraft.kernels.decoder_ops import DecoderPass
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
-from outdraft.kernels.ops import DecoderPass, Kernels
+from outdraft.kernels.ops import Kernels
 from outdraft.models.decoder import Decoder, Kind
 from outdraft.models.drafter_tables import DrafterTables
 from outdraft.models.eagle_config import EagleConfig, EagleVersion

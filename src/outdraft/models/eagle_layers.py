@@ -6,7 +6,7 @@ Dimension key: T rows, D hidden of the drafter, S hidden of the target, K taps, 
 import torch
 from torch import Tensor, nn
 
-from outdraft.kernels.ops import StateEntry
+from outdraft.kernels.decoder_ops import StateEntry
 from outdraft.models.decoder import Kind, product_of
 from outdraft.models.eagle_config import EagleConfig, EagleVersion
 from outdraft.models.layers.linear import Linear

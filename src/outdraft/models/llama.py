@@ -14,8 +14,9 @@ from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
+from outdraft.kernels.decoder_ops import DecoderPass
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
-from outdraft.kernels.ops import DecoderPass, Kernels
+from outdraft.kernels.ops import Kernels
 from outdraft.kernels.rank_products import PaddedProduct
 from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.models.config import ModelConfig

@@ -52,7 +52,7 @@ class NativeBlocks:
         positions_T: Tensor,
         slots_T: Tensor,
     ) -> None:
-        """As `ops.DecoderPass.write_context`, of the `Decoder` with this address."""
+        """As `decoder_ops.DecoderPass.write_context`, of the `Decoder` with this address."""
         features_TD = features_TD.contiguous()
         is_valid = self._write_context(
             decoder,
@@ -72,7 +72,7 @@ class NativeBlocks:
         growth: Growth,
         dtype: torch.dtype,
     ) -> ModelDrafts:
-        """As `ops.DecoderPass.draft_block`, of the `Decoder` with this address and dtype."""
+        """As `decoder_ops.DecoderPass.draft_block`, of the `Decoder` with this address."""
         if self._newest is None or self._newest[0] is not spec:
             self._newest = spec, _block(spec, dtype)
         task, texts = self._growth.task(growth), UnreadArrays(unread, dtype)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec
 from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.native.arrays import address_of, index_array
 from outdraft.kernels.native.attention import limit
@@ -22,7 +23,7 @@ from outdraft.kernels.native.linear import NativeProduct
 from outdraft.kernels.native.ranks import RankLink, shares_memory
 from outdraft.kernels.native.step import NativeStep
 from outdraft.kernels.native.team import Team
-from outdraft.kernels.ops import DecoderPass, DecoderSpec, Product
+from outdraft.kernels.ops import Product
 from outdraft.kernels.rank_products import PaddedProduct, SummedProduct
 from outdraft.kernels.reference.decoder import ReferenceDecoder
 from outdraft.kernels.step_ops import StepRead, StepTask
@@ -69,7 +70,7 @@ class Rows(ctypes.Structure):
 
 
 class NativeDecoder:
-    """As `ops.DecoderPass`, for float32 and bfloat16 on the CPU.
+    """As `decoder_ops.DecoderPass`, for float32 and bfloat16 on the CPU.
 
     Residuals and sums are float32. In a bfloat16 decoder these numbers are rounded: inputs of
     products, cached keys and values, and what is returned.
@@ -168,7 +169,7 @@ class NativeDecoder:
         return ids_R, is_finite_R
 
     def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
-        """As `ops.DecoderPass`, in one call where the network is whole."""
+        """As `decoder_ops.DecoderPass`, in one call where the network is whole."""
         if self._link is not None or _num_kept_rows(task) * self._num_columns > _MOST_LOGITS:
             return by_parts()
         size = self._spec.embedding_VD.shape[1]
@@ -177,7 +178,7 @@ class NativeDecoder:
     def draft(
         self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
-        """As `ops.DecoderPass`, in one call."""
+        """As `decoder_ops.DecoderPass`, in one call."""
         reads_as_many, num_outputs = self._spec.draft_ids_N is not None, self._num_columns
         if self._spec.shard is not None:
             assert growth.shares.group is self._spec.shard.group
@@ -206,7 +207,7 @@ class NativeDecoder:
         growth: Growth,
         by_levels: Callable[[], ModelDrafts],
     ) -> ModelDrafts:
-        """As `ops.DecoderPass`, in one call where a network is whole."""
+        """As `decoder_ops.DecoderPass`, in one call where a network is whole."""
         if self._link is not None:
             return by_levels()
         return self._blocks.draft(self.handle(unread.caches), spec, unread, growth, self._dtype)

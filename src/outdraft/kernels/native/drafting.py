@@ -191,7 +191,7 @@ class NativeGrowth:
         dtype: torch.dtype,
         link: RankLink | None = None,
     ) -> ModelDrafts:
-        """As `ops.DecoderPass.draft`.
+        """As `decoder_ops.DecoderPass.draft`.
 
         Args:
             decoder: address of the `Decoder`.

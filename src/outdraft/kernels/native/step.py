@@ -75,7 +75,7 @@ class NativeStep:
         )
 
     def read(self, decoder: int, task: StepTask, size: int, dtype: torch.dtype) -> StepRead:
-        """As `ops.DecoderPass.step`.
+        """As `decoder_ops.DecoderPass.step`.
 
         Args:
             decoder: address of the `Decoder`.

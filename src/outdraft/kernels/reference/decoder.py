@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionForm, AttentionMetadata, LayerCache
+from outdraft.kernels.decoder_ops import DecoderSpec, LayerSpec
 from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
-from outdraft.kernels.ops import DecoderSpec, LayerSpec, Product
+from outdraft.kernels.ops import Product
 from outdraft.kernels.rank_products import PaddedProduct
 from outdraft.kernels.reference.pointwise import rms_norm, rotate, silu_mul
 from outdraft.kernels.step_ops import StepRead, StepTask
 
 
 class ReferenceDecoder:
-    """As `ops.DecoderPass`, for any device and floating dtype.
+    """As `decoder_ops.DecoderPass`, for any device and floating dtype.
 
     All numbers have the network's dtype; statistics of norms, scores and softmax are float32 at
     least. A bfloat16 decoder of the compiled library rounds less: only inputs of products, cached

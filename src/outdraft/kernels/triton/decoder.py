@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionForm, AttentionMetadata, LayerCache
 from outdraft.kernels.data.first_times import FirstTimes
-from outdraft.kernels.ops import DecoderSpec, LayerSpec
+from outdraft.kernels.decoder_ops import DecoderSpec, LayerSpec
 from outdraft.kernels.rank_products import SummedProduct
 from outdraft.kernels.reference.decoder import ReferenceDecoder, with_earlier_drafts
 from outdraft.kernels.triton.attention import most_rows_of_few
@@ -21,7 +21,7 @@ from outdraft.kernels.triton.pointwise import HeadNorms, add_and_norm, silu_mul,
 
 
 class TritonDecoder(ReferenceDecoder):
-    """As `ops.DecoderPass`, for the dtypes that Triton's attention reads."""
+    """As `decoder_ops.DecoderPass`, for the dtypes that Triton's attention reads."""
 
     def __init__(self, spec: DecoderSpec, *, has_graphs: bool, first_times: FirstTimes) -> None:
         """
