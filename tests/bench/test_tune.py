@@ -8,6 +8,7 @@ import pytest
 from outdraft.bench.side_by_side import PLAIN
 from outdraft.bench.sweep import LevelResult
 from outdraft.bench.tune import (
+    PROBE_LENGTH,
     Balance,
     balance,
     buildable,
@@ -15,8 +16,9 @@ from outdraft.bench.tune import (
     gain,
     level_gain,
     survivors,
+    winner,
 )
-from outdraft.cli.tune import candidates, drafters
+from outdraft.cli.tune import PROBED, candidates, drafters
 from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.errors import ConfigError
@@ -38,15 +40,17 @@ def test_gains_are_medians_of_the_rounds_that_both_ran_and_geometric_means_over_
     assert survivors([one, eight], [PLAIN, "a", "b"]) == [PLAIN, "b"]
 
 
-def total(steps, emitted, draft_s, verify_s, host_s):
+def total(steps, emitted, draft_s, verify_s, host_s, num_drafts=0):
     found = StatsTotal()
     found.num_steps, found.num_emitted = steps, emitted
+    found.num_drafts = num_drafts
     found.draft_s, found.verify_s, found.host_s = draft_s, verify_s, host_s
     return found
 
 
 def test_a_balance_is_in_steps_of_plain_decoding():
-    found = balance(total(100, 100, 0, 0.8, 0.2), total(50, 120, 0.25, 0.6, 0.15), 1, 1.0, 20.0)
+    plain, fixed = total(100, 100, 0, 0.8, 0.2), total(50, 120, 0.25, 0.6, 0.15, 50)
+    found = balance(plain, fixed, 1, 1.0, 20.0)
     assert found.length == pytest.approx(2.4)
     assert found.step == pytest.approx(2.0)
     assert found.drafting == pytest.approx(0.5)
@@ -55,6 +59,15 @@ def test_a_balance_is_in_steps_of_plain_decoding():
     assert found.reason is None
     chance = found.break_even_chance
     assert sum(chance**i for i in range(4)) == pytest.approx(2.0)
+
+
+def test_drafts_that_few_steps_have_must_be_accepted_more_often():
+    fixed = total(100, 210, 0, 1.1, 0.1, 40)
+    found = balance(total(100, 200, 0, 0.8, 0.2), fixed, 2, 1.0, None)
+    assert found.share == pytest.approx(0.2)
+    chance = found.break_even_chance
+    assert 0.2 * (chance + chance**2 + chance**3) == pytest.approx(found.step - 1)
+    assert found.step == pytest.approx(1.2)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +81,19 @@ def test_a_balance_is_in_steps_of_plain_decoding():
 def test_why_drafts_do_not_pay(numbers, reason):
     assert Balance(*numbers, intensity=8, ridge=20).reason.startswith(reason)
     assert Balance(2.2, 2.0, 0.1, 2.1, 8, 20).reason is None
+    rare = Balance(1.01, 1.02, 0.0, 1.02, 8, share=0.1).reason
+    assert rare is not None
+    assert rare.endswith("a step brings 1.01 tokens, and 10% of the steps have a draft")
+    never = Balance(1.0, 1.02, 0.0, 1.02, 8, share=0.0)
+    assert never.reason == "drafts are too rare: 0% of the steps have one"
+    assert never.break_even_chance == math.inf
     assert Balance(1.0, 4.0, 1.0, 5.0, 8).break_even_chance == math.inf
+
+
+@pytest.mark.parametrize(("fixed", "best"), [(1.50, "auto"), (1.51, "auto"), (1.53, "always")])
+def test_fixed_lengths_win_if_they_are_clearly_faster(fixed, best):
+    results = [level(1, plain=[1.0], auto=[1.5], other=[1.2], always=[fixed])]
+    assert winner(results, ["always", "other", "auto"], ["always"]) == best
 
 
 def test_a_written_file_is_toml_that_holds_the_choice():
@@ -94,8 +119,18 @@ def test_drafters_are_named_by_their_methods():
     for wrong in (["a", "b"], ["none=a"]):
         with pytest.raises(ConfigError):
             drafters("m", wrong)
-    for values in candidates({"draft_model": "a", "medusa": "b"}).values():
-        parse_speculative_config(values)
+
+
+def test_each_source_has_a_candidate_of_the_length_that_explains():
+    found = candidates({"draft_model": "a", "medusa": "b"})
+    configs = {name: parse_speculative_config(values) for name, values in found.items()}
+    assert PROBED == PROBE_LENGTH
+    for method in ("suffix", "ngram", "draft_model", "medusa"):
+        probe = configs[f"always {PROBE_LENGTH}: {method}"]
+        assert (probe.control, probe.max_drafts) == ("fixed", PROBE_LENGTH)
+        assert [str(source) for source in probe.methods] == [method]
+    for bits in ("int8", "int4"):
+        assert configs[f"medusa, {bits}"].network.quantization == bits
 
 
 def speculative(values, model=None):

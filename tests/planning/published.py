@@ -7,7 +7,7 @@ MT-bench. The table names the cards "H100" only; `setup_of` reads that as the us
 """
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,19 +107,26 @@ def roofline(setting: str, card: str = "h100") -> Predictor:
     return RooflinePredictor(setup_of(setting, card))
 
 
-def other_errors() -> dict[str, list[float]]:
-    """Relative errors of the roofline on data/other_points.tsv, by setting."""
-    found: dict[str, list[float]] = {}
+def other_points() -> Iterator[tuple[str, Predictor, Point]]:
+    """Settings of data/other_points.tsv, each with the roofline, and a point."""
     with (DATA / "other_points.tsv").open() as file:
         for row in csv.DictReader(file, delimiter="\t"):
             target, tp = find_network(row["target"], row["dtype"]), int(row["tp"])
             work = Workload(int(row["prompt_tokens"]), int(row["output_tokens"]))
             machine = find_machine(f"{tp}x{row['card']}")
             setup = Setup(target, find_drafter(row["draft"], target), machine, tp, tp, work)
-            tokens = float(row["acceptance_length"])
-            step = RooflinePredictor(setup).step(int(row["concurrency"]), int(row["k"]), tokens)
-            error = 1e3 * step.total_s / tokens / float(row["tpot_ms"]) - 1
-            found.setdefault(row["setting"], []).append(error)
+            tpot_s, tokens = float(row["tpot_ms"]) / 1e3, float(row["acceptance_length"])
+            point = Point(int(row["concurrency"]), int(row["k"]), tpot_s, tokens)
+            yield row["setting"], RooflinePredictor(setup), point
+
+
+def other_errors() -> dict[str, list[float]]:
+    """Relative errors of the roofline on these points, by setting."""
+    found: dict[str, list[float]] = {}
+    for setting, predictor, point in other_points():
+        step = predictor.step(point.num_requests, point.length, point.tokens)
+        error = step.total_s / point.tokens / point.tpot_s - 1
+        found.setdefault(setting, []).append(error)
     return found
 
 

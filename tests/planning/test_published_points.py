@@ -4,13 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from outdraft.planning.hardware import find_machine
+from outdraft.planning.hardware import find_machine, hardware_data
 from outdraft.planning.planner import Acceptance
 from outdraft.planning.predictors import (
     CalibratedPredictor,
     RooflinePredictor,
     left_out_errors,
 )
+from outdraft.planning.roofline import Setup
+from outdraft.planning.shapes import find_drafter, find_network
 from tests.planning.published import (
     CALIBRATION,
     DRAFTS_32B,
@@ -22,6 +24,7 @@ from tests.planning.published import (
     errors,
     losses_of_choice,
     other_errors,
+    other_points,
     points_of,
     roofline,
     setup_of,
@@ -88,6 +91,40 @@ def test_measurements_that_the_constants_were_not_chosen_with():
     for name, part in found.items():
         mean = sum(map(abs, part)) / len(part)
         assert mean <= (0.45 if name in missed else 0.12), name
+
+
+MISSED = {"EAGLE-3": "eagle3", " int8": "int8", " int4": "int4"}
+
+
+def test_bands_reach_as_far_as_the_kinds_that_are_missed_were_measured():
+    """The planner's own table says how far, to the percent, and the plan's basis says it too."""
+    worst = dict.fromkeys(MISSED.values(), 0.0)
+    for setting, predictor, point in other_points():
+        kinds = [kind for word, kind in MISSED.items() if word in setting]
+        assert all(f"with {kind} took up to" in predictor.basis for kind in kinds)
+        assert kinds or "took up to" not in predictor.basis
+        for kind in kinds:
+            found = errors(predictor, [point])
+            assert found.covered == 1
+            worst[kind] = max(worst[kind], -found.bias)
+    table = {kind: one["share"] for kind, one in hardware_data()["missed"].items()}
+    assert table == {kind: pytest.approx(share, abs=0.01) for kind, share in worst.items()}
+    assert all(table[kind] >= share for kind, share in worst.items())
+
+
+def test_the_band_of_a_drafter_of_4_bits_is_wider_by_its_drafting_alone():
+    target, machine = find_network("qwen3-32b"), find_machine("h100")
+    wide, usual = (
+        RooflinePredictor(Setup(target, find_drafter("qwen3-1.7b", target, dtype), machine))
+        for dtype in ("int4", "bf16")
+    )
+    assert "with int4 took up to" in wide.basis
+    assert "took up to" not in usual.basis
+    plain, drafts = wide.predict(1, 0, 1.0), wide.predict(1, 3, 2.5)
+    assert plain.high_s == pytest.approx(usual.predict(1, 0, 1.0).high_s)
+    share = hardware_data()["missed"]["int4"]["share"]
+    extra_s = drafts.step.drafting_s * share / (1 - share)
+    assert drafts.high_s - drafts.step.total_s >= extra_s
 
 
 def test_without_peer_access_and_with_it_the_same_cards_are_told_apart():

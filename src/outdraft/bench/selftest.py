@@ -81,9 +81,10 @@ def self_test(
     """All findings; `passed` says whether all is as promised.
 
     Args:
-        engines: PLAIN, SPECULATIVE and ALWAYS.
+        engines: PLAIN, SPECULATIVE and ALWAYS; the last two have seeds of their own, so that their
+            drawn texts know nothing of each other.
         prompts: the last one is for warming up.
-        num_samples: texts drawn for each of the first `num_sampled_prompts`.
+        num_samples: texts that both draw for each of the first `num_sampled_prompts`.
     """
     *measured, warm_up = prompts
     greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
@@ -94,17 +95,19 @@ def self_test(
         for number, prompt in enumerate(measured)
         if (difference := first_difference(engines[PLAIN], prompt, number, name, samples))
     ]
+    sampled = measured[:num_sampled_prompts]
     counts = [
         one
-        for prompt in measured[:num_sampled_prompts]
-        for one in counted(engines, prompt, num_samples)
+        for name in (SPECULATIVE, ALWAYS)
+        for prompt in sampled
+        for one in counted(engines[PLAIN], engines[name], prompt, num_samples)
     ]
     p_value = fit(counts)
     return {
         "num_prompts": len(measured),
         "max_tokens": max_tokens,
         "differences": differences,
-        "num_samples": num_samples * min(num_sampled_prompts, len(measured)),
+        "num_samples": 2 * num_samples * len(sampled),
         "num_beginnings": len(counts),
         "p_value": p_value,
         "speed": _speed(samples),
@@ -135,9 +138,8 @@ def first_difference(
     return Difference(name, number, place, ids[0], ids[1], gap)
 
 
-def counted(engines: Mapping[str, Engine], prompt: str, num_samples: int) -> list[Counts]:
+def counted(plain: Engine, drafting: Engine, prompt: str, num_samples: int) -> list[Counts]:
     """The tokens behind each frequent beginning of texts that were drawn with drafts."""
-    plain, drafting = engines[PLAIN], engines[ALWAYS]
     prompt_ids = tuple(plain.inputs.encoded(prompt).token_ids.tolist())
     generation = Generation(temperature=1.0, ignore_eos=True, detokenize=False)
     requests = [BenchRequest(prompt_ids, DRAWN_TOKENS)] * num_samples

@@ -7,7 +7,7 @@ tells why speculation does not pay where it does not.
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -31,6 +31,7 @@ from outdraft.engine.stats import StatsTotal
 PROBE_LENGTH = 3  # drafts of the fixed lengths that explain
 FAR_BEHIND = 0.10  # of the best speed
 WORTH_IT = 0.01  # gain over plain decoding
+OFTEN = 0.9  # of the steps; who drafts in fewer is told so
 GROWN = 1.25  # times the target's plain pass: rows are no longer free
 
 
@@ -45,6 +46,7 @@ class Balance:
         drafting: the share of it for drafting.
         intensity: operations for each byte of weights that the target's pass reads, and
         ridge: how many the machine does in the time of a byte; None: unknown.
+        share: of the steps in which a request had a draft; a source of the host may find none.
     """
 
     length: float
@@ -53,17 +55,22 @@ class Balance:
     step: float
     intensity: float
     ridge: float | None = None
+    share: float = 1.0
 
     @property
     def break_even_chance(self) -> float:
         """The chance that each token must have for drafts to pay; infinite if none is enough."""
+
+        def pays(chance: float) -> bool:
+            accepted = sum(chance**level for level in range(1, PROBE_LENGTH + 1))
+            return 1 + self.share * accepted >= self.step
+
         low, high = 0.0, 1.0
-        if sum(high**i for i in range(PROBE_LENGTH + 1)) < self.step:
+        if not pays(high):
             return math.inf
         for _ in range(50):
             middle = (low + high) / 2
-            is_enough = sum(middle**i for i in range(PROBE_LENGTH + 1)) >= self.step
-            low, high = (low, middle) if is_enough else (middle, high)
+            low, high = (low, middle) if pays(middle) else (middle, high)
         return high
 
     @property
@@ -79,7 +86,10 @@ class Balance:
                 f"the target is already compute-bound: a pass with drafts takes "
                 f"{self.verifying:.2f} plain ones ({self.intensity:.0f} operations a byte{ridge})"
             )
-        return f"acceptance is too low: a step brings {self.length:.2f} tokens"
+        if self.break_even_chance > 1:
+            return f"drafts are too rare: {self.share:.0%} of the steps have one"
+        rare = f", and {self.share:.0%} of the steps have a draft" if self.share < OFTEN else ""
+        return f"acceptance is too low: a step brings {self.length:.2f} tokens{rare}"
 
 
 def buildable(
@@ -148,6 +158,15 @@ def level_gain(result: LevelResult, name: str) -> float:
     return median(own / plain for own, plain in pairs)
 
 
+def winner(results: Sequence[LevelResult], names: Collection[str], fixed: Collection[str]) -> str:
+    """The fastest. One of fixed lengths has to be clearly faster than those that adapt, which other
+    traffic would find adapted."""
+    best = max(names, key=lambda name: gain(results, name))
+    adaptive = max((n for n in names if n not in fixed), key=lambda name: gain(results, name))
+    is_clear = gain(results, best) > gain(results, adaptive) * (1 + WORTH_IT)
+    return best if is_clear else adaptive
+
+
 def balance(
     plain: StatsTotal, fixed: StatsTotal, level: int, row_intensity: float, ridge: float | None
 ) -> Balance:
@@ -167,6 +186,7 @@ def balance(
         step=_step_s(fixed) / plain_s,
         intensity=rows * row_intensity,
         ridge=ridge,
+        share=min(1.0, fixed.num_drafts / max(1, fixed.num_steps) / level),
     )
 
 

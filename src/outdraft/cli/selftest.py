@@ -25,7 +25,11 @@ class SelfTestOptions:
 
     prompts: int = flag("Prompts of the package that are completed greedily.", default=8)
     max_tokens: int = flag("Tokens to complete each of them by.", default=64)
-    samples: int = flag("Texts that are drawn for each of --sampled-prompts.", default=512)
+    samples: int = flag(
+        "Texts that are drawn for each of --sampled-prompts, with lengths as configured and as "
+        "many more where every step drafts.",
+        default=512,
+    )
     sampled_prompts: int | None = flag(
         "Prompts with drawn texts, no more than --prompts. Default: 2, or the only one."
     )
@@ -63,7 +67,7 @@ def selftest(model: Model = None, *, options: SelfTestOptions, engine: EngineOpt
     configs = {
         PLAIN: replace(config, speculation=SpeculationConfig()),
         SPECULATIVE: config,
-        ALWAYS: replace(config, speculation=always),
+        ALWAYS: replace(config, speculation=always, seed=config.seed + 1),
     }
     models = share_target(configs)
     parts = [(one, models[name]) for name, one in configs.items()]
@@ -97,10 +101,10 @@ def show(result: dict[str, Any]) -> None:
         f"{result['max_tokens']} tokens are plain decoding's, token by token"
     )
     for one in found[:1]:
-        gap = "far" if one.gap is None else f"by {one.gap:.2g} nats"
+        gap = "far" if one.gap is None else f"{one.gap:.2g} nats"
         console.print(
             f"     prompt {one.prompt}, {one.engine}, parts at token {one.place}: {one.plain_id} "
-            f"became {one.speculative_id}, which the target likes less {gap}"
+            f"became {one.speculative_id}, which the target likes less by {gap}"
         )
     p_value = result["p_value"]
     console.print(

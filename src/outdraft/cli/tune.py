@@ -33,7 +33,9 @@ from outdraft.core.errors import ConfigError
 if TYPE_CHECKING:
     from outdraft.bench.sweep import LevelResult
 
-PROBE = "always 3: "  # what candidates that only explain begin with
+LENGTHS = (2, 3, 5)  # of networks that draft as much in every step
+PROBED = 3  # the one that explains, as bench.tune's PROBE_LENGTH
+FIXED, PROBE = "always ", f"always {PROBED}: "  # what their names begin with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ class TuneOptions:
 def tune(
     model: Model = None, *, options: TuneOptions, dataset: Dataset, engine: EngineOptions
 ) -> None:
-    """Find what drafts best for a model here: methods, shapes, quantised drafters, thresholds.
+    """Find what drafts best for a model here: methods, shapes, lengths, quantised drafters.
 
     Prints a table and, where speculation does not pay, the reason. Writes a file that
     `outdraft serve --config` takes.
@@ -127,20 +129,24 @@ def drafters(model: str | None, given: Sequence[str]) -> dict[str, str | None]:
 
 
 def candidates(networks: Mapping[str, str | None]) -> dict[str, dict[str, Any]]:
-    """speculative_configs by name: what is tried, and fixed lengths that only explain."""
-    found: dict[str, dict[str, Any]] = {
-        "suffix": {"method": "suffix"},
-        "ngram": {"method": "ngram"},
-    }
+    """speculative_configs by name; those of PROBE explain, too."""
+    found: dict[str, dict[str, Any]] = {}
+    for method in ("suffix", "ngram"):
+        found[method] = {"method": method}
+        found[PROBE + method] = _always(found[method], PROBED)
     for method, path in networks.items():
         own = {"method": method} | ({} if path is None else {"model": path})
         found[method] = own
-        found[f"{method}, int8"] = own | {"quantization": "int8"}
+        found |= {f"{method}, {bits}": own | {"quantization": bits} for bits in ("int8", "int4")}
         found[f"{method}, tree"] = own | {"tree_levels": list(TREE_LEVELS)}
         if method == "draft_model":
             found["combined"] = own | {"method": "combined"}
-        found[PROBE + method] = own | {"num_speculative_tokens": 3, "control": "fixed"}
+        found |= {f"{FIXED}{length}: {method}": _always(own, length) for length in LENGTHS}
     return found
+
+
+def _always(values: dict[str, Any], length: int) -> dict[str, Any]:
+    return values | {"num_speculative_tokens": length, "control": "fixed"}
 
 
 def _conclude(
@@ -152,7 +158,7 @@ def _conclude(
     options: TuneOptions,
 ) -> None:
     """Show everything, and write the best."""
-    from outdraft.bench.tune import WORTH_IT, config_file, gain, level_gain
+    from outdraft.bench.tune import WORTH_IT, config_file, gain, level_gain, winner
 
     console = Console(highlight=False, soft_wrap=True)
     ranked = sorted(tried, key=lambda name: gain(results, name), reverse=True)
@@ -160,7 +166,7 @@ def _conclude(
     for name in ranked:
         if name.startswith(PROBE):
             _explain(console, name, results, row_intensity, ridge)
-    best = next(name for name in ranked if not name.startswith(PROBE))
+    best = winner(results, ranked, [name for name in ranked if name.startswith(FIXED)])
     is_worth_it = gain(results, best) > 1 + WORTH_IT
     gains = {result.concurrency: level_gain(result, best) for result in results}
     pays = [level for level, one in gains.items() if one > 1 + WORTH_IT]
@@ -173,7 +179,10 @@ def _conclude(
     )
     console.print(verdict[0].upper() + verdict[1:] + ".", style="bold")
     if disable_above is not None:
-        console.print(f"It pays up to {disable_above} requests at once.")
+        console.print(
+            f"It pays up to {disable_above} requests at once and loses from {min(loses)} on, "
+            "of the numbers that were measured."
+        )
     if options.output is not None:
         chosen = tried[best] if is_worth_it else None
         text = config_file(model, chosen, disable_above if is_worth_it else None, [verdict])
@@ -203,7 +212,7 @@ def _explain(
     row_intensity: float,
     ridge: float | None,
 ) -> None:
-    """What fixed drafts of a network take and bring, level by level, and where they break even."""
+    """What fixed drafts take and bring, level by level, and where they break even."""
     from outdraft.bench.side_by_side import PLAIN
     from outdraft.bench.tune import balance
 

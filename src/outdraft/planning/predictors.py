@@ -10,7 +10,7 @@ guess.
 import csv
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from outdraft.core.errors import ConfigError
+from outdraft.planning.hardware import hardware_data
 from outdraft.planning.roofline import Setup, StepTime, mean_rows, step_time
 
 # How far from (1, 1, 1, 0) the four numbers may well be, one standard deviation each. The last one
@@ -53,15 +54,61 @@ class Point:
         return is_counted and 0 < self.tpot_s < math.inf
 
 
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """What published steps took beyond a roofline that is too low for their kind.
+
+    Attributes:
+        factors: by kind, how many times as long they took.
+        target, drafter: the dtypes of their weights; "": no network drafts.
+    """
+
+    factors: Mapping[str, float]
+    target: str
+    drafter: str
+    method: str
+
+    @classmethod
+    def of(cls, setup: Setup) -> "Missed":
+        """By data/hardware.json, whose shares are of the measured steps."""
+        factors = {kind: 1 / (1 - one["share"]) for kind, one in hardware_data()["missed"].items()}
+        network = setup.drafter.network
+        drafter = network.dtype if network is not None else ""
+        return cls(factors, setup.target.dtype, drafter, setup.drafter.method)
+
+    def seconds(self, step: StepTime) -> float:
+        """The most that a step may take beyond the roofline."""
+        weights_s = self._beyond(self.target) * step.verification_s
+        weights_s += self._beyond(self.drafter) * step.drafting_s
+        return max(weights_s, self._beyond(self.method) * step.total_s if step.drafting_s else 0.0)
+
+    def _beyond(self, kind: str) -> float:
+        return self.factors.get(kind, 1.0) - 1
+
+    @property
+    def warning(self) -> str:
+        """For the plan's basis; empty if nothing of its kind was missed."""
+        return "".join(
+            f" Published steps with {kind} took up to {self.factors[kind]:.2f} times as long: "
+            "the band reaches that far, the middle does not."
+            for kind in dict.fromkeys((self.target, self.drafter, self.method))
+            if kind in self.factors
+        )
+
+
 class RooflinePredictor:
-    """Nothing measured. The band: each constant at the ends of its range, combined in squares."""
+    """Nothing measured. The band: each constant at the ends of its range, combined in squares.
+
+    Where published steps took longer than the roofline said, the band reaches as far as they did.
+    """
 
     mode = "roofline"
-    basis = "Published numbers of the hardware, nothing measured."
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self._variants = setup.variants()
+        self._missed = Missed.of(setup)
+        self.basis = "Published numbers of the hardware, nothing measured." + self._missed.warning
 
     def step(self, num_requests: int, length: int, tokens: float) -> StepTime:
         """A mean step of so many requests that draft `length` and gain `tokens` tokens each."""
@@ -74,6 +121,7 @@ class RooflinePredictor:
             ends = [step_time(one, num_requests, length, tokens).total_s for one in pair]
             below += min(0.0, *(end - step.total_s for end in ends)) ** 2
             above += max(0.0, *(end - step.total_s for end in ends)) ** 2
+        above += self._missed.seconds(step) ** 2
         return Prediction(
             step,
             max(0.0, step.total_s - math.sqrt(below)),

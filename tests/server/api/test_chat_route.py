@@ -8,8 +8,14 @@ import pytest
 from tokenizers import Tokenizer
 
 from outdraft.core.decided import Prediction, StepDecision
-from outdraft.core.outputs import CompletionOutput, DraftTrace
-from outdraft.server.api.reports import trace
+from outdraft.core.outputs import (
+    CompletionOutput,
+    DraftTrace,
+    RequestMetrics,
+    RequestOutput,
+    SpeculationMetrics,
+)
+from outdraft.server.api.reports import metrics, trace
 from tests.engine.byte_level import tokenizer
 from tests.server.api.fake_engine import TEXT, FakeEngine, fake_inputs, with_script
 from tests.server.api.serving import MODEL, serve
@@ -270,6 +276,55 @@ def test_a_trace_tells_why_a_step_drafted_as_it_did():
         "predicted_gain": 0.25,
     }
     assert fields[1:] == [{"reason": "no_gain", "granted": 0}, {}]
+
+
+def summary(steps):
+    """What the metrics of a request with these steps say of its trace."""
+    found = RequestMetrics(0.0, SpeculationMetrics(3))
+    outputs = [CompletionOutput(0, trace=steps[:1]), CompletionOutput(1, trace=steps[1:])]
+    told = metrics(RequestOutput("0", None, [], outputs, True, found))["speculative_decoding"]
+    return {name: told[name] for name in ("acceptance_by_level", "decisions") if name in told}
+
+
+@pytest.mark.parametrize(
+    ("parents", "accepted_rows", "num_emitted", "levels"),
+    [
+        ((), (), 1, []),
+        ((0, 1, 2), (), 1, [(1, 0)]),
+        ((0, 1, 2), (0,), 2, [(1, 1), (1, 0)]),
+        ((0, 1, 2), (0, 1, 2), 4, [(1, 1), (1, 1), (1, 1)]),
+        ((0, 0, 1), (1,), 2, [(1, 1)]),  # the accepted branch ends there
+        ((0, 0, 1), (0,), 2, [(1, 1), (1, 0)]),
+        ((0, 1, 2), (0, 1), 1, [(1, 1)]),  # the text ends inside the draft
+        ((0, 1, 2), (0, 1), 2, [(1, 1), (1, 1)]),  # and right behind what was accepted
+    ],
+)
+def test_a_trace_is_summed_up_by_level(parents, accepted_rows, num_emitted, levels):
+    ids = tuple(range(len(parents)))
+    step = DraftTrace(("suffix",) * len(ids), ids, parents, accepted_rows, num_emitted)
+    want = [
+        {"level": level, "reached": reached, "accepted": accepted}
+        for level, (reached, accepted) in enumerate(levels, 1)
+    ]
+    assert summary([step])["acceptance_by_level"] == want
+    doubled = [one | {name: 2 * one[name] for name in ("reached", "accepted")} for one in want]
+    assert summary([step, step])["acceptance_by_level"] == doubled
+
+
+def test_a_trace_is_summed_up_by_reason():
+    decisions = [
+        StepDecision("gain", 0.5, Prediction(0.1, 0.2, 0.3, 0.5, 4.0, 0.25)),
+        StepDecision("gain", 0.3, Prediction(0.1, 0.2, 0.3, 0.5, 4.0, 0.75)),
+        StepDecision("no_gain", None, Prediction(0.0, 0.2, 0.3, 0.5, 1.0, 0.0)),
+        StepDecision("no_gain"),
+        None,
+    ]
+    steps = [DraftTrace((), (), (), (), 1, decision=decision) for decision in decisions]
+    assert summary(steps)["decisions"] == {
+        "gain": {"steps": 2, "predicted_gain": 0.5, "price": pytest.approx(0.4)},
+        "no_gain": {"steps": 2, "predicted_gain": 0.0},
+    }
+    assert summary([]) == {}
 
 
 def test_every_drafted_token_of_a_mixed_draft_names_its_source():

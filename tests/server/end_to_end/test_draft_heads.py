@@ -1,6 +1,7 @@
 """Draft heads, alone and behind other sources, over real processes: plain decoding's own text."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,13 @@ def sources_drafted(server: Server, plain: LLM) -> set[str]:
         drafted = [token["source"] for step in steps for token in step["drafted"]]
         assert report["drafted_by_source"] == {one: drafted.count(one) for one in set(drafted)}
         assert report["lossless"] is True
+        kept = report["per_step_accepted"]
+        for one in report["acceptance_by_level"]:
+            assert one["accepted"] == sum(number >= one["level"] for number in kept)
+            assert one["accepted"] <= one["reached"] <= sum(n + 1 >= one["level"] for n in kept)
+        assert sum(one["accepted"] for one in report["acceptance_by_level"]) == sum(kept)
+        reasons = Counter(step["reason"] for step in steps if "reason" in step)
+        assert {name: one["steps"] for name, one in report["decisions"].items()} == reasons
         sources.update(drafted)
     return sources
 

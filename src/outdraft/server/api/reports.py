@@ -1,7 +1,9 @@
 """What answers say beside their text: log-probabilities, usage, how speculation fared, traces."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -149,11 +151,14 @@ def usage(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
 
 
 def metrics(output: RequestOutput) -> dict[str, Any]:
-    """How speculation fared for a request, all its choices together."""
+    """How speculation fared for a request, all its choices together; with a trace, its summary."""
     found = output.metrics.speculative_decoding
     by_length = found.acceptance_histogram_by_draft_length
     told = {name: getattr(found, name) for name in _SPECULATION}
     told["acceptance_histogram_by_draft_length"] = {str(k): v for k, v in by_length.items()}
+    steps = [step for one in output.outputs for step in one.trace or ()]
+    if steps:
+        told |= {"acceptance_by_level": _by_level(steps), "decisions": _by_reason(steps)}
     return {"speculative_decoding": told}
 
 
@@ -174,6 +179,44 @@ def trace(delta: CompletionOutput, tokenizer: Tokenizer | None) -> dict[str, Any
     return {
         "tokens": [_token(token_id, tokenizer) | {"origin": str(o)} for token_id, o in pairs],
         "steps": [_step(step, tokenizer) for step in delta.trace],
+    }
+
+
+def _by_level(steps: Sequence[DraftTrace]) -> list[dict[str, int]]:
+    """How many drafts reached each level, the first one first, and how many were accepted there.
+
+    A draft reaches the level behind its last accepted token if it goes on there. What lies behind
+    the end of the text does not count.
+    """
+    reached: Counter[int] = Counter()
+    accepted: Counter[int] = Counter()
+    for step in steps:
+        rows = step.accepted_rows
+        num_accepted = min(len(rows), step.num_emitted)
+        last = rows[-1] + 1 if rows else 0  # its place among the parents; the root's is 0
+        goes_on = step.num_emitted > len(rows) and last in step.parents
+        accepted.update(range(num_accepted))
+        reached.update(range(num_accepted + goes_on))
+    return [
+        {"level": level + 1, "reached": reached[level], "accepted": accepted[level]}
+        for level in range(len(reached))
+    ]
+
+
+def _by_reason(steps: Sequence[DraftTrace]) -> dict[str, dict[str, float]]:
+    """Steps by the reason of their decision, with the mean of each number that decisions had."""
+    told: dict[str, list[dict[str, Any]]] = {}
+    for step in steps:
+        if step.decision is not None:
+            told.setdefault(step.decision.reason, []).append(_decision(step))
+    return {
+        reason: {"steps": len(of)}
+        | {
+            name: fmean(values)
+            for name in ("predicted_gain", "price")
+            if (values := [one[name] for one in of if name in one])
+        }
+        for reason, of in told.items()
     }
 
 
