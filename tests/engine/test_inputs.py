@@ -238,3 +238,27 @@ def test_encoding_a_long_text_does_not_hold_up_other_threads():
 def test_a_prediction_is_no_longer_than_an_output_can_be(prediction):
     ids = inputs(max_model_len=8).prediction_ids(SamplingParams(prediction=prediction))
     assert len(ids) == 8
+
+
+def of_a_smaller_network() -> InputProcessor:
+    """Its tokenizer knows a token more, as those of models that also read images do."""
+    texts = tokenizer()
+    texts.add_special_tokens(["<image>"])
+    assert (unknown := texts.token_to_id("<image>")) is not None
+    return InputProcessor(
+        texts, vocab_size=unknown, max_model_len=64, eos_token_ids=[1, unknown], seed=0
+    )
+
+
+def test_tokens_that_the_network_does_not_have_reach_no_step():
+    ours = of_a_smaller_network()
+    for field, give in (
+        ("prompt", ours.encoded),
+        ("prediction", lambda text: ours.prediction_ids(SamplingParams(prediction=text))),
+    ):
+        with pytest.raises(RequestError, match=f"{field} holds {ours.vocab_size}:") as caught:
+            give("the cat<image>")
+        assert caught.value.field == field
+    assert ours.stop_token_ids(SamplingParams()) == {1}
+    words = ours.bad_words_ids(SamplingParams(bad_words=["<image>", "cat"]))
+    assert words == inputs().bad_words_ids(SamplingParams(bad_words=["cat"]))

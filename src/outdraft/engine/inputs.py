@@ -124,7 +124,8 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
-        self.eos_token_ids = tuple(eos_token_ids)
+        # Configurations and tokenizers may name tokens that the network does not have.
+        self.eos_token_ids = tuple(one for one in eos_token_ids if 0 <= one < vocab_size)
         self._seed = seed
 
     def encoded(
@@ -150,10 +151,10 @@ class InputProcessor:
         text, ids, salt = given_prompt(prompt)
         if ids is not None:
             ids = ids if keep_last is None else ids[-keep_last:]
-            self._check_ids(ids, "prompt")
         else:
             assert text is not None
             ids = self.encode(text, add_special_tokens=add_special_tokens, keep_last=keep_last)
+        self._check_ids(ids, "prompt")
         if not ids:
             raise RequestError("prompt must hold at least one token", "prompt")
         if len(ids) >= self.max_model_len:
@@ -231,7 +232,7 @@ class InputProcessor:
             words.append(bare)
             if spaced[-len(bare) :] != bare:  # else the bare form bans it too
                 words.append(spaced)
-        return tuple(words)
+        return tuple(word for word in words if max(word) < self.vocab_size)  # no other can be said
 
     @cached_property
     def _grammars(self) -> "GrammarCompiler":
@@ -259,10 +260,11 @@ class InputProcessor:
         if params.prediction is None:
             return []
         if isinstance(params.prediction, str):
-            text_ids = self.encode(params.prediction, add_special_tokens=False, field="prediction")
-            return text_ids[: self.max_model_len]
-        self._check_ids(params.prediction, "prediction")
-        return list(params.prediction[: self.max_model_len])
+            ids = self.encode(params.prediction, add_special_tokens=False, field="prediction")
+        else:
+            ids = list(params.prediction)
+        self._check_ids(ids, "prediction")
+        return ids[: self.max_model_len]
 
     def seed(self, params: SamplingParams, request_number: int, index: int) -> int:
         """The noise key of a request's index-th sequence.
