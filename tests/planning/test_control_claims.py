@@ -130,7 +130,8 @@ def test_neither_with_offers_of_the_host_in_many_more_engines(first: int):
 
 
 def drift_shares(seeds):
-    """The rate from 200 steps after costs and acceptance became those of another random world."""
+    """The rate from 400 steps after acceptance became that of another random world, and the machine
+    faster or slower. A network that was off has few labels a probe: it is found by several."""
     shares = {}
     for seed in seeds:
         before, after = random_case(seed), random_case(seed + 1000)
@@ -148,18 +149,18 @@ def drift_shares(seeds):
             load, partial(switching, before=worlds[0], after=later), max_drafts, seed
         )
         best = max(fixed_rates(Scenario(load, lambda _, w=later: w, max_drafts, seed), 60))
-        shares[seed] = controlled(scenario, before.table, 1000).rate(600) / best
+        shares[seed] = controlled(scenario, before.table, 1300).rate(800) / best
     return shares
 
 
 @pytest.mark.parametrize("first", range(0, 8, 4))
-def test_neither_two_hundred_steps_after_everything_changed(first: int):
+def test_neither_four_hundred_steps_after_everything_changed(first: int):
     assert_close_to_the_best(drift_shares(range(first, first + 4)))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("first", range(8, 56, BLOCK))
-def test_neither_two_hundred_steps_after_everything_changed_in_many_more(first: int):
+def test_neither_four_hundred_steps_after_everything_changed_in_many_more(first: int):
     assert_close_to_the_best(drift_shares(range(first, first + BLOCK)))
 
 
