@@ -64,7 +64,7 @@ test-gpu: lib
 	$(BIN)/python -m pytest -m gpu
 
 test-cluster: setup-cluster lib
-	$(BIN)/python -m pytest -m cluster
+	$(BIN)/python -m pytest -rs -m cluster
 
 fix: setup
 	$(BIN)/ruff format .

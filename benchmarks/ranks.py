@@ -18,10 +18,11 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import save_file
@@ -35,11 +36,13 @@ from outdraft.engine.llm import LLM
 from outdraft.kernels.choose import memory_transports
 from outdraft.kernels.native.library import open_library
 from outdraft.kernels.native.linear import NativeLinear
+from outdraft.kernels.native.ranks import shares_memory
 from outdraft.kernels.native.team import shared_team
 from outdraft.planning.hardware import Link, Machine, find_machine
 from outdraft.planning.roofline import Setup, Workload, step_time
 from outdraft.planning.shapes import Drafter, find_network
 
+MEMORY, SOCKETS = "memory", "sockets"
 LENGTH, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 16, 24
 SUMS, SMALL_SUM, LARGE_SUM = 200, 1024, 1 << 20  # numbers
 READINGS, READ_INPUTS, READ_BYTES = 9, 1024, 1 << 28
@@ -73,11 +76,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="of the drafter; the target has 2")
     parser.add_argument("--requests", default="1,4")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--transport", choices=[MEMORY, SOCKETS], help="of ranks; default: what an engine takes"
+    )
     args = parser.parse_args()
     size = args.tensor_parallel_size
     sizes = [d for d in range(1, size + 1) if size % d == 0]
-    machine = measured_machine(size)
-    with tempfile.TemporaryDirectory() as name:
+    machine, transport = measured_machine(size, args.transport)
+    if args.transport not in (None, transport):
+        raise SystemExit(f"ranks exchange through {transport} on this machine")
+    with tempfile.TemporaryDirectory() as name, over(transport):
         folder = Path(name)
         target = checkpoint(folder / "target", CONFIG, 2)
         drafter = checkpoint(folder / "drafter", CONFIG, args.layers)
@@ -113,6 +121,7 @@ def main() -> None:
     result = {
         "environment": environment() | compute(),
         "options": {key: str(value) for key, value in vars(args).items()},
+        "transport": transport,
         "measured": {
             "lone_rank_gb_s": machine.bandwidth(1) / 1e9,
             "rank_gb_s": machine.bandwidth(size) / 1e9,
@@ -125,6 +134,13 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
+
+
+def over(transport: str) -> AbstractContextManager[object]:
+    """Where engines exchange through this: over sockets if one rank cannot share memory."""
+    if transport == MEMORY:
+        return nullcontext()
+    return mock.patch("outdraft.engine.ranks.memory_transports", return_value=None)
 
 
 def checkpoint(folder: Path, sizes: dict[str, Any], num_layers: int) -> Path:
@@ -215,22 +231,23 @@ def median_ms(llm: LLM, num_requests: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a rank found: bytes a second that it reads alone, and while all ranks read; seconds of
-    a small sum over all ranks, and of a large one."""
+    """What a rank found: through what it exchanges; bytes a second that it reads alone, and while
+    all ranks read; seconds of a small sum over all ranks, and of a large one."""
 
+    transport: str
     lone_rank: float
     rank: float
     small_sum_s: float
     large_sum_s: float
 
 
-def measured_machine(size: int) -> Machine:
-    """A card for each rank, with the memory and the sums that they share."""
+def measured_machine(size: int, transport: str | None) -> tuple[Machine, str]:
+    """A card for each rank, with the memory and the sums that they share; their transport."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     others = [
-        context.Process(target=measure_rank, args=(rank, size, store.port, results))
+        context.Process(target=measure_rank, args=(rank, size, store.port, transport, results))
         for rank in range(size)
     ]
     for process in others:
@@ -242,21 +259,23 @@ def measured_machine(size: int) -> Machine:
     reached = card.constants.bandwidth_efficiency  # the plan multiplies with it
     num_bytes = 2 * (size - 1) / size * LARGE_SUM * 2  # as Link counts them
     slope_s = max(rates.large_sum_s - rates.small_sum_s, 1e-9)
-    return Machine(
+    machine = Machine(
         replace(card, bandwidth=rates.lone_rank / reached),
         size,
         Link("measured", num_bytes / slope_s, rates.small_sum_s, 0.0),
         shared_bandwidth=size * rates.rank / reached,
     )
+    return machine, rates.transport
 
 
-def measure_rank(rank: int, size: int, port: int, results: Any) -> None:
+def measure_rank(rank: int, size: int, port: int, transport: str | None, results: Any) -> None:
     """Rank 0 puts its `Rates`."""
     num_threads = max(1, (os.cpu_count() or 1) // size)
     torch.set_num_threads(num_threads)
     store = TCPStore("127.0.0.1", port, None, is_master=False)
     cpu = torch.device("cpu")
-    group = join_ranks(store, rank, size, size, cpu, 60.0, memory_transports()).target
+    over_memory = None if transport == SOCKETS else memory_transports()
+    group = join_ranks(store, rank, size, size, cpu, 60.0, over_memory).target
     library = open_library()
     if library is None:
         raise SystemExit("there is no compiled library here: run `make lib` first")
@@ -281,6 +300,7 @@ def measure_rank(rank: int, size: int, port: int, results: Any) -> None:
     # The others wait in a message meanwhile, as ranks do that do not draft.
     lone_s = median_s((lambda: product(row)) if rank == 0 else lambda: None, READINGS)
     rates = Rates(
+        MEMORY if shares_memory(group) else SOCKETS,
         READ_BYTES / lone_s,
         READ_BYTES / median_s(lambda: product(row), READINGS),
         median_s(summed(SMALL_SUM), SUMS),

@@ -65,9 +65,14 @@ def equal_shares(group: RankGroup, num_requests: int) -> RequestShares:
     return RequestShares(group, tuple(end - start for start, end in itertools.pairwise(ends)))
 
 
-def spread_models(config: EngineConfig, size: int, draft_size: int) -> list[LoadedModels]:
-    """Those of each rank."""
-    return on_ranks(size, draft_size, lambda ranks: load_models(config, ranks))
+def spread_models(
+    config: EngineConfig,
+    size: int,
+    draft_size: int,
+    over_memory: Sequence[MemoryTransports | None] | None = None,
+) -> list[LoadedModels]:
+    """Those of each rank; `over_memory` as in `on_ranks`."""
+    return on_ranks(size, draft_size, lambda ranks: load_models(config, ranks), over_memory)
 
 
 class Spread:

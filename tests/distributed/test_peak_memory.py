@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.models.checkpoints import llama
+from tests.oracle.heads import random_head
 from tests.pairwise import some
 
 pytestmark = [
@@ -16,7 +18,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
-SIZE, NUM_REQUESTS = 2, 8
+NUM_REQUESTS = 8
 MOST_RUNS = 4
 SMALL_CACHE = 101  # blocks: logits take more than a tenth then
 NUM_DRAFTS = 15  # with their requests' rows a full step, and as many as a prediction could have
@@ -34,6 +36,7 @@ LARGE = {
 }
 ONE_LAYER = LARGE | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
 TINY = ONE_LAYER | {
+    "num_attention_heads": 4,  # as many as ranks
     "head_dim": 8,
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -42,38 +45,48 @@ TINY = ONE_LAYER | {
 DRAFTS = ONE_LAYER | {"head_dim": 64, "hidden_size": 128}
 
 
+@dataclass(frozen=True)
+class Case:
+    """A target over ranks, and what drafts for it; `draft_size`: None: nothing does."""
+
+    size: int = 2
+    draft_size: int | None = None
+    method: str = "draft_model"
+    has_all_rules: bool = True
+    vocab_size: int = 8_000
+    num_blocks: int = 401
+
+
 def measured(
-    folder: Path,
-    sizes: dict[str, Any],
-    drafter: dict[str, Any] | None,
-    draft_size: int,
-    num_blocks: int,
-    has_all_rules: bool,
+    folder: Path, sizes: dict[str, Any], drafter: dict[str, Any], num_blocks: int, case: Case
 ) -> dict[str, list[int]]:
     """Bytes that each rank took, and that it was said to take."""
     options: dict[str, Any] = {
         "model": str(folder / "target"),
         "dtype": "bfloat16",
         "device": "cpu",
-        "tensor_parallel_size": SIZE,
+        "tensor_parallel_size": case.size,
         "num_blocks": num_blocks,
         "max_num_seqs": NUM_REQUESTS,
         "max_num_batched_tokens": 128,
         "rank_timeout_s": 300.0,
     }
     llama(**sizes).bfloat16().save_pretrained(folder / "target")
-    if drafter is not None:
-        llama(**drafter).bfloat16().save_pretrained(folder / "drafter")
+    if case.draft_size is not None:
+        if case.method == "draft_model":
+            llama(**drafter).bfloat16().save_pretrained(folder / "drafter")
+        else:
+            random_head(case.method, folder / "target", folder / "drafter")
         options["speculative_config"] = {
-            "method": "draft_model",
+            "method": case.method,
             "model": str(folder / "drafter"),
             "num_speculative_tokens": NUM_DRAFTS,
             "control": "fixed",
-            "draft_tensor_parallel_size": draft_size,
+            "draft_tensor_parallel_size": case.draft_size,
         }
     done = subprocess.run(
         [sys.executable, "-m", "tests.distributed.peak_memory"],
-        input=json.dumps([options, has_all_rules]),
+        input=json.dumps([options, case.has_all_rules]),
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -82,20 +95,19 @@ def measured(
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    ("draft_size", "has_all_rules", "vocab_size", "num_blocks"),
-    some(
-        [
-            *[(None, False, 8_000, 401), (None, True, 8_000, 401), (None, True, 16_000, 401)],
-            *[(None, True, 64_000, 401), (1, True, 8_000, 401), (2, True, 8_000, 401)],
-            (None, True, 64_000, SMALL_CACHE),
-        ],
-        [(1, True, 8_000, 401), (None, True, 16_000, 401), (None, True, 64_000, SMALL_CACHE)],
-    ),
+CHOSEN = (
+    Case(draft_size=1),
+    Case(vocab_size=16_000),
+    Case(vocab_size=64_000, num_blocks=SMALL_CACHE),
 )
-def test_a_rank_takes_what_was_planned_within_five_per_cent(
-    tmp_path: Path, draft_size: int | None, has_all_rules: bool, vocab_size: int, num_blocks: int
-) -> None:
+OTHERS = (
+    *(Case(has_all_rules=False), Case(), Case(vocab_size=64_000), Case(draft_size=2)),
+    *(Case(size=4), Case(draft_size=1, method="eagle3")),
+)
+
+
+@pytest.mark.parametrize("case", some([*CHOSEN, *OTHERS], CHOSEN), ids=str)
+def test_a_rank_takes_what_was_planned_within_five_per_cent(tmp_path: Path, case: Case) -> None:
     """What a large model takes beyond a tiny one: processes begin with some memory.
 
     What the allocator leaves unused between tensors, some per cent, is chance: the least of a few
@@ -103,14 +115,13 @@ def test_a_rank_takes_what_was_planned_within_five_per_cent(
     """
     kinds = {
         "tiny": (TINY, TINY, 41),
-        "large": (LARGE | {"vocab_size": vocab_size}, DRAFTS, num_blocks),
+        "large": (LARGE | {"vocab_size": case.vocab_size}, DRAFTS, case.num_blocks),
     }
     taken, planned = dict[str, list[int]](), dict[str, list[int]]()
     for number in range(MOST_RUNS):
         for name, (sizes, drafts, count) in kinds.items():
             folder = tmp_path / f"{name}-{number}"
-            drafter = None if draft_size is None else drafts
-            found = measured(folder, sizes, drafter, draft_size or 1, count, has_all_rules)
+            found = measured(folder, sizes, drafts, count, case)
             planned[name] = found["planned"]
             pairs = zip(taken.get(name, found["taken"]), found["taken"], strict=True)
             taken[name] = [min(pair) for pair in pairs]

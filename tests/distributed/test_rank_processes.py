@@ -17,12 +17,21 @@ from outdraft.core.errors import ConfigError, EngineDeadError, RanksError
 from outdraft.core.plan import StepStats
 from outdraft.core.sampling import SamplingParams
 from outdraft.distributed.group import Ranks
+from outdraft.distributed.process_groups import ProcessTransport
 from outdraft.engine import engine as engine_module
 from outdraft.engine import rank_hosts
 from outdraft.engine import ranks as ranks_module
 from outdraft.engine.llm import LLM
+from outdraft.kernels.native.ranks import MemoryTransport
 from tests.cli.pair import pair
-from tests.server.process.engines import PROMPTS, config, processes, stream, supervisor
+from tests.server.process.engines import (
+    PROMPTS,
+    config,
+    processes,
+    ranks_of,
+    stream,
+    supervisor,
+)
 
 pytestmark = pytest.mark.tp
 PARAMS = [
@@ -35,12 +44,6 @@ PARAMS = [
 LONG = SamplingParams(temperature=1.0, seed=6, max_tokens=400, ignore_eos=True)
 SUFFIX: dict[str, Any] = {"method": "suffix", "control": "fixed"}
 ENDS_S = 20.0
-
-
-def ranks_of(parent: int) -> list[psutil.Process]:
-    """Processes of ranks that a process has started."""
-    children = psutil.Process(parent).children()
-    return [one for one in children if "outdraft.engine.rank_process" in one.cmdline()]
 
 
 def have_ended(ranks: list[psutil.Process]) -> bool:
@@ -78,10 +81,19 @@ def lone_rank() -> psutil.Process:
 
 
 @pytest.mark.parametrize(
-    ("size", "draft_size"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)]
+    ("size", "draft_size", "transport"),
+    [
+        (2, 1, MemoryTransport),
+        pytest.param(4, 2, MemoryTransport, marks=pytest.mark.slow),
+        pytest.param(2, 1, ProcessTransport, marks=pytest.mark.slow),
+    ],
 )
-def test_ranks_answer_as_one_process_does(size: int, draft_size: int):
+def test_ranks_answer_as_one_process_does(
+    size: int, draft_size: int, transport: type, monkeypatch: pytest.MonkeyPatch
+):
     """They compare what they are told and what they choose. A drafter and the host draft."""
+    if transport is ProcessTransport:  # one that cannot share memory is enough
+        monkeypatch.setattr(ranks_module, "memory_transports", lambda: None)
     combined = {"method": "combined", "model": str(pair().drafter), "control": "fixed"}
     combined |= {"rejection_sample_method": "drafter_invariant"}
     alone = LLM.from_config(config(dtype="float64", speculative_config=combined))
@@ -91,6 +103,7 @@ def test_ranks_answer_as_one_process_does(size: int, draft_size: int):
         got = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         assert llm.engine.stats.num_accepted_tokens > 0
         assert len(llm.memory.ranks) == size
+        assert isinstance(llm.models.ranks.target.transport, transport)
     told = [[(one.token_ids, one.text) for one in output.outputs] for output in got]
     assert told == [[(one.token_ids, one.text) for one in output.outputs] for output in want]
 

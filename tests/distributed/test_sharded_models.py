@@ -34,7 +34,6 @@ from tests.models.checkpoints import (
     save,
 )
 from tests.models.families import randomised_family
-from tests.pairwise import some
 from tests.ranks import on_ranks
 from tests.rounding import MODEL_ROUNDING
 
@@ -106,13 +105,8 @@ def test_columns_of_all_ranks_are_the_logits_of_one(
     assert torch.equal(got_TV.argmax(-1), want_TV.argmax(-1))
 
 
-@pytest.mark.parametrize(
-    ("kernels", "dtype", "size"),
-    some(
-        [(*kind.values, size) for kind in KINDS for size in SIZES],
-        [*((*kind.values, 2) for kind in KINDS), ("auto", torch.float32, 4)],
-    ),
-)
+@pytest.mark.parametrize("size", SOME_SLOW)
+@pytest.mark.parametrize(("kernels", "dtype"), KINDS)
 def test_rows_have_the_same_bits_in_chunks_of_any_size(
     kernels: str, dtype: torch.dtype, size: int, checkpoint: Callable[[str], Path]
 ):

@@ -1,23 +1,28 @@
 """What the ranks of an engine send, counted from the plans of its steps: nothing else may cross."""
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import pytest
 
 from outdraft.core.plan import StepPlan, Work
 from outdraft.core.sampling import SamplingParams
+from outdraft.core.tree_shape import TreeShape
 from outdraft.distributed.group import RankGroup
 from outdraft.engine.llm import LLM
 from outdraft.engine.loading import LoadedModels
 from outdraft.models.config import ModelConfig
 from outdraft.runner.model_runner import LaunchedStep, PendingStep
-from tests.oracle.engines import config, pair, prompts_of, run, speculation
+from tests.oracle.engines import checkpoint, config, pair, prompts_of, run, speculation
 from tests.ranks import Spread, spread_models
 
-FAMILY, NUM_DRAFTS = "qwen2", 3
-NUMBER = 8  # bytes of a float64 and of an int64
+NUM_DRAFTS = 3
+INTEGER = 8  # bytes; pairs of a best token and its logit have two such numbers
+FLOATS = {"float64": 8, "float32": 4}
 Sent = tuple[dict[str, int], dict[str, int]]  # calls and bytes by operation
 
 
@@ -33,28 +38,69 @@ class Recorded(Spread):
         return super().launch(plan)
 
 
+class Network(Protocol):
+    """Of a model, or of a drafter."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A network, or heads, over the ranks of a draft group.
+
+    Attributes:
+        num_layers: 0: heads, each with a product of its own over the vocabulary.
+        lag: rows that it reads less than a text has tokens.
+    """
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    lag: int = 0
+
+    @classmethod
+    def of(cls, family: str, method: str, target: ModelConfig) -> "Drafter":
+        sizes = target.hidden_size, target.vocab_size
+        if method == "medusa":
+            return cls(0, *sizes)
+        if method == "eagle3":  # one layer, and a vocabulary of its own
+            raw = json.loads((checkpoint(family, "eagle3") / "config.json").read_text())
+            return cls(1, target.hidden_size, raw["draft_vocab_size"], lag=1)
+        drafter = ModelConfig.from_directory(pair(family).drafter)
+        return cls(drafter.num_layers, drafter.hidden_size, drafter.vocab_size)
+
+
 class Expected:
     """What one rank sends in a group."""
 
-    def __init__(self, size: int) -> None:
-        self.size, self.calls, self.sent = size, Counter[str](), Counter[str]()
+    def __init__(self, size: int, dtype: str) -> None:
+        self.size, self.number, self.is_compiled = size, FLOATS[dtype], dtype == "float32"
+        self.calls, self.sent = Counter[str](), Counter[str]()
 
-    def add(self, operation: str, numbers: int, calls: int = 1) -> None:
-        """`numbers`: of all calls, that each rank gets of this one."""
-        if self.size > 1 and calls:
-            self.calls[operation] += calls
-            self.sent[operation] += (self.size - 1) * numbers * NUMBER
+    def add(self, operation: str, numbers: int) -> None:
+        """`numbers`: integers that each rank gets of this one."""
+        if self.size > 1:
+            self.calls[operation] += 1
+            self.sent[operation] += (self.size - 1) * numbers * INTEGER
 
     def add_turn(self, num_rows: int, width: int) -> None:
         """`num_rows`: of other ranks."""
         if self.size > 1:
             self.calls["turn"] += 1
-            self.sent["turn"] += num_rows * width * NUMBER
+            self.sent["turn"] += num_rows * width * self.number
 
-    def add_pass(self, model: ModelConfig, num_rows: int) -> None:
-        """The embedding, and two products of each layer."""
-        calls = 1 + 2 * model.num_layers
-        self.add("sum", calls * num_rows * model.hidden_size, calls)
+    def add_pass(self, network: Network, num_rows: int, num_ends: int) -> None:
+        """The embedding, and two products of each layer. A compiled pass goes on in its last layer
+        with those rows only whose logits are needed, `num_ends`."""
+        if self.size > 1:
+            calls = 1 + 2 * network.num_layers
+            rows = calls * num_rows - (2 * (num_rows - num_ends) if self.is_compiled else 0)
+            self.calls["sum"] += calls
+            self.sent["sum"] += (self.size - 1) * rows * network.hidden_size * self.number
 
 
 def split(works: Sequence[Work], size: int, draft_size: int) -> list[list[Work]]:
@@ -67,76 +113,110 @@ def split(works: Sequence[Work], size: int, draft_size: int) -> list[list[Work]]
     return parts
 
 
-def expected(
-    plans: list[StepPlan], rank: int, size: int, draft_size: int, draws: bool
-) -> tuple[Expected, Expected]:
-    """For the groups of target and drafter."""
-    target, drafter = (ModelConfig.from_directory(path) for path in (_pair[0], _pair[1]))
-    of_target, of_draft = map(Expected, (size, draft_size))
-    columns = -(-target.vocab_size // size)
-    for plan in plans:
-        of_target.add_pass(target, plan.num_rows)
-        works = [work for work in plan.works if work.samples]
-        parts = split(works, size, draft_size)
-        drafted = [[work for work in part if work.drafts is not None] for part in parts]
-        if any(drafted):
-            depth = max(work.num_drafts for work in itertools.chain(*drafted))
-            of_target.add("join_rows", max(map(len, drafted)) * (2 * depth + 1))
-            first = rank - rank % draft_size
-            group = drafted[first : first + draft_size]
-            if any(group):
-                add_drafting(of_draft, drafter, group, rank - first)
-        if not works:
-            continue
-        rows = sum(1 + work.num_drafts for work in works)
-        if not draws:
-            of_target.add("gather", 2 * rows)
-            continue
-        own_rows = sum(1 + work.num_drafts for work in parts[rank])
-        of_target.add_turn(rows - own_rows, columns)
-        depth = max(work.num_drafts for work in works)
-        of_target.add("join_rows", max(map(len, parts)) * (3 * depth + 3))
-    return of_target, of_draft
+@dataclass(frozen=True)
+class Case:
+    family: str
+    method: str
+    dtype: str
+    size: int
+    draft_size: int
+    draws: bool
+
+    def expected(self, plans: list[StepPlan], rank: int) -> tuple[Expected, Expected]:
+        """For the groups of target and drafter."""
+        size, draft_size = self.size, self.draft_size
+        target = ModelConfig.from_directory(pair(self.family).target)
+        drafter = Drafter.of(self.family, self.method, target)
+        of_target, of_draft = (Expected(number, self.dtype) for number in (size, draft_size))
+        columns = -(-target.vocab_size // size)
+        first = rank - rank % draft_size
+        for plan in plans:
+            works = [work for work in plan.works if work.samples]
+            rows = sum(1 + work.num_drafts for work in works)
+            of_target.add_pass(target, plan.num_rows, rows)
+            parts = split(works, size, draft_size)
+            drafted = [[work for work in part if work.drafts is not None] for part in parts]
+            if any(drafted):
+                depth = max(work.num_drafts for work in itertools.chain(*drafted))
+                of_target.add("join_rows", max(map(len, drafted)) * (2 * depth + 1))
+                group = drafted[first : first + draft_size]
+                if any(group):
+                    self.add_drafting(of_draft, drafter, group, rank - first)
+            reads = [work for work in plan.works if work.owner == first // draft_size]
+            if num_read := sum(work.num_drafter_reads for work in reads):
+                of_draft.add_pass(drafter, num_read, num_read)
+            if not works:
+                continue
+            if not self.draws:
+                of_target.add("gather", 2 * rows)
+                continue
+            own_rows = sum(1 + work.num_drafts for work in parts[rank])
+            of_target.add_turn(rows - own_rows, columns)
+            depth = max(work.num_drafts for work in works)
+            of_target.add("join_rows", max(map(len, parts)) * (3 * depth + 3))
+        return of_target, of_draft
+
+    def add_drafting(
+        self, sent: Expected, drafter: Drafter, parts: list[list[Work]], member: int
+    ) -> None:
+        """Drafts of a group. Each level turns the logits behind all rows above it; behind each but
+        the last one three integers of each row go to all members: what is read next."""
+        works = [*itertools.chain(*parts)]
+        levels = levels_of(works)
+        width = -(-drafter.vocab_size // sent.size)
+        if drafter.num_layers == 0:
+            for _ in levels:
+                sent.add_turn(len(works) - len(parts[member]), width)
+            return
+        unread = [work.num_tokens - drafter.lag - work.num_drafter_computed for work in works]
+        sent.add_pass(drafter, sum(unread), len(works))
+        for level, num_above in enumerate((1, *levels[:-1])):
+            if sent.is_compiled:  # a chain that has all its drafts is read no more
+                parts = [[work for work in part if work.num_drafts > level] for part in parts]
+            num_others = sum(map(len, parts)) - len(parts[member])
+            if level:
+                sent.add("join_rows", 3 * num_above * max(map(len, parts)))
+                num_rows = num_above * sum(map(len, parts))
+                sent.add_pass(drafter, num_rows, num_rows)
+            sent.add_turn(num_above * num_others, width)
 
 
-def add_drafting(
-    sent: Expected, drafter: ModelConfig, parts: list[list[Work]], member: int
-) -> None:
-    """Chains of a draft group. Each level turns the logits of all its requests; behind each but the
-    last one three integers of each request go to all members: what is read next."""
-    works = [*itertools.chain(*parts)]
-    levels = max(work.num_drafts for work in works)
-    sent.add_pass(drafter, sum(work.num_tokens - work.num_drafter_computed for work in works))
-    width = -(-drafter.vocab_size // sent.size)
-    for _ in range(levels):
-        sent.add_turn(len(works) - len(parts[member]), width)
-    for _ in range(levels - 1):
-        sent.add("join_rows", 3 * max(map(len, parts)))
-        sent.add_pass(drafter, len(works))
+def levels_of(works: Sequence[Work]) -> tuple[int, ...]:
+    """Rows of each level that a step drafts."""
+    num_rows = max(work.num_drafts for work in works)
+    shapes = {work.drafts.model.levels for work in works if work.drafts is not None}
+    (levels,) = shapes
+    shape = TreeShape(levels) if levels else TreeShape.chain(num_rows)
+    return shape.with_room_for(num_rows).levels
 
 
-_pair = pair(FAMILY).target, pair(FAMILY).drafter
 SIZES = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+CHAINS = [("qwen2", "draft_model", "float64", *sizes) for sizes in SIZES]
+OTHERS = [("qwen2", name, "float64", 2, 2) for name in ("draft_model-tree", "eagle3", "medusa")]
+COMPILED = [("llama-llama3-rope", "draft_model", "float32", 2, 2)]  # with weights of bfloat16
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(("size", "draft_size"), SIZES)
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize(
+    ("family", "method", "dtype", "size", "draft_size"), [*CHAINS, *OTHERS, *COMPILED]
+)
 def test_each_rank_sends_what_the_plans_say_and_no_more(
-    size: int, draft_size: int, temperature: float
+    family: str, method: str, dtype: str, size: int, draft_size: int, draws: bool
 ) -> None:
     """A drafter on one rank sends nothing; no tensor over the vocabulary goes to one rank alone."""
-    speculative = speculation(FAMILY, "draft_model", NUM_DRAFTS)
-    chosen = config(FAMILY, speculative, dtype="float64", max_num_batched_tokens=200)
+    case = Case(family, method, dtype, size, draft_size, draws)
+    speculative = speculation(family, method, NUM_DRAFTS)
+    chosen = config(family, speculative, dtype=dtype, max_num_batched_tokens=200)
     loaded = spread_models(chosen, size, draft_size)
     llm = LLM.from_config(chosen, loaded[0])
-    params = SamplingParams(temperature=temperature, max_tokens=9, ignore_eos=True)
+    params = SamplingParams(temperature=float(draws), max_tokens=9, ignore_eos=True)
     groups = [[one.ranks.target, one.ranks.draft] for one in loaded]
     ranks = Recorded(llm, loaded)
     with ranks:
         run(llm, prompts_of((9, 14, 5, 11, 7)), params)
+    assert llm.engine.stats.num_draft_tokens > 0
     for rank, own in enumerate(groups):
-        wanted = expected(ranks.plans, rank, size, draft_size, draws=temperature > 0)
-        for group, want in zip(own, wanted, strict=True):
+        for group, want in zip(own, case.expected(ranks.plans, rank), strict=True):
             assert sent_by(group) == (dict(want.calls), dict(want.sent))
     assert groups[0][1].traffic.calls.total() == 0 or draft_size > 1
 

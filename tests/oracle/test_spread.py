@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from itertools import cycle
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.plan import StepPlan
 from outdraft.core.sampling import SamplingParams
+from outdraft.distributed.process_groups import ProcessTransport
 from outdraft.engine.cost_steps import Samples, ScratchSteps, Step
 from outdraft.engine.llm import LLM
 from outdraft.engine.loading import LoadedModels
@@ -36,20 +37,27 @@ from tests.ranks import Spread, spread_models
 FAMILY = "qwen2"
 SMALL: dict[str, Any] = {"block_size": 4, "num_blocks": 18}  # too small for four at once
 FEW = ("draft_model", "draft_model-tree", "eagle3", "medusa-tree", "mlp_speculator", "pard")
-
-
 SIZES = ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4))  # ranks of the target, and of the drafter
+SPREAD = tuple(name for name in METHODS if parts(name)[0] != "self")
+# With `FEW` and what runs over sockets, each kind of drafter is spread in one case at least.
+DIVIDED = tuple((name, 2, 2) for name in ("pard", "eagle", "p-eagle", "dflash", "dspark-tree"))
 
 
-def cases(*methods: str, further: Sequence[str] = ()) -> pytest.MarkDecorator:
-    """Each method on two ranks with a drafter on one, and in one other way, the first of them over
-    four ranks too. `further`: on two ranks only."""
+def cases(
+    *methods: str, every: Sequence[str] = (), further: Sequence[tuple[str, int, int]] = ()
+) -> pytest.MarkDecorator:
+    """By default each of `methods` on two ranks with a drafter on one, and in one other way, the
+    first of them over four ranks too; `every` other method on two ranks; `further` ones."""
     chosen = {(name, *sizes) for name, sizes in zip(methods, cycle(SIZES[1:]), strict=False)}
-    chosen |= {(name, *SIZES[0]) for name in methods} | {(methods[0], 4, 2)}
-    found = [pytest.param(name, *SIZES[0]) for name in further]
-    for case in some([(name, *sizes) for name in methods for sizes in SIZES], chosen):
-        slow = [pytest.mark.slow] if case.values[1] == 4 else []
-        found.append(pytest.param(*case.values, marks=[*case.marks, *slow]))
+    chosen |= {(name, *SIZES[0]) for name in (*methods, *every)}
+    chosen |= {(methods[0], 4, 2), *further}
+    rows = [(name, *sizes) for name, sizes in product((*methods, *every), SIZES)]
+    found = [
+        pytest.param(*case.values, marks=[*case.marks, pytest.mark.slow])
+        if case.values[1] == 4
+        else case
+        for case in some(rows, chosen)
+    ]
     return pytest.mark.parametrize(("method", "size", "draft_size"), found)
 
 
@@ -57,21 +65,28 @@ LENGTHS = (3, 21, 17, 9, 30, 8, 12, 5)
 
 
 @cache
-def models(method: str, size: int, draft_size: int) -> list[LoadedModels]:
+def models(
+    method: str, size: int, draft_size: int, over_sockets: bool = False
+) -> list[LoadedModels]:
+    """`over_sockets`: no rank shares memory with another."""
     chosen = config(FAMILY, speculation(FAMILY, method, 3), dtype="float64")
-    return spread_models(chosen, size, draft_size)
+    return spread_models(chosen, size, draft_size, [None] * size if over_sockets else None)
 
 
 @contextmanager
 def spread(
-    method: str, sizes: tuple[int, int], num_drafts: int = 3, **options: Any
+    method: str,
+    sizes: tuple[int, int],
+    num_drafts: int = 3,
+    over_sockets: bool = False,
+    **options: Any,
 ) -> Iterator[tuple[LLM, Spread]]:
     """An engine over ranks; they have come to the same texts when they end."""
     speculative = speculation(FAMILY, method, num_drafts)
     control = options.pop("control", None)
     if speculative is not None and control is not None:
         speculative["control"] = control
-    loaded = models(method, *sizes)
+    loaded = models(method, *sizes, over_sockets)
     llm = LLM.from_config(config(FAMILY, speculative, dtype="float64", **options), loaded[0])
     with Spread(llm, loaded) as ranks:
         yield llm, ranks
@@ -100,18 +115,34 @@ def check_logprobs(got: list[RequestOutput], want: list[RequestOutput]) -> None:
                 assert told.logprob == pytest.approx(theirs[token_id].logprob, abs=1e-5)
 
 
-@cases(*FEW, further=[one for one in METHODS if one not in FEW and parts(one)[0] != "self"])
+@cases(*FEW, every=[one for one in SPREAD if one not in FEW], further=DIVIDED)
 def test_ids_and_logprobs_are_those_of_one_rank(method: str, size: int, draft_size: int) -> None:
     """Greedy and seeded, with penalties, several sequences, and preemption."""
     prompts = prompts_of(LENGTHS)
     want = run(engine(FAMILY, method, dtype="float64", **SMALL), prompts, seeded_params())
     with spread(method, (size, draft_size), **SMALL) as (llm, _):
         got = run(llm, prompts, seeded_params())
+    for outputs in (got, want):
+        assert any(one.metrics and one.metrics.num_preemptions for one in outputs)
     assert ids(got) == ids(want)
     check_logprobs(got, want)
 
 
-@cases("draft_model", further=["eagle3", "medusa", *COMBINED])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3-tree"])
+@pytest.mark.parametrize(
+    ("size", "draft_size"), [*SIZES[:2], pytest.param(4, 2, marks=pytest.mark.slow)]
+)
+def test_ids_are_those_of_one_rank_over_sockets(method: str, size: int, draft_size: int) -> None:
+    prompts, params = prompts_of(LENGTHS[:4]), seeded_params()[:4]
+    want = run(engine(FAMILY, method, dtype="float64"), prompts, params)
+    with spread(method, (size, draft_size), over_sockets=True) as (llm, _):
+        groups = llm.models.ranks
+        connected = [one.transport for one in (groups.target, groups.draft) if one.size > 1]
+        assert all(isinstance(transport, ProcessTransport) for transport in connected)
+        assert ids(run(llm, prompts, params)) == ids(want)
+
+
+@cases("draft_model", every=["eagle3", "medusa", *COMBINED])
 def test_they_are_while_live_rules_end_chains(method: str, size: int, draft_size: int) -> None:
     prompts = prompts_of(LENGTHS)
     want = run(engine(FAMILY, method, dtype="float64"), prompts, seeded_params())
@@ -121,7 +152,7 @@ def test_they_are_while_live_rules_end_chains(method: str, size: int, draft_size
     assert rules.num_short > 5
 
 
-@cases("draft_model", further=["eagle3-tree", "mlp_speculator", *COMBINED])
+@cases("draft_model", every=["eagle3-tree", "mlp_speculator", *COMBINED])
 def test_they_are_while_the_controller_chooses_lengths(
     method: str, size: int, draft_size: int
 ) -> None:
@@ -132,7 +163,7 @@ def test_they_are_while_the_controller_chooses_lengths(
         assert llm.engine.stats.num_draft_tokens > 0
 
 
-@cases("draft_model", further=["suffix", "eagle3-tree", "medusa"])
+@cases("draft_model", every=["suffix", "eagle3-tree", "medusa"])
 def test_as_many_tokens_are_found_in_the_prefix_cache(
     method: str, size: int, draft_size: int
 ) -> None:
@@ -143,13 +174,15 @@ def test_as_many_tokens_are_found_in_the_prefix_cache(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("method", ["suffix", "draft_model", "eagle3-tree", "medusa"])
-def test_outputs_keep_to_their_grammars(method: str, temperature: float) -> None:
+@cases("draft_model", every=["suffix", "eagle3-tree", "medusa"])
+def test_outputs_keep_to_their_grammars(
+    method: str, size: int, draft_size: int, temperature: float
+) -> None:
     asked = forms.asking(forms.regex(forms.REGEXES[0]), temperature=temperature, seed=1)
     params = [asked, SamplingParams(temperature=temperature, seed=2, max_tokens=12), asked]
     want = run(forms.engine(method, dtype="float64"), forms.PROMPTS, params)
     alone = forms.engine(method, dtype="float64")
-    loaded = spread_models(alone.config, 2, 1)
+    loaded = spread_models(alone.config, size, draft_size)
     llm = LLM.from_config(alone.config, loaded[0])
     with Spread(llm, loaded):
         assert ids(run(llm, forms.PROMPTS, params)) == ids(want)

@@ -65,3 +65,9 @@ def processes(parent: int) -> list[int]:
     """Engine processes that a process has started."""
     children = psutil.Process(parent).children()
     return [c.pid for c in children if "outdraft.server.core_process" in c.cmdline()]
+
+
+def ranks_of(parent: int) -> list[psutil.Process]:
+    """Processes of ranks that a process has started."""
+    children = psutil.Process(parent).children()
+    return [one for one in children if "outdraft.engine.rank_process" in one.cmdline()]

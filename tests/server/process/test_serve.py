@@ -16,6 +16,7 @@ import trustme
 from outdraft.core.recorded import read_requests
 from outdraft.server.launcher import bind
 from tests.cli.pair import pair
+from tests.server.process.engines import ranks_of
 from tests.server.served import START_S, serving, wait_for
 
 pytestmark = pytest.mark.slow
@@ -124,6 +125,34 @@ def test_a_server_may_start_another_engine(tmp_path):
         wait_for(lambda: server.get("/health").status_code == 503, START_S)
         server.process.send_signal(signal.SIGTERM)  # while a third one starts
         assert server.wait() == 1
+
+
+def test_the_death_of_a_rank_is_told_and_ends_the_server(tmp_path):
+    flags = (*EMBEDDED, "--tensor-parallel-size", "2")
+    with serving(tmp_path, *flags) as server, server.stream(max_tokens=900, n=16) as lines:
+        next(lines)
+        [rank] = ranks_of(server.engine)
+        rank.kill()
+        rest = list(lines)
+        assert server.wait() == 1
+        assert "rank 1 of 2: its process was ended by SIGKILL" in server.log.read_text()
+    assert any('"error"' in line and "rank 1 of 2" in line for line in rest)
+
+
+def test_a_server_may_start_another_engine_for_one_whose_rank_hangs(tmp_path):
+    flags = (*EMBEDDED, "--tensor-parallel-size", "2", "--rank-timeout", "3", "--restart-engine")
+    with serving(tmp_path, *flags) as server:
+        before = server.complete(max_tokens=20).json()["choices"]
+        engine, [rank] = server.engine, ranks_of(server.engine)
+        with server.stream(max_tokens=900, n=16) as lines:
+            next(lines)
+            rank.suspend()
+            rest = list(lines)
+        assert any('"error"' in line and "its process is stopped" in line for line in rest)
+        wait_for(lambda: server.get("/health").status_code == 200, START_S)
+        assert server.engine != engine
+        assert server.complete(max_tokens=20).json()["choices"] == before
+        assert not is_running(rank.pid)
 
 
 def test_the_engine_dies_with_a_server_that_is_killed(tmp_path):
