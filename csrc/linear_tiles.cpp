@@ -48,8 +48,8 @@ constexpr int kMaxRows = 5;
 constexpr int vectors_of(int64_t) { return 4; }
 #endif
 
-// A piece of a tile is what a few calls fetch while they meet the one before. A tile is often long:
-// nobody has fetched the first one of a thread, and nobody needs what is fetched behind its last.
+// A piece of a tile stays in the nearest cache, 8 KiB of its 32, while several calls meet it one after
+// the other. They fetch what lies a few pieces ahead: memory is read in order, and all the time.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 constexpr bool kHasPieces = true;
 constexpr int64_t kAheadAlone = 1024;  // bytes; hardware fetches what comes later
@@ -57,7 +57,8 @@ constexpr int64_t kAheadAlone = 1024;  // bytes; hardware fetches what comes lat
 constexpr bool kHasPieces = false;
 constexpr int64_t kAheadAlone = kAhead;
 #endif
-constexpr int64_t kPieceCalls = 8, kPieceSteps = 128;  // at most, and for each call
+constexpr int64_t kPieceSteps = 64, kPieceAhead = 128;  // from the end of a piece to what is fetched
+constexpr int64_t kPieceCalls = 24;  // at most: sums of more rows would push the piece out
 
 template <int R>
 using Sums = Floats[R][vectors_of(R)];
@@ -142,7 +143,7 @@ constexpr bool kAddsToSums = kHasPieces && !Kernel::kIsQuantised;
 template <class Kernel>
 int64_t steps_of_piece(int64_t num_calls, int64_t num_steps) {
   const bool is_whole = !kAddsToSums<Kernel> || num_calls == 1 || num_calls > kPieceCalls;
-  return is_whole ? num_steps : std::min(kPieceSteps * num_calls, num_steps);
+  return is_whole ? num_steps : std::min(kPieceSteps, num_steps);
 }
 
 // A strip of a tile and the rows that it meets. Null: the weights have none.
@@ -235,6 +236,7 @@ void multiply_tile(const LinearWeights& weights, const Inputs& x, int64_t num_ro
   const int64_t num_fetching = std::min(num_calls, kFetchingCalls);
   const int64_t num_steps = (weights.num_inputs + Kernel::kInputs - 1) / Kernel::kInputs;
   const int64_t piece_steps = steps_of_piece<Kernel>(num_calls, num_steps);
+  const int64_t steps_ahead = piece_steps + (piece_steps < num_steps ? kPieceAhead : 0);
   const int64_t scale = tile * weights.num_groups * kTile, scale_bytes = weights.scale_bytes;
   Strip<Kernel> all;
   all.next_ahead = (kStepBytes + num_fetching - 1) / num_fetching;
@@ -244,7 +246,7 @@ void multiply_tile(const LinearWeights& weights, const Inputs& x, int64_t num_ro
   if (kAddsToSums<Kernel> && !is_alone) std::memset(sums, 0, sizeof(float) * num_rows * kTile);
   for (int64_t step = 0; step < num_steps; step += piece_steps) {
     const char* piece = weights.tiles + tile * weights.tile_bytes + step * kStepBytes;
-    const char* ahead = piece + (is_alone ? kAheadAlone : piece_steps * kStepBytes);
+    const char* ahead = piece + (is_alone ? kAheadAlone : steps_ahead * kStepBytes);
     all.num_steps = std::min(piece_steps, num_steps - step);
     all.group_steps = Kernel::kIsQuantised && weights.num_groups > 1
                           ? weights.group_inputs / Kernel::kInputs
