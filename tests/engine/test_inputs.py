@@ -244,7 +244,8 @@ def of_a_smaller_network() -> InputProcessor:
     """Its tokenizer knows a token more, as those of models that also read images do."""
     texts = tokenizer()
     texts.add_special_tokens(["<image>"])
-    assert (unknown := texts.token_to_id("<image>")) is not None
+    unknown = texts.token_to_id("<image>")
+    assert unknown is not None
     return InputProcessor(
         texts, vocab_size=unknown, max_model_len=64, eos_token_ids=[1, unknown], seed=0
     )
