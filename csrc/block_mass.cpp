@@ -2,7 +2,7 @@
 // src/outdraft/kernels/reference/block_mass.py.
 //
 // A long text has parts of some blocks, which threads share. A part's keys meet all heads in pieces,
-// laid out for products as attention.cpp does it. Its weights are relative to its own highest score;
+// laid out for products as tile_work.h does it. Its weights are relative to its own highest score;
 // the sums of all parts then become shares of the whole, in the order of the parts.
 
 #include <algorithm>

@@ -48,8 +48,8 @@ constexpr int kMaxRows = 5;
 constexpr int vectors_of(int64_t) { return 4; }
 #endif
 
-// A piece of a tile stays in the nearest cache, 8 KiB of its 32, while several calls meet it one after
-// the other. They fetch what lies a few pieces ahead: memory is read in order, and all the time.
+// A piece of a tile stays in the nearest cache, 8 KiB of its 32, while several calls meet it one
+// after the other. They fetch what lies a few pieces ahead: memory is read in order, all the time.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 constexpr bool kHasPieces = true;
 constexpr int64_t kAheadAlone = 1024;  // bytes; hardware fetches what comes later
@@ -57,7 +57,8 @@ constexpr int64_t kAheadAlone = 1024;  // bytes; hardware fetches what comes lat
 constexpr bool kHasPieces = false;
 constexpr int64_t kAheadAlone = kAhead;
 #endif
-constexpr int64_t kPieceSteps = 64, kPieceAhead = 128;  // from the end of a piece to what is fetched
+constexpr int64_t kPieceSteps = 64;
+constexpr int64_t kPieceAhead = 128;  // steps from the end of a piece to what is fetched
 constexpr int64_t kPieceCalls = 24;  // at most: sums of more rows would push the piece out
 
 template <int R>
@@ -231,8 +232,8 @@ void multiply_tile(const LinearWeights& weights, const Inputs& x, int64_t num_ro
   const int64_t num_strips = kTile / (vectors_of(num_rows) * kWidth);
   const int64_t num_calls = num_blocks * num_strips;
   const bool is_alone = num_calls == 1;
-  // Who is alone fetches all that comes soon, else several fetch a part of the next piece each. One
-  // that fetched it all would wait for memory, which then had nothing to do while others compute.
+  // Who is alone fetches all that comes soon, else several fetch a part each of what comes a few pieces
+  // later. One that fetched it all would wait for memory, which had nothing to do while others compute.
   const int64_t num_fetching = std::min(num_calls, kFetchingCalls);
   const int64_t num_steps = (weights.num_inputs + Kernel::kInputs - 1) / Kernel::kInputs;
   const int64_t piece_steps = steps_of_piece<Kernel>(num_calls, num_steps);

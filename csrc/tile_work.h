@@ -27,12 +27,12 @@ struct MultiplyCalls {
   void (*values)(const TileProduct&);
 };
 template <Products kProducts>
-constexpr MultiplyCalls kMultiply = {multiply_rows<kProducts, Start::kZero>,
-                                          multiply_rows<kProducts, Start::kShrunk>};
+inline constexpr MultiplyCalls kMultiply = {multiply_rows<kProducts, Start::kZero>,
+                                            multiply_rows<kProducts, Start::kShrunk>};
 #if defined(__AMX_BF16__)
 template <>
-constexpr MultiplyCalls kMultiply<Products::kDots> = {multiply_rows_in_matrices<Start::kZero>,
-                                                      multiply_rows_in_matrices<Start::kShrunk>};
+inline constexpr MultiplyCalls kMultiply<Products::kDots> = {
+    multiply_rows_in_matrices<Start::kZero>, multiply_rows_in_matrices<Start::kShrunk>};
 #endif
 
 // One thread's work on one tile for some kv heads: their lanes are one head's behind the other's.

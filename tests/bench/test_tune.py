@@ -74,6 +74,7 @@ def test_drafts_that_few_steps_have_must_be_accepted_more_often():
     ("numbers", "reason"),
     [
         ((1.5, 1.1, 0.6, 1.6), "the drafter is too slow: it takes 60% of a plain step"),
+        ((1.1, 1.2, 3.0, 4.3), "the drafter is too slow: it takes 300% of a plain step"),
         ((1.2, 1.1, 0.1, 1.4), "acceptance is too low: a step brings 1.20 tokens"),
         ((1.2, 2.0, 0.1, 2.1), "the target is already compute-bound"),
     ],

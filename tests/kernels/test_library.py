@@ -156,7 +156,7 @@ def test_a_build_asks_for_ziglang_only_where_it_compiles_and_finds_no_compiler(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some(NAMES[1:], NAMES[1:2]))
 def test_a_machine_without_a_compiler_makes_libraries_with_the_one_of_ziglang(name, tmp_path):
-    """The one that computes and the selector. What takes minutes, once, is zig's C++ library."""
+    """The one that computes and the selector: zig's C++ library, made in minutes, serves both."""
     build = [sys.executable, "build_kernels.py", "--folder", str(tmp_path), "--only", name]
     run(*build, HOME=str(tmp_path), PATH=str(tmp_path))
     selector = tmp_path / f"outdraft-{build_kernels.SELECTOR}.so"

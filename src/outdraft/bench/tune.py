@@ -30,7 +30,7 @@ from outdraft.engine.stats import StatsTotal
 
 PROBE_LENGTH = 3  # drafts of the fixed lengths that explain
 FAR_BEHIND = 0.10  # of the best speed
-WORTH_IT = 0.01  # gain over plain decoding
+WORTH_IT = 0.01  # gain over plain decoding, and of fixed lengths over those that adapt
 OFTEN = 0.9  # of the steps; who drafts in fewer is told so
 GROWN = 1.25  # times the target's plain pass: rows are no longer free
 
@@ -87,7 +87,9 @@ class Balance:
                 f"{self.verifying:.2f} plain ones ({self.intensity:.0f} operations a byte{ridge})"
             )
         if self.break_even_chance > 1:
-            return f"drafts are too rare: {self.share:.0%} of the steps have one"
+            if self.share < OFTEN:
+                return f"drafts are too rare: {self.share:.0%} of the steps have one"
+            return f"the drafter is too slow: it takes {self.drafting:.0%} of a plain step"
         rare = f", and {self.share:.0%} of the steps have a draft" if self.share < OFTEN else ""
         return f"acceptance is too low: a step brings {self.length:.2f} tokens{rare}"
 
@@ -159,8 +161,8 @@ def level_gain(result: LevelResult, name: str) -> float:
 
 
 def winner(results: Sequence[LevelResult], names: Collection[str], fixed: Collection[str]) -> str:
-    """The fastest. One of fixed lengths has to be clearly faster than those that adapt, which other
-    traffic would find adapted."""
+    """The fastest. A fixed length must be clearly faster than all that adapt, since those fit other
+    traffic, too."""
     best = max(names, key=lambda name: gain(results, name))
     adaptive = max((n for n in names if n not in fixed), key=lambda name: gain(results, name))
     is_clear = gain(results, best) > gain(results, adaptive) * (1 + WORTH_IT)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from outdraft.bench.sweep import LevelResult
 
 LENGTHS = (2, 3, 5)  # of networks that draft as much in every step
-PROBED = 3  # the one that explains, as bench.tune's PROBE_LENGTH
+PROBED = 3  # the one that explains: PROBE_LENGTH of bench.tune, which loads torch
 FIXED, PROBE = "always ", f"always {PROBED}: "  # what their names begin with
 
 
@@ -129,7 +129,7 @@ def drafters(model: str | None, given: Sequence[str]) -> dict[str, str | None]:
 
 
 def candidates(networks: Mapping[str, str | None]) -> dict[str, dict[str, Any]]:
-    """speculative_configs by name; those of PROBE explain, too."""
+    """speculative_configs by name; those whose names begin with PROBE also explain."""
     found: dict[str, dict[str, Any]] = {}
     for method in ("suffix", "ngram"):
         found[method] = {"method": method}

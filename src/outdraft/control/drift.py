@@ -22,12 +22,34 @@ WALK = 0.004**2  # and of the change of either from step to step
 LONE, LONE_NOISE = 0.5**2, 0.15**2  # of what a lone step takes more, and of its measured time
 LEAST = 0.1  # times what a table says, of catching up
 NEAR = 0.8  # correlation of neighbours' own corrections
-SURPRISE = 0.25  # most of one in one step: outliers count no more,
-SUDDEN = 50  # but behind another one it is a change, as large as those of so many steps
+SURPRISE = 0.25  # most that counts of one step: it may be an outlier
+SUDDEN = 50  # steps' walk at once if a second one to the same side follows: it is a change
 CLIP = math.log(4)  # of a correction, either way
 HOST_CLIP = math.log(32)  # of the host's, which tables know less about
 FAR, LONG = math.log(1.5), 2000  # a correction, and for how many times in a row: a wrong table
 SPAN = 4096  # rows whose times are kept at hand
+
+
+class Surprises:
+    """Tells outliers from a change: how many of them came in a row, to the same side."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0  # negative: the times were shorter than expected
+
+    def steps(self, surprise: float) -> int:
+        """How many steps' walk the next one counts as; `surprise`: of a logarithm."""
+        if abs(surprise) <= SURPRISE:
+            self._in_a_row = 0
+        elif surprise > 0:
+            self._in_a_row = max(0, self._in_a_row) + 1
+        else:
+            self._in_a_row = min(0, self._in_a_row) - 1
+        return SUDDEN if abs(self._in_a_row) > 1 else 1
+
+
+def cut(surprise: float) -> float:
+    """What counts of it."""
+    return max(-SURPRISE, min(SURPRISE, surprise))
 
 
 class Correction:
@@ -40,7 +62,7 @@ class Correction:
         """`clip`: the largest correction, either way, as a logarithm."""
         self._clip = clip
         self.num_far = 0  # times in a row that the correction was beyond FAR
-        self._num_sudden = 0  # times in a row that a surprise was too large to be believed
+        self._surprises = Surprises()
         self._factors: list[float] | None = None  # until the next time is observed
         bucket_N = np.arange(num_buckets + 1)
         near_NN = NEAR ** np.abs(bucket_N[:, None] - bucket_N)
@@ -70,13 +92,11 @@ class Correction:
         if table_s <= 0 or actual_s <= 0:
             return
         surprise = math.log(actual_s / table_s) - float(self._log_N[bucket])
-        self._num_sudden = self._num_sudden + 1 if abs(surprise) > SURPRISE else 0
-        surprise = max(-SURPRISE, min(SURPRISE, surprise))
-        self._variance_NN += self._walk_NN * (SUDDEN if self._num_sudden > 1 else 1)
+        self._variance_NN += self._walk_NN * self._surprises.steps(surprise)
         self._factors = None
         own_N = self._variance_NN[bucket].copy()
         gain_N = own_N * (1 / (float(own_N[bucket]) + NOISE))
-        self._log_N += surprise * gain_N
+        self._log_N += cut(surprise) * gain_N
         self._variance_NN -= gain_N[:, None] * own_N
         is_far = abs(float(self._log_N[bucket])) > FAR
         self.num_far = self.num_far + 1 if is_far else 0
@@ -88,7 +108,7 @@ class LoneCorrection:
     def __init__(self, clip: float = CLIP) -> None:
         self._clip = clip
         self.num_far = 0
-        self._num_sudden = 0
+        self._surprises = Surprises()
         self._log = 0.0
         self._variance = SHARED + OWN
 
@@ -101,11 +121,9 @@ class LoneCorrection:
         if table_s <= 0 or actual_s <= 0:
             return
         surprise = math.log(actual_s / table_s) - self._log
-        self._num_sudden = self._num_sudden + 1 if abs(surprise) > SURPRISE else 0
-        surprise = max(-SURPRISE, min(SURPRISE, surprise))
-        own = self._variance + 2 * WALK * (SUDDEN if self._num_sudden > 1 else 1)
+        own = self._variance + 2 * WALK * self._surprises.steps(surprise)
         gain = own * (1 / (own + NOISE))
-        self._log += surprise * gain
+        self._log += cut(surprise) * gain
         self._variance = own - gain * own
         self.num_far = self.num_far + 1 if abs(self._log) > FAR else 0
 
@@ -127,6 +145,7 @@ class NetworkCorrection:
         self.num_far = 0  # as Correction
         self._log, self._log_lone = 0.0, 0.0
         self._variance, self._covariance, self._variance_lone = SHARED + OWN, 0.0, LONE
+        self._surprises = Surprises()
         self._catch_up = LoneCorrection()
 
     @property
@@ -155,8 +174,9 @@ class NetworkCorrection:
             passes_s = table_s * math.exp(max(-CLIP, min(CLIP, expected)))
             self._catch_up.observe(catch_up_s, max(actual_s - passes_s, LEAST * catch_up_s))
             return
-        surprise = max(-SURPRISE, min(SURPRISE, math.log(actual_s / table_s) - expected))
-        self._variance += 2 * WALK
+        surprise = math.log(actual_s / table_s) - expected
+        self._variance += 2 * WALK * self._surprises.steps(surprise)
+        surprise = cut(surprise)
         own, lone, noise = self._variance, self._covariance, NOISE
         if is_lone:
             own, lone = own + self._covariance, lone + self._variance_lone

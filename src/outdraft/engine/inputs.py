@@ -151,10 +151,11 @@ class InputProcessor:
         text, ids, salt = given_prompt(prompt)
         if ids is not None:
             ids = ids if keep_last is None else ids[-keep_last:]
+            self._check_ids(ids, "prompt")
         else:
             assert text is not None
             ids = self.encode(text, add_special_tokens=add_special_tokens, keep_last=keep_last)
-        self._check_ids(ids, "prompt")
+            self._check_text(ids, "prompt")
         if not ids:
             raise RequestError("prompt must hold at least one token", "prompt")
         if len(ids) >= self.max_model_len:
@@ -261,9 +262,10 @@ class InputProcessor:
             return []
         if isinstance(params.prediction, str):
             ids = self.encode(params.prediction, add_special_tokens=False, field="prediction")
+            self._check_text(ids, "prediction")
         else:
             ids = list(params.prediction)
-        self._check_ids(ids, "prediction")
+            self._check_ids(ids, "prediction")
         return ids[: self.max_model_len]
 
     def seed(self, params: SamplingParams, request_number: int, index: int) -> int:
@@ -279,6 +281,16 @@ class InputProcessor:
         )
         digest = blake2b(repr(parts).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") & MAX_INT64
+
+    def _check_text(self, ids: Sequence[int], field: str) -> None:
+        """`ids`: what the tokenizer made of a text."""
+        if not ids or max(ids) < self.vocab_size:
+            return
+        assert self.tokenizer is not None
+        unknown = self.tokenizer.id_to_token(max(ids))
+        raise RequestError(
+            f"{field} has {unknown!r}, a token that the network does not have", field
+        )
 
     def _check_ids(self, ids: Collection[int], field: str) -> None:
         # Long prompts are checked between steps: built-in functions take a third of a loop's time.

@@ -211,6 +211,10 @@ class Supervisor:
         ids = assembly.output.prompt_token_ids
         try:
             self._send(messages.Add(wire_id, ids, sent, priority, prompt.cache_salt))
+        except BaseException:
+            del self._streams[wire_id]
+            raise
+        try:
             is_last = False
             while not is_last:
                 update = await stream.next()

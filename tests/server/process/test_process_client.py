@@ -243,6 +243,17 @@ def test_requests_that_cannot_run_are_refused_by_name(served: Served):
     assert served.client.num_unfinished == 0
 
 
+def test_a_request_that_cannot_be_sent_is_not_waited_for(served: Served):
+    async def main() -> None:
+        prompt = served.client.inputs.encoded(PROMPTS[0])
+        with pytest.raises(OverflowError):  # messages hold whole numbers of 64 bits
+            await anext(served.client.generate("0", prompt, SamplingParams(), priority=1 << 70))
+        assert served.client.num_unfinished == 0
+        await stream(served.client, "0", PROMPTS[0], SamplingParams())
+
+    served.run(main())
+
+
 def test_a_full_queue_is_a_capacity_error_and_a_trace_has_times():
     async def main() -> None:
         async with started(supervisor(config(max_waiting=1))) as client:

@@ -140,14 +140,18 @@ def test_the_death_of_a_rank_is_told_and_ends_the_server(tmp_path):
 
 
 def test_a_server_may_start_another_engine_for_one_whose_rank_hangs(tmp_path):
-    flags = (*EMBEDDED, "--tensor-parallel-size", "2", "--rank-timeout", "3", "--restart-engine")
+    flags = (*EMBEDDED, "--tensor-parallel-size", "2", "--rank-timeout", "10", "--restart-engine")
     with serving(tmp_path, *flags) as server:
         before = server.complete(max_tokens=20).json()["choices"]
         engine, [rank] = server.engine, ranks_of(server.engine)
-        with server.stream(max_tokens=900, n=16) as lines:
-            next(lines)
-            rank.suspend()
-            rest = list(lines)
+        try:
+            with server.stream(max_tokens=900, n=16) as lines:
+                next(lines)
+                rank.suspend()
+                rest = list(lines)
+        except BaseException:
+            rank.kill()  # else nothing would ever end it
+            raise
         assert any('"error"' in line and "its process is stopped" in line for line in rest)
         wait_for(lambda: server.get("/health").status_code == 200, START_S)
         assert server.engine != engine

@@ -210,13 +210,13 @@ def _by_reason(steps: Sequence[DraftTrace]) -> dict[str, dict[str, float]]:
         if step.decision is not None:
             told.setdefault(step.decision.reason, []).append(_decision(step))
     return {
-        reason: {"steps": len(of)}
+        reason: {"steps": len(those)}
         | {
             name: fmean(values)
             for name in ("predicted_gain", "price")
-            if (values := [one[name] for one in of if name in one])
+            if (values := [one[name] for one in those if name in one])
         }
-        for reason, of in told.items()
+        for reason, those in told.items()
     }
 
 
