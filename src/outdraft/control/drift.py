@@ -145,7 +145,6 @@ class NetworkCorrection:
         self.num_far = 0  # as Correction
         self._log, self._log_lone = 0.0, 0.0
         self._variance, self._covariance, self._variance_lone = SHARED + OWN, 0.0, LONE
-        self._surprises = Surprises()
         self._catch_up = LoneCorrection()
 
     @property
@@ -174,9 +173,8 @@ class NetworkCorrection:
             passes_s = table_s * math.exp(max(-CLIP, min(CLIP, expected)))
             self._catch_up.observe(catch_up_s, max(actual_s - passes_s, LEAST * catch_up_s))
             return
-        surprise = math.log(actual_s / table_s) - expected
-        self._variance += 2 * WALK * self._surprises.steps(surprise)
-        surprise = cut(surprise)
+        surprise = cut(math.log(actual_s / table_s) - expected)
+        self._variance += 2 * WALK
         own, lone, noise = self._variance, self._covariance, NOISE
         if is_lone:
             own, lone = own + self._covariance, lone + self._variance_lone
