@@ -39,7 +39,7 @@ class Recorded(Spread):
 
 
 class Network(Protocol):
-    """Of a model, or of a drafter."""
+    """A model's, or a drafter's."""
 
     @property
     def num_layers(self) -> int: ...
