@@ -162,7 +162,7 @@ class _Writer:
         if self._params.logprobs is not None:
             rows = tuple(_row(i, first + k) for k, i in enumerate(new))
         if self._params.speculation.trace:
-            trace = DraftTrace(self._sources, (new[0], 20), (), (0,), len(new), 0.25)
+            trace = DraftTrace(self._sources, (new[0], 20), (0, 1), (0,), len(new), 0.25)
         if not self.is_running:
             reason = "stop" if self.num_written == len(self._ids) else "length"
         origins = (TokenOrigin(self._sources[0]), TokenOrigin.RECOVERED)[: len(new)]
