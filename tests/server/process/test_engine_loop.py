@@ -13,6 +13,7 @@ from outdraft.core.deltas import RequestDelta
 from outdraft.core.errors import RanksError
 from outdraft.core.plan import StepPlan
 from outdraft.core.sampling import SamplingParams
+from outdraft.engine import profiler
 from outdraft.engine.engine import Engine
 from outdraft.engine.llm import LLM
 from outdraft.server.engine_loop import MAX_PREPARING, EngineLoop
@@ -113,7 +114,7 @@ def test_a_request_is_reported_step_by_step_until_it_is_finished(sockets):
     assert sum(len(part.token_ids) for delta in deltas for part in delta.sequences) == 9
 
 
-def test_a_profile_holds_the_steps_between_its_begin_and_its_end(sockets, tmp_path):
+def test_a_profile_holds_the_steps_between_its_begin_and_its_end(sockets, tmp_path, monkeypatch):
     push, pull, report_push, report_pull = sockets
     loop = threading.Thread(target=EngineLoop(engine(), pull, report_push).run)
     loop.start()
@@ -139,6 +140,9 @@ def test_a_profile_holds_the_steps_between_its_begin_and_its_end(sockets, tmp_pa
     path = tmp_path / "new" / "trace.json"
     try:
         assert profile(None) == "no profile is being taken"
+        with monkeypatch.context() as broken:
+            broken.delattr(profiler, "_phases")
+            assert profile(tmp_path / "none") == "the profile could not be taken: NameError"
         complete("before")
         assert profile(path) is None
         assert profile(tmp_path / "other") == "a profile is being taken already"
