@@ -260,7 +260,7 @@ def probing() -> Controller:
             return controller
         decision = controller.decide(facts)
         num_probes += decision.reason is Reason.NETWORK_PROBE and step == 0
-        count = int(num_probes == 2 and step != 1)
+        count = int(num_probes == 2 and step == 0)
         drafts = tuple(DraftOutcome(g.request_id, 1, count, (0.5,)) for g in decision.grants)
         num_tokens = 2 + count * len(drafts)
         controller.observe(
