@@ -68,9 +68,10 @@ def main() -> None:
             if name != PLAIN
         },
     }
+    told = json.dumps(result, indent=1)
     if args.json:
-        args.json.write_text(json.dumps(result | {"samples": samples}, indent=1))
-    print(json.dumps(result, indent=1))
+        args.json.write_text(told)
+    print(told)
 
 
 def make_engines(args: argparse.Namespace) -> dict[str, Engine]:
