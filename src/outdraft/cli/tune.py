@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from outdraft import assets
 from outdraft.cli.bench_methods import TREE_LEVELS
 from outdraft.cli.bench_options import concurrencies
-from outdraft.cli.command import Model, check_output
+from outdraft.cli.command import Model, check_output, table_of
 from outdraft.cli.options import (
     EngineOptions,
     engine_config,
@@ -193,11 +192,8 @@ def _conclude(
 def _show_table(console: Console, ranked: Sequence[str], results: Sequence["LevelResult"]) -> None:
     from outdraft.bench.tune import gain, level_gain
 
-    table = Table()
-    table.add_column("candidate", no_wrap=True)
-    for result in results:
-        table.add_column(f"{result.concurrency} at once", justify="right")
-    table.add_column("all", justify="right")
+    levels = [f"{result.concurrency} at once" for result in results]
+    table = table_of(["candidate"], [*levels, "all"])
     for name in ranked:
         gains = [f"{level_gain(result, name):.2f}" for result in results]
         table.add_row(name, *gains, f"{gain(results, name):.2f}")
