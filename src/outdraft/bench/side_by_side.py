@@ -184,6 +184,11 @@ def complete_in_turn(
     return samples
 
 
+def are_identical(samples: Sequence[Sample], base: Sequence[Sample]) -> bool:
+    """Whether another engine gave the same tokens of each prompt."""
+    return [one.token_ids for one in samples] == [one.token_ids for one in base]
+
+
 def median_tokens_per_s(samples: Sequence[Sample]) -> float:
     """Tokens a second of the median prompt."""
     return statistics.median(sample.tokens_per_s for sample in samples)
