@@ -6,7 +6,7 @@ costs nothing, which is what this engine does.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -119,9 +119,6 @@ class Plan:
     levels: list[Level]
     memory: Memory
     break_even_concurrency: int | None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def make_plan(
