@@ -21,7 +21,7 @@ from outdraft.cli.options import (
     with_embedded_network,
 )
 from outdraft.cli.threads import use_physical_cores
-from outdraft.config.benchmarks import Dataset
+from outdraft.config.benchmarks import PROBE_LENGTH, Dataset
 from outdraft.config.checks import check_whole
 from outdraft.config.flags import flag
 from outdraft.config.speculation import NETWORK_SOURCES
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from outdraft.bench.sweep import LevelResult
 
 LENGTHS = (2, 3, 5)  # of networks that draft as much in every step
-PROBED = 3  # the one that explains: PROBE_LENGTH of bench.tune, which loads torch
-FIXED, PROBE = "always ", f"always {PROBED}: "  # what their names begin with
+FIXED, PROBE = "always ", f"always {PROBE_LENGTH}: "  # what their names begin with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +131,7 @@ def candidates(networks: Mapping[str, str | None]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for method in ("suffix", "ngram"):
         found[method] = {"method": method}
-        found[PROBE + method] = _always(found[method], PROBED)
+        found[PROBE + method] = _always(found[method], PROBE_LENGTH)
     for method, path in networks.items():
         own = {"method": method} | ({} if path is None else {"model": path})
         found[method] = own
