@@ -8,7 +8,6 @@ import pytest
 from outdraft.bench.side_by_side import PLAIN
 from outdraft.bench.sweep import LevelResult
 from outdraft.bench.tune import (
-    PROBE_LENGTH,
     Balance,
     balance,
     buildable,
@@ -18,7 +17,8 @@ from outdraft.bench.tune import (
     survivors,
     winner,
 )
-from outdraft.cli.tune import PROBED, candidates, drafters
+from outdraft.cli.tune import candidates, drafters
+from outdraft.config.benchmarks import PROBE_LENGTH
 from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.errors import ConfigError
@@ -125,7 +125,6 @@ def test_drafters_are_named_by_their_methods():
 def test_each_source_has_a_candidate_of_the_length_that_explains():
     found = candidates({"draft_model": "a", "medusa": "b"})
     configs = {name: parse_speculative_config(values) for name, values in found.items()}
-    assert PROBED == PROBE_LENGTH
     for method in ("suffix", "ngram", "draft_model", "medusa"):
         probe = configs[f"always {PROBE_LENGTH}: {method}"]
         assert (probe.control, probe.max_drafts) == ("fixed", PROBE_LENGTH)

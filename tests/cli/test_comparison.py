@@ -5,16 +5,21 @@ from dataclasses import replace
 
 import pytest
 
-from outdraft.bench.side_by_side import Sample
+from outdraft.bench.side_by_side import (
+    Sample,
+    acceptance_length,
+    acceptance_rate,
+    are_identical,
+)
 from outdraft.cli.comparison import (
     NUM_DRAFTS,
     PLAIN,
-    Tally,
-    all_identical,
     as_json,
     compare,
     method_configs,
     speedup,
+    tokens_per_s,
+    tpot_ms,
 )
 from outdraft.cli.demo import load
 from outdraft.core.outputs import TokenOrigin
@@ -45,7 +50,7 @@ def temperature(request):
 
 @pytest.fixture(scope="module")
 def compared(llms, temperature):
-    """Tallies, and the (method, tokens so far) that were reported step by step."""
+    """Samples of each method, and the (method, tokens so far) that were reported step by step."""
     seen = []
 
     def on_step(name, output):
@@ -56,39 +61,38 @@ def compared(llms, temperature):
 
 
 def test_no_method_changes_what_plain_decoding_gives(llms, temperature, compared):
-    tallies, _ = compared
+    by_method, _ = compared
     params = [
         SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS, seed=number)
         for number in range(2)
     ]
     outputs = llms[PLAIN].generate(list(PROMPTS[:2]), params, use_tqdm=False)
     expected = [output.outputs[0].token_ids for output in outputs]
-    assert {name: tally.token_ids for name, tally in tallies.items()} == dict.fromkeys(
-        llms, expected
-    )
-    assert all_identical(tallies)
+    assert list(by_method) == list(llms)
+    for samples in by_method.values():
+        assert [one.token_ids for one in samples] == expected
 
 
 def test_all_methods_take_their_turn_at_each_prompt(llms, compared):
-    tallies, seen = compared
+    by_method, seen = compared
     finished = [
         name
         for (name, ids), after in zip(seen, [*seen[1:], (None, [])], strict=True)
         if len(after[1]) <= len(ids) or after[0] != name
     ]
     assert finished == [*llms, *llms]
-    assert [ids for name, ids in seen if name == PLAIN][-1] == tallies[PLAIN].token_ids[-1]
+    assert [ids for name, ids in seen if name == PLAIN][-1] == by_method[PLAIN][-1].token_ids
 
 
 def test_the_warm_up_is_not_counted_and_neither_is_a_prompts_first_token(compared):
-    tallies, _ = compared
-    for tally in tallies.values():
-        assert len(tally.token_ids) == 2
-        num_tokens = sum(map(len, tally.token_ids))
+    by_method, _ = compared
+    for samples in by_method.values():
+        assert len(samples) == 2
+        num_tokens = sum(len(one.token_ids) for one in samples)
         assert 2 * MAX_TOKENS - 4 <= num_tokens <= 2 * MAX_TOKENS  # an end token may come
-        assert sum(one.num_decoded for one in tally.samples) == num_tokens - 2
-        assert tally.origins.total() == num_tokens
-        assert all(one.decode_s > 0 for one in tally.samples)
+        assert sum(one.num_decoded for one in samples) == num_tokens - 2
+        assert sum(len(one.origins) for one in samples) == num_tokens
+        assert all(one.decode_s > 0 for one in samples)
 
 
 def test_the_time_that_watching_takes_is_not_counted(llms):
@@ -102,19 +106,18 @@ def test_the_time_that_watching_takes_is_not_counted(llms):
 
     started_s = time.perf_counter()
     engines = {PLAIN: llms[PLAIN].engine}
-    tallies = compare(engines, PROMPTS[3], PROMPTS[2:3], MAX_TOKENS, 0.0, on_step)
-    [one] = tallies[PLAIN].samples
+    [one] = compare(engines, PROMPTS[3], PROMPTS[2:3], MAX_TOKENS, 0.0, on_step)[PLAIN]
     assert 0 < one.decode_s < time.perf_counter() - started_s - watched_s
 
 
 def test_drafted_and_accepted_tokens_add_up_to_the_origins(compared):
-    tallies, _ = compared
-    assert all(one.stats.num_draft_tokens == 0 for one in tallies[PLAIN].samples)
-    assert set(tallies[PLAIN].origins) == {TokenOrigin.PLAIN}
-    model = tallies["draft_model"]
-    stats = [one.stats for one in model.samples]
+    by_method, _ = compared
+    assert all(one.stats.num_draft_tokens == 0 for one in by_method[PLAIN])
+    assert {origin for one in by_method[PLAIN] for origin in one.origins} == {TokenOrigin.PLAIN}
+    model = by_method["draft_model"]
+    stats = [one.stats for one in model]
     num_accepted = sum(one.num_accepted_tokens for one in stats)
-    assert num_accepted == model.origins[TokenOrigin.MODEL]
+    assert num_accepted == sum(one.origins.count(TokenOrigin.MODEL) for one in model)
     num_drafts = sum(one.num_drafts for one in stats)
     assert 0 < sum(one.num_draft_tokens for one in stats) <= NUM_DRAFTS * num_drafts
 
@@ -137,26 +140,27 @@ def sample(num_decoded, decode_s, *steps):
 
 
 def test_rates_are_aggregated_over_prompts_not_averaged():
-    tally = Tally([sample(9, 0.9, (4, 4), (4, 0)), sample(9, 0.1, (2, 2))])
-    assert tally.tokens_per_s == pytest.approx(18.0)
-    assert tally.tpot_ms == pytest.approx(1000 / 18)
-    assert tally.acceptance_rate == pytest.approx(6 / 10)
-    assert tally.acceptance_length == pytest.approx(1 + 6 / 3)
-    assert speedup(tally, Tally([sample(9, 1.0)])) == pytest.approx(2.0)
+    samples = [sample(9, 0.9, (4, 4), (4, 0)), sample(9, 0.1, (2, 2))]
+    assert tokens_per_s(samples) == pytest.approx(18.0)
+    assert tpot_ms(samples) == pytest.approx(1000 / 18)
+    assert acceptance_rate(samples) == pytest.approx(6 / 10)
+    assert acceptance_length(samples) == pytest.approx(1 + 6 / 3)
+    assert speedup(samples, [sample(9, 1.0)]) == pytest.approx(2.0)
 
 
 def of_ids(*token_ids):
-    return Tally([Sample(ids, 0, 0.0, StatsTotal()) for ids in token_ids])
+    return [Sample(ids, 0, 0.0, StatsTotal()) for ids in token_ids]
 
 
 def test_a_single_different_token_is_reported():
     plain, other = of_ids([1, 2], [3]), of_ids([1, 2], [4])
     report = as_json({PLAIN: plain, "suffix": other})
     assert report["methods"]["suffix"]["identical"] is False
-    assert not all_identical({PLAIN: plain, "suffix": other})
+    assert are_identical(plain, of_ids([1, 2], [3]))
+    assert not are_identical(plain, of_ids([1, 2]))
 
 
 def test_nothing_decoded_is_zero_speed_not_an_error():
-    report = as_json({PLAIN: Tally([]), "suffix": Tally([])})
+    report = as_json({PLAIN: [], "suffix": []})
     assert report["plain"] == {"tokens_per_s": 0.0, "tpot_ms": 0.0}
     assert report["methods"]["suffix"]["speedup"] == 0.0

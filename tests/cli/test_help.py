@@ -9,7 +9,7 @@ from typer.main import get_command
 from outdraft import LLM, assets
 from outdraft.bench.side_by_side import Sample
 from outdraft.cli.app import app
-from outdraft.cli.comparison import PLAIN, Tally
+from outdraft.cli.comparison import PLAIN
 from outdraft.cli.demo_view import DemoView
 from outdraft.engine.stats import StatsTotal
 from tests.cli.pair import pair
@@ -114,8 +114,8 @@ def test_the_demos_table_fits_into_80_columns():
     llm = LLM(str(pair().target), dtype="float32", device="cpu", num_blocks=64)
     written = io.StringIO()
     names = [PLAIN, "draft_model", *assets.HEADS, "suffix", "ngram", "combined"]
-    tallies = {name: Tally([Sample([], 12345, 1.23, StatsTotal())]) for name in names}
-    DemoView(Console(file=written, width=80), llm, ()).footer(tallies, 0.7, 1.0)
+    compared = {name: [Sample([], 12345, 1.23, StatsTotal())] for name in names}
+    DemoView(Console(file=written, width=80), llm, ()).footer(compared, 0.7, 1.0)
     shown = written.getvalue()
     assert "…" not in shown
     for name in (*names, "tokens/s", "TPOT ms", "acceptance", "identical"):

@@ -53,57 +53,33 @@ def test_every_sampling_flag_reaches_the_parameters():
 
 
 def test_every_engine_flag_reaches_the_configuration():
-    options = EngineOptions(
-        revision="v2",
-        load_format="dummy",
-        model_impl="transformers",
-        generation_config="vllm",
-        gpu_memory_utilization=0.25,
-        enforce_eager=True,
-        tokenizer="t",
-        dtype="float64",
-        device="cpu",
-        max_model_len=77,
-        kv_cache_memory_bytes="1Mi",
-        block_size=8,
-        enable_prefix_caching=False,
-        kernels="reference",
-        quantization="int4-g32",
-        cost_table="roofline",
-        tensor_parallel_size=2,
-        distributed_executor_backend="ray",
-        rank_timeout_s=4.5,
-        check_ranks=True,
-        seed=0,
-        speculative_config='{"method": "suffix"}',
-    )
-    assert all(getattr(options, field.name) is not None for field in dataclasses.fields(options))
-    assert engine_config("m", options) == EngineConfig.from_options(
-        model="m",
-        revision="v2",
-        load_format="dummy",
-        model_impl="transformers",
-        generation_config="vllm",
-        gpu_memory_utilization=0.25,
-        enforce_eager=True,
-        tokenizer="t",
-        dtype="float64",
-        device="cpu",
-        max_model_len=77,
-        kv_cache_memory_bytes=2**20,
-        block_size=8,
-        enable_prefix_caching=False,
-        kernels="reference",
-        quantization="int4-g32",
-        cost_table="roofline",
-        tensor_parallel_size=2,
-        distributed_executor_backend="ray",
-        rank_timeout_s=4.5,
-        check_ranks=True,
-        seed=0,
-        max_num_seqs=1,
-        speculative_config={"method": "suffix"},
-    )
+    values = {
+        "revision": "v2",
+        "load_format": "dummy",
+        "model_impl": "transformers",
+        "generation_config": "vllm",
+        "gpu_memory_utilization": 0.25,
+        "enforce_eager": True,
+        "tokenizer": "t",
+        "dtype": "float64",
+        "device": "cpu",
+        "max_model_len": 77,
+        "block_size": 8,
+        "enable_prefix_caching": False,
+        "kernels": "reference",
+        "quantization": "int4-g32",
+        "cost_table": "roofline",
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "ray",
+        "rank_timeout_s": 4.5,
+        "check_ranks": True,
+        "seed": 0,
+    }
+    written = {"kv_cache_memory_bytes": "1Mi", "speculative_config": '{"method": "suffix"}'}
+    read = {"kv_cache_memory_bytes": 2**20, "speculative_config": {"method": "suffix"}}
+    assert {*values, *written} == {field.name for field in dataclasses.fields(EngineOptions)}
+    expected = EngineConfig.from_options(model="m", max_num_seqs=1, **values, **read)
+    assert engine_config("m", EngineOptions(**values, **written)) == expected
 
 
 def test_sampling_flags_win_over_the_models_own_defaults():

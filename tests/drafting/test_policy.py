@@ -35,7 +35,7 @@ from outdraft.core.plan import (
     DraftChoice,
     ModelDrafting,
     PhaseTimes,
-    StepPlan,
+    StepResult,
     StepRoom,
     StepStats,
     Work,
@@ -228,7 +228,7 @@ def stats(num_rows: int, times: PhaseTimes = NO_TIMES) -> StepStats:
     """The numbers of a step that the host took two seconds for."""
     step_s = 2.0 + times.draft_s + times.verify_s + times.sample_s
     rest = {"num_waiting": 0, "kv_usage": 0.0}
-    return step_stats(StepPlan(()), [], num_rows=num_rows, times=times, step_s=step_s, **rest)
+    return step_stats([], StepResult((), num_rows, times), step_s=step_s, **rest)
 
 
 ROOM = StepRoom(prompt_rows=5, free_rows=40, free_slots=60)

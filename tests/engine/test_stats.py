@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from outdraft.core.draft import Draft, DraftSource
-from outdraft.core.plan import DraftChoice, PhaseTimes, StepPlan, Work, WorkResult
+from outdraft.core.plan import DraftChoice, PhaseTimes, StepResult, Work, WorkResult
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.scheduled import BookedWork
@@ -46,10 +46,8 @@ def example():
     booked = booked_of(works, results)
     times = PhaseTimes(draft_s=0.1, verify_s=0.5, sample_s=0.2)
     return step_stats(
-        StepPlan(tuple(works)),
         booked,
-        num_rows=8,
-        times=times,
+        StepResult(tuple(results), 8, times),
         step_s=1.0,
         num_waiting=4,
         kv_usage=0.5,
@@ -91,8 +89,8 @@ def test_granted_lengths_stand_beside_the_drafted_ones_of_requests_that_sampled(
     }
     results = [WorkResult((5, 6), (0,), (5, 9)), WorkResult((4,)), WorkResult()]
     booked = booked_of(works, results)
-    rest = {"num_rows": 9, "times": PhaseTimes(), "step_s": 1.0, "num_waiting": 0, "kv_usage": 0.5}
-    step = step_stats(StepPlan(tuple(works)), booked, granted=wished, **rest)
+    result = StepResult(tuple(results), 9)
+    step = step_stats(booked, result, granted=wished, step_s=1.0, num_waiting=0, kv_usage=0.5)
     assert step.granted_lengths == (7, 2)
     assert step.draft_lengths == (2, 0)  # the live rule ended the chain before
     assert step.draft_levels == ((DraftSource.MODEL, 2, 1),)
@@ -105,8 +103,8 @@ def test_a_tree_has_as_many_levels_as_its_longest_path():
         work(DraftChoice(DraftSource.SUFFIX, tree)),
         WorkResult((1, 3, 8), (0, 2), tree.token_ids, tree.parents),
     )
-    rest = {"num_rows": 5, "times": PhaseTimes(), "step_s": 1.0, "num_waiting": 0, "kv_usage": 0.5}
-    step = step_stats(StepPlan((one,)), booked_of([one], [outcome]), **rest)
+    booked, result = booked_of([one], [outcome]), StepResult((outcome,), 5)
+    step = step_stats(booked, result, step_s=1.0, num_waiting=0, kv_usage=0.5)
     assert step.draft_levels == ((DraftSource.SUFFIX, 3, 2),)
     assert step.draft_lengths == (4,)
 

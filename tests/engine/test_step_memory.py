@@ -102,18 +102,22 @@ def model_config(hidden: int, intermediate: int, heads: int, kv_heads: int) -> M
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-@pytest.mark.parametrize("sizes", [(64, 512, 2, 1), (512, 64, 2, 1), (64, 64, 12, 2)])
-def test_activations_are_what_the_widest_layer_takes(sizes, dtype):
-    own = model_config(*sizes)
-    model = CausalLM(own, replace(reference_kernels(), attention=NoAttention()), dtype)
+def pass_bytes(model: CausalLM) -> int:
+    """What a pass of 256 rows takes at most."""
     for weight in model.parameters():
         weight.fill_(0.01)
     ids_T = torch.zeros(256, dtype=torch.int64)
     metadata = SimpleNamespace(slots_T=None, positions_T=torch.arange(256))
     model.pack()
     with torch.inference_mode():
-        taken = peak_bytes(lambda: model(ids_T, [None] * 2, metadata))
+        return peak_bytes(lambda: model(ids_T, [None] * 2, metadata))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("sizes", [(64, 512, 2, 1), (512, 64, 2, 1), (64, 64, 12, 2)])
+def test_activations_are_what_the_widest_layer_takes(sizes, dtype):
+    own = model_config(*sizes)
+    taken = pass_bytes(CausalLM(own, replace(reference_kernels(), attention=NoAttention()), dtype))
     shape = step_shape(dtype=dtype, max_num_batched_tokens=256)
     small = model_config(64, 64, 1, 1)
     planned = activation_bytes(shape, [own, small])
@@ -147,13 +151,7 @@ def test_activations_of_a_rank_hold_the_parts_of_all_ranks(sizes, size, dtype):
     whole, group = model_config(*sizes), RankGroup(0, size, Echo(size))
     kernels = replace(reference_kernels(), attention=NoAttention())
     model = CausalLM(whole, kernels, dtype, group=group)
-    for weight in model.parameters():
-        weight.fill_(0.01)
-    ids_T = torch.zeros(256, dtype=torch.int64)
-    metadata = SimpleNamespace(slots_T=None, positions_T=torch.arange(256))
-    model.pack()
-    with torch.inference_mode():
-        taken = peak_bytes(lambda: model(ids_T, [None] * 2, metadata))
+    taken = pass_bytes(model)
     shape = step_shape(dtype=dtype, max_num_batched_tokens=256)
     planned = activation_bytes(replace(shape, num_ranks=size), [model.shard])
     assert 0.6 * planned <= taken <= planned

@@ -30,6 +30,7 @@ from tests.planning.recording import drafted_by_network, made_up, record
 
 FAMILY = "qwen2"
 LENGTHS = (20, 30, 12)
+FIXED = (1, 2, 3, 5, 7)  # drafts
 TABLE = CostTable(
     CostCurve((1, 16), (1.0, 2.5)),
     context_s=0.001,
@@ -208,7 +209,7 @@ def test_the_controller_is_never_far_below_the_best_fixed_length():
         table = CostTable(CostCurve((1, 16), (1.0, 1.6)), drafters={"draft_model": cost})
         traffic = Traffic(requests, 4)
         costs = table, plain_run(traffic, table)
-        runs = score(traffic, network(7), lambda chosen: (), costs).runs
+        runs = score(traffic, network(7), lambda chosen: (), costs, FIXED).runs
         assert [run.name for run in runs] == [
             "plain", "fixed 1", "fixed 2", "fixed 3", "fixed 5", "fixed 7", "adaptive",
         ]  # fmt: skip
@@ -224,7 +225,7 @@ def test_heads_have_no_more_lengths_than_the_trace_has_levels():
     table = CostTable(CostCurve((1, 16), (1.0, 1.6)), drafters={"medusa": cost})
     traffic = Traffic(requests, 1)
     costs = table, plain_run(traffic, table)
-    runs = score(traffic, network(method="medusa"), lambda chosen: (), costs).runs
+    runs = score(traffic, network(method="medusa"), lambda chosen: (), costs, FIXED).runs
     assert [run.length for run in runs] == [0, 1, 2, 3, 4, None]
 
 
@@ -239,7 +240,9 @@ def test_two_replays_say_the_same():
 
     def told() -> str:
         costs = TABLE, plain_run(traffic, TABLE)
-        return json.dumps([str(run) for run in score(traffic, network(), lambda _: (), costs).runs])
+        return json.dumps(
+            [str(run) for run in score(traffic, network(), lambda _: (), costs, FIXED).runs]
+        )
 
     assert told() == told()
 

@@ -8,6 +8,7 @@ from outdraft.bench.side_by_side import (
     PLAIN,
     Sample,
     acceptance_length,
+    are_identical,
     build_together,
     complete_in_turn,
     median_ratio,
@@ -62,8 +63,7 @@ def measure_methods(
         for name, own in samples.items():
             result[name][temperature_key(temperature)] = _speed(own, samples[PLAIN])
             if temperature == 0:
-                pairs = zip(own, samples[PLAIN], strict=True)
-                result[name]["identical"] = all(a.token_ids == b.token_ids for a, b in pairs)
+                result[name]["identical"] = are_identical(own, samples[PLAIN])
     plain = result.pop(PLAIN)
     target = models[PLAIN]
     return {

@@ -8,7 +8,7 @@ requests that a stalled server held up (coordinated omission).
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -193,11 +193,7 @@ def most_at_once(samples: Sequence[RequestSample]) -> int:
         if sample.sent_s is not None and sample.ended_s is not None
         for event in ((sample.sent_s, 1), (sample.ended_s, -1))
     ]
-    running, most = 0, 0
-    for _, change in sorted(events):
-        running += change
-        most = max(most, running)
-    return most
+    return max(accumulate((change for _, change in sorted(events)), initial=0))
 
 
 def detailed_report(samples: Sequence[RequestSample]) -> dict[str, list[Any]]:

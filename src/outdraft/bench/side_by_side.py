@@ -17,10 +17,10 @@ from outdraft.core.outputs import RequestOutput, TokenOrigin
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembler import Assembler, checked
 from outdraft.engine.build import build_engine
+from outdraft.engine.device_memory import device_memory
 from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import Prompt
 from outdraft.engine.loading import LoadedModels, load_models, with_drafter
-from outdraft.engine.memory import device_memory
 from outdraft.engine.memory_plan import plan_together
 from outdraft.engine.stats import StatsTotal
 
@@ -182,6 +182,11 @@ def complete_in_turn(
             samples[name].append(_sample(engine, str(number), prompt, chosen, shown))
             on_done()
     return samples
+
+
+def are_identical(samples: Sequence[Sample], base: Sequence[Sample]) -> bool:
+    """Whether another engine gave the same tokens of each prompt."""
+    return [one.token_ids for one in samples] == [one.token_ids for one in base]
 
 
 def median_tokens_per_s(samples: Sequence[Sample]) -> float:

@@ -22,13 +22,13 @@ from outdraft.bench.sweep import (
     warm_up_level,
 )
 from outdraft.bench.workloads import BenchRequest
+from outdraft.config.benchmarks import PROBE_LENGTH
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.engine.loading import LoadedModels
 from outdraft.engine.memory_plan import plan_memory
 from outdraft.engine.stats import StatsTotal
 
-PROBE_LENGTH = 3  # drafts of the fixed lengths that explain
 FAR_BEHIND = 0.10  # of the best speed
 WORTH_IT = 0.01  # gain over plain decoding, and of fixed lengths over those that adapt
 OFTEN = 0.9  # of the steps; who drafts in fewer is told so

@@ -40,7 +40,6 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
-    help="LLM inference in which speculative decoding is the normal way to execute.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.table import Table
 from tqdm import tqdm
 
 from outdraft.cli.bench_options import concurrencies, numbers
-from outdraft.cli.command import Model, check_output, wide_console
+from outdraft.cli.command import Model, check_output, table_of, wide_console
 from outdraft.cli.options import (
     EngineOptions,
     engine_config,
@@ -156,16 +155,8 @@ def show(result: dict[str, Any]) -> None:
     console = wide_console(110)
     console.print(f"Acceptance is {result['acceptance']}. Tokens a second:", style="bold")
     levels = result["levels"]
-    table = Table()
-    for heading in (
-        "at once",
-        *levels[0]["variants"],
-        "drafts\na step",
-        "best",
-        "auto / best",
-        "by halves",
-    ):
-        table.add_column(heading, justify="right")
+    more = "drafts\na step", "best", "auto / best", "by halves"
+    table = table_of((), ["at once", *levels[0]["variants"], *more])
     for level in levels:
         ratio = level["ratio_to_best"]
         table.add_row(

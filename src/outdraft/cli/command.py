@@ -1,11 +1,13 @@
 """What commands share: flags, how they show them, what they say about one they do not know."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from typer.core import TyperCommand
 
 from outdraft import assets
@@ -65,6 +67,26 @@ def wide_console(least: int) -> Console:
     lines, a file has no width."""
     console = Console(highlight=False)
     return Console(highlight=False, width=max(console.width, least))
+
+
+def table_of(
+    names: Iterable[str], numbers: Iterable[str], title: str | None = None, **style: Any
+) -> Table:
+    """Columns of words, which are not broken, then columns of numbers."""
+    table = Table(title=title, title_justify="left", **style)
+    for heading in names:
+        table.add_column(heading, no_wrap=True)
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def pairs_of(rows: Iterable[tuple[str, str]], **style: Any) -> Table:
+    """What has a name, line by line."""
+    table = Table(show_header=False, box=None, title_justify="left", **style)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 class Command(TyperCommand):

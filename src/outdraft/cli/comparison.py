@@ -4,10 +4,7 @@ Every method has an engine of its own; the engines share the weights. Prompt by 
 take their turn, so that a machine whose speed drifts treats them alike.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,53 +13,18 @@ from outdraft.bench.side_by_side import (
     Sample,
     acceptance_length,
     acceptance_rate,
+    are_identical,
     complete_in_turn,
 )
 from outdraft.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from outdraft.config.speculation_json import parse_speculative_config
-from outdraft.core.outputs import RequestOutput, TokenOrigin
+from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.engine import Engine
 
 NUM_DRAFTS = 4  # a step, of everything but suffix lookup
 
-OnStep = Callable[[str, RequestOutput], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Tally:
-    """The prompts that one method completed, added up."""
-
-    samples: Sequence[Sample]
-
-    @property
-    def token_ids(self) -> list[list[int]]:
-        return [sample.token_ids for sample in self.samples]
-
-    @property
-    def origins(self) -> Counter[TokenOrigin]:
-        return Counter(chain.from_iterable(sample.origins for sample in self.samples))
-
-    @property
-    def tokens_per_s(self) -> float:
-        decode_s = sum(sample.decode_s for sample in self.samples)
-        return sum(sample.num_decoded for sample in self.samples) / decode_s if decode_s else 0.0
-
-    @property
-    def tpot_ms(self) -> float:
-        """Time per output token behind the first."""
-        num_decoded = sum(sample.num_decoded for sample in self.samples)
-        return 1000 * sum(sample.decode_s for sample in self.samples) / max(1, num_decoded)
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted per drafted token."""
-        return acceptance_rate(self.samples)
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens a step that verified drafts, its bonus or recovered token included."""
-        return acceptance_length(self.samples)
+Samples = Sequence[Sample]  # the prompts that one method completed
 
 
 def method_configs(
@@ -108,8 +70,8 @@ def compare(
     prompts: Sequence[str],
     max_tokens: int,
     temperature: float,
-    on_step: OnStep,
-) -> dict[str, Tally]:
+    on_step: Callable[[str, RequestOutput], None],
+) -> dict[str, list[Sample]]:
     """Complete every prompt with every engine, one request at a time.
 
     Each prompt has a seed, so that every engine has to give the same tokens at any temperature.
@@ -123,36 +85,43 @@ def compare(
         SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=number)
         for number in range(len(prompts))
     ]
-    samples = complete_in_turn(engines, warm_up, prompts, params, on_step=on_step)
-    return {name: Tally(own) for name, own in samples.items()}
+    return complete_in_turn(engines, warm_up, prompts, params, on_step=on_step)
 
 
-def as_json(tallies: Mapping[str, Tally]) -> dict[str, object]:
+def as_json(compared: Mapping[str, Samples]) -> dict[str, object]:
     """The numbers of a comparison: plain decoding, and each method against it."""
-    plain = tallies[PLAIN]
+    plain = compared[PLAIN]
     methods: dict[str, dict[str, float | bool]] = {
         name: {
-            "tokens_per_s": tally.tokens_per_s,
-            "tpot_ms": tally.tpot_ms,
-            "acceptance_rate": tally.acceptance_rate,
-            "acceptance_length": tally.acceptance_length,
-            "speedup": speedup(tally, plain),
-            "identical": tally.token_ids == plain.token_ids,
+            "tokens_per_s": tokens_per_s(samples),
+            "tpot_ms": tpot_ms(samples),
+            "acceptance_rate": acceptance_rate(samples),
+            "acceptance_length": acceptance_length(samples),
+            "speedup": speedup(samples, plain),
+            "identical": are_identical(samples, plain),
         }
-        for name, tally in tallies.items()
+        for name, samples in compared.items()
         if name != PLAIN
     }
     return {
-        PLAIN: {"tokens_per_s": plain.tokens_per_s, "tpot_ms": plain.tpot_ms},
+        PLAIN: {"tokens_per_s": tokens_per_s(plain), "tpot_ms": tpot_ms(plain)},
         "methods": methods,
     }
 
 
-def speedup(tally: Tally, plain: Tally) -> float:
+def tokens_per_s(samples: Samples) -> float:
+    """Over all prompts, behind their first tokens."""
+    decode_s = sum(sample.decode_s for sample in samples)
+    return sum(sample.num_decoded for sample in samples) / decode_s if decode_s else 0.0
+
+
+def tpot_ms(samples: Samples) -> float:
+    """Time per output token behind the first."""
+    num_decoded = sum(sample.num_decoded for sample in samples)
+    return 1000 * sum(sample.decode_s for sample in samples) / max(1, num_decoded)
+
+
+def speedup(samples: Samples, plain: Samples) -> float:
     """How many times as many tokens a second."""
-    return tally.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else 0.0
-
-
-def all_identical(tallies: Mapping[str, Tally]) -> bool:
-    """Whether no method changed a single token."""
-    return all(tally.token_ids == tallies[PLAIN].token_ids for tally in tallies.values())
+    base = tokens_per_s(plain)
+    return tokens_per_s(samples) / base if base else 0.0

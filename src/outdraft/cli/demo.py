@@ -38,7 +38,8 @@ def demo(
     """
     *texts, warm_up = held_out(prompts)
     use_physical_cores(os.environ)
-    from outdraft.cli.comparison import all_identical, as_json, compare, method_configs
+    from outdraft.bench.side_by_side import are_identical
+    from outdraft.cli.comparison import PLAIN, as_json, compare, method_configs
     from outdraft.cli.demo_view import DemoView
 
     started_s = time.monotonic()
@@ -47,7 +48,7 @@ def demo(
     view = None if json_ else DemoView(Console(highlight=False), llms[SHOWN], texts)
     if view is not None:
         view.header()
-    tallies = compare(
+    compared = compare(
         {name: llm.engine for name, llm in llms.items()},
         warm_up.text,
         [text.text for text in texts],
@@ -56,10 +57,10 @@ def demo(
         lambda name, output: view.show(output) if view and name == SHOWN else None,
     )
     if view is None:
-        typer.echo(json.dumps({"temperature": temperature} | as_json(tallies)))
+        typer.echo(json.dumps({"temperature": temperature} | as_json(compared)))
     else:
-        view.footer(tallies, temperature, time.monotonic() - started_s)
-    if not all_identical(tallies):
+        view.footer(compared, temperature, time.monotonic() - started_s)
+    if not all(are_identical(samples, compared[PLAIN]) for samples in compared.values()):
         raise typer.Exit(1)
 
 

@@ -9,7 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from outdraft.assets import HeldOutPrompt
-from outdraft.cli.comparison import PLAIN, Tally, speedup
+from outdraft.bench.side_by_side import acceptance_length, acceptance_rate, are_identical
+from outdraft.cli.command import table_of
+from outdraft.cli.comparison import PLAIN, Samples, speedup, tokens_per_s, tpot_ms
 from outdraft.core.outputs import RequestOutput, TokenOrigin
 from outdraft.engine.detokenizer import Detokenizer
 from outdraft.engine.llm import LLM
@@ -76,30 +78,28 @@ class DemoView:
         self._num_shown = len(completion.token_ids)
         self._console.print(grown, end="", soft_wrap=True)
 
-    def footer(self, tallies: Mapping[str, Tally], temperature: float, elapsed_s: float) -> None:
+    def footer(self, compared: Mapping[str, Samples], temperature: float, elapsed_s: float) -> None:
         """The comparison."""
-        plain = tallies[PLAIN]
+        plain = compared[PLAIN]
         numbers = self._llm.models.target.numbers
         self._console.print(
             f"\n\nTemperature {temperature:g}, {numbers}, one request at a time", style="bold"
         )
-        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # fits into 80 columns
-        table.add_column("method", no_wrap=True)
-        for name in ("tokens/s", "TPOT ms", "acceptance", "length", "speedup", "identical"):
-            table.add_column(name, justify="right")
-        for name, tally in tallies.items():
-            speed = [f"{tally.tokens_per_s:.1f}", f"{tally.tpot_ms:.2f}"]
+        headings = "tokens/s", "TPOT ms", "acceptance", "length", "speedup", "identical"
+        # Fits into 80 columns.
+        table = table_of(["method"], headings, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for name, samples in compared.items():
+            speed = [f"{tokens_per_s(samples):.1f}", f"{tpot_ms(samples):.2f}"]
             if name == PLAIN:
                 table.add_row(name, *speed, "", "", "1.00x", "")
                 continue
-            same = tally.token_ids == plain.token_ids
             table.add_row(
                 name,
                 *speed,
-                f"{tally.acceptance_rate:.0%}",
-                f"{tally.acceptance_length:.2f}",
-                f"{speedup(tally, plain):.2f}x",
-                "yes" if same else "[bold red]NO[/]",
+                f"{acceptance_rate(samples):.0%}",
+                f"{acceptance_length(samples):.2f}",
+                f"{speedup(samples, plain):.2f}x",
+                "yes" if are_identical(samples, plain) else "[bold red]NO[/]",
             )
         self._console.print(table)
         self._console.print(
@@ -108,7 +108,7 @@ class DemoView:
             "else is asked, outdraft drafts only what pays.",
             style="dim",
         )
-        self._console.print(_sources(tallies, self._sources))
+        self._console.print(_sources(compared, self._sources))
         self._console.print(self._bandwidth(plain))
         self._console.print(f"{elapsed_s:.0f} s in all, loading and warming up included.")
 
@@ -122,19 +122,19 @@ class DemoView:
         end = prompt.text.splitlines()[-PROMPT_LINES:]
         self._console.print(Text("\n".join(end), "dim"), end="", soft_wrap=True)
 
-    def _bandwidth(self, plain: Tally) -> str:
+    def _bandwidth(self, plain: Samples) -> str:
         read = self._llm.models.target.weight_bytes
-        per_s = read * plain.tokens_per_s / 1e9
+        per_s = read * tokens_per_s(plain) / 1e9
         return (
             f"A plain step reads {read / 1e6:.1f} MB of weights: {per_s:.1f} GB/s; what the "
             "memory can give is the floor of its time."
         )
 
 
-def _sources(tallies: Mapping[str, Tally], sources: Sequence[TokenOrigin]) -> Text:
+def _sources(compared: Mapping[str, Samples], sources: Sequence[TokenOrigin]) -> Text:
     """Who chose the tokens of the last, most elaborate method."""
-    name, tally = list(tallies.items())[-1]
-    counts: Counter[TokenOrigin] = tally.origins
+    name, samples = list(compared.items())[-1]
+    counts = Counter(origin for sample in samples for origin in sample.origins)
     total = max(1, counts.total())
     line = Text(f"{name} made {total} tokens. The target chose ")
     drafted = sum(counts[origin] for origin in SOURCES)

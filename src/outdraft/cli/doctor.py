@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from outdraft import assets
-from outdraft.cli.command import Model
+from outdraft.cli.command import Model, pairs_of
 from outdraft.cli.options import EngineOptions, SchedulerOptions, serving_config, takes_options
 from outdraft.cli.threads import num_physical_cores, use_physical_cores
 from outdraft.core.errors import ConfigError
@@ -52,11 +51,7 @@ def doctor(
         config = serving_config(model, engine, scheduler)
         sections = {f"Weights of {model}": report(config)} | sections
     for title, rows in sections.items():
-        table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
-        table.box = None
-        for name, value in rows.items():
-            table.add_row(name, value)
-        console.print(table, "")
+        console.print(pairs_of(rows.items(), title=title, title_style="bold"), "")
     if not missing:
         console.print("Nothing is missing.", style="green")
     for line in missing:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
+from outdraft.cli.command import pairs_of, table_of
 from outdraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def show_costs(console: Console, config: "EngineConfig") -> None:
         style="bold",
     )
     _show_curve(console, "Target, by rows", table.target, limits.target)
-    _show_numbers(console, _beside_rows(table, limits))
+    console.print(pairs_of(_beside_rows(table, limits).items()), "")
     for name, cost in table.drafters.items():
         limit = limits.drafters[name]
         _show_curve(console, f"{name}, a pass by rows", cost.passes, limit.passes)
@@ -56,7 +56,7 @@ def show_costs(console: Console, config: "EngineConfig") -> None:
         if cost.max_context is not None:
             looking = f"{cost.look_s * 1e6:.2f} us a step"
             numbers[f"each token of a text of more than {cost.max_context}"] = looking
-        _show_numbers(console, numbers)
+        console.print(pairs_of(numbers.items()), "")
     kept = cost_file(config, models, runner).path if config.cost_table == "auto" else None
     console.print(f"kept in {kept}" if kept else f"as told: {config.cost_table}", markup=False)
 
@@ -75,9 +75,7 @@ def _machine(models: "LoadedModels") -> "tuple[Machine, bool]":
 
 
 def _show_curve(console: Console, title: str, measured: "CostCurve", limit: "CostCurve") -> None:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for heading in ("rows", "ms", "roofline ms", "share"):
-        table.add_column(heading, justify="right")
+    table = table_of((), ("rows", "ms", "roofline ms", "share"), title, title_style="bold")
     rows = [count for count in measured.rows if count <= MOST_ROWS]
     limits = limit.at(np.array(rows)).tolist()
     for count, seconds, limit_s in zip(
@@ -100,13 +98,6 @@ def _beside_rows(table: "CostTable", limits: "CostTable") -> dict[str, str]:
         f"(prior {limits.host_draft_s * 1e6:.0f})",
         "the host's sources": f"{table.offer_s * 1e6:.0f} us for each request",
     }
-
-
-def _show_numbers(console: Console, numbers: dict[str, str]) -> None:
-    table = Table(show_header=False, box=None)
-    for name, value in numbers.items():
-        table.add_row(name, value)
-    console.print(table, "")
 
 
 def _ms(seconds: float) -> str:

@@ -2,11 +2,9 @@
 
 from typing import Any
 
-from rich.table import Table
-
 from outdraft.bench.methods import TEMPERATURES, temperature_key
 from outdraft.bench.side_by_side import PLAIN
-from outdraft.cli.command import wide_console
+from outdraft.cli.command import table_of, wide_console
 
 
 def show(result: dict[str, Any]) -> None:
@@ -17,19 +15,13 @@ def show(result: dict[str, Any]) -> None:
         f"{result['dtype']}, {result['device']}",
         style="bold",
     )
-    table = Table()
-    table.add_column("method", no_wrap=True)
     keys = [temperature_key(temperature) for temperature in TEMPERATURES]
-    for heading in (
-        *(f"length\nT = {temperature}" for temperature in TEMPERATURES),
-        "draft\nms",
-        "verify\nms",
-        *(f"tokens/s\nT = {temperature}" for temperature in TEMPERATURES),
-        "weights\nMiB",
-        "KV KiB\nper 1k",
-        "same\nids",
-    ):
-        table.add_column(heading, justify="right")
+    lengths, speeds = (
+        [f"{what}\nT = {temperature}" for temperature in TEMPERATURES]
+        for what in ("length", "tokens/s")
+    )
+    more = "weights\nMiB", "KV KiB\nper 1k", "same\nids"
+    table = table_of(["method"], [*lengths, "draft\nms", "verify\nms", *speeds, *more])
     for name, numbers in ({PLAIN: result[PLAIN]} | result["methods"]).items():
         runs = [numbers[key] for key in keys]
         is_plain = name == PLAIN

@@ -1,6 +1,6 @@
 """`outdraft plan`: what speculation would bring on given hardware, without running anything."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -99,7 +99,7 @@ def plan(
         traffic.max_length,
     )
     if json_:
-        typer.echo(strict_json(result.to_json()))
+        typer.echo(strict_json(asdict(result)))
     else:
         plan_view.show(result)
     if plot is not None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from outdraft.cli.command import wide_console
+from outdraft.cli.command import table_of, wide_console
 from outdraft.planning.planner import Level, Memory, Plan
 
 
@@ -65,19 +65,8 @@ def draw(plan: Plan, path: Path) -> None:
 
 
 def _levels(levels: list[Level]) -> Table:
-    table = Table()
-    for heading in (
-        "requests",
-        "best",
-        "tokens\na step",
-        "TPOT ms\n(band)",
-        "plain TPOT ms\n(band)",
-        "against\nplain",
-        "tokens/s",
-        "break-\neven",
-        "fits",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
+    times = "TPOT ms\n(band)", "plain TPOT ms\n(band)", "against\nplain", "tokens/s"
+    table = table_of((), ("requests", "best", "tokens\na step", *times, "break-\neven", "fits"))
     for level in levels:
         least = level.break_even_acceptance
         table.add_row(
@@ -95,10 +84,8 @@ def _levels(levels: list[Level]) -> Table:
 
 
 def _steps(levels: list[Level]) -> Table:
-    table = Table(title="A step of the best length, ms", title_justify="left")
-    table.add_column("requests", justify="right")
-    for part in (*levels[0].step_ms, "sum"):
-        table.add_column(part, justify="right")
+    numbers = "requests", *levels[0].step_ms, "sum"
+    table = table_of((), numbers, "A step of the best length, ms")
     for level in levels:
         times = (*level.step_ms.values(), sum(level.step_ms.values()))
         table.add_row(str(level.concurrency), *(_digits(ms) for ms in times))
@@ -106,10 +93,8 @@ def _steps(levels: list[Level]) -> Table:
 
 
 def _lengths(levels: list[Level]) -> Table:
-    table = Table(title="TPOT ms by length", title_justify="left")
-    table.add_column("requests", justify="right")
-    for length in range(len(levels[0].tpot_ms_by_length)):
-        table.add_column(str(length), justify="right", no_wrap=True)
+    lengths = map(str, range(len(levels[0].tpot_ms_by_length)))
+    table = table_of((), ["requests", *lengths], "TPOT ms by length")
     for level in levels:
         cells = [_digits(ms) for ms in level.tpot_ms_by_length]
         cells[level.best_length] = f"[bold]{cells[level.best_length]}[/]"

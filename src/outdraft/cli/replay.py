@@ -1,6 +1,6 @@
 """`outdraft replay`: ways to speculate, tried on requests that a server recorded."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,7 +76,7 @@ def replay(
         typer.echo(f"note: the last line of {trace} is cut short and left out", err=True)
     report = _report(requests, ways, prices)
     if json_:
-        typer.echo(strict_json(report.to_json()))
+        typer.echo(strict_json(asdict(report)))
     else:
         replay_view.show(report)
 

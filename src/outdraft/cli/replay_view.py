@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from outdraft.cli.command import wide_console
+from outdraft.cli.command import table_of, wide_console
 from outdraft.planning.replay_scores import Recorded, Report, RunScore, Score, SourceScore
 
 
@@ -47,10 +47,8 @@ def _show_score(console: Console, one: Score) -> None:
 
 
 def _sources(title: str, scores: Sequence[SourceScore]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for heading in ("source", "drafts", "drafted", "accepted", "rate", "acceptance\nlength"):
-        justify = "left" if heading == "source" else "right"
-        table.add_column(heading, justify=justify, no_wrap=True)
+    numbers = "drafts", "drafted", "accepted", "rate", "acceptance\nlength"
+    table = table_of(["source"], numbers, title)
     table.add_column("basis")
     for one in scores:
         table.add_row(
@@ -66,11 +64,8 @@ def _sources(title: str, scores: Sequence[SourceScore]) -> Table:
 
 
 def _runs(method: str, runs: Sequence[RunScore]) -> Table:
-    table = Table(title=f"{method}, predicted", title_justify="left")
-    headings = "lengths", "tokens/s", "TPOT ms", "against\nplain", "acceptance\nlength"
-    for heading in (*headings, "drafts\na token"):
-        justify = "left" if heading == "lengths" else "right"
-        table.add_column(heading, justify=justify, no_wrap=True)
+    numbers = "tokens/s", "TPOT ms", "against\nplain", "acceptance\nlength", "drafts\na token"
+    table = table_of(["lengths"], numbers, f"{method}, predicted")
     for run in runs:
         table.add_row(
             run.name,

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from outdraft import assets
 from outdraft.cli.bench_methods import TREE_LEVELS
 from outdraft.cli.bench_options import concurrencies
-from outdraft.cli.command import Model, check_output
+from outdraft.cli.command import Model, check_output, table_of
 from outdraft.cli.options import (
     EngineOptions,
     engine_config,
@@ -22,7 +21,7 @@ from outdraft.cli.options import (
     with_embedded_network,
 )
 from outdraft.cli.threads import use_physical_cores
-from outdraft.config.benchmarks import Dataset
+from outdraft.config.benchmarks import PROBE_LENGTH, Dataset
 from outdraft.config.checks import check_whole
 from outdraft.config.flags import flag
 from outdraft.config.speculation import NETWORK_SOURCES
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
     from outdraft.bench.sweep import LevelResult
 
 LENGTHS = (2, 3, 5)  # of networks that draft as much in every step
-PROBED = 3  # the one that explains: PROBE_LENGTH of bench.tune, which loads torch
-FIXED, PROBE = "always ", f"always {PROBED}: "  # what their names begin with
+FIXED, PROBE = "always ", f"always {PROBE_LENGTH}: "  # what their names begin with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +131,7 @@ def candidates(networks: Mapping[str, str | None]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for method in ("suffix", "ngram"):
         found[method] = {"method": method}
-        found[PROBE + method] = _always(found[method], PROBED)
+        found[PROBE + method] = _always(found[method], PROBE_LENGTH)
     for method, path in networks.items():
         own = {"method": method} | ({} if path is None else {"model": path})
         found[method] = own
@@ -193,11 +191,8 @@ def _conclude(
 def _show_table(console: Console, ranked: Sequence[str], results: Sequence["LevelResult"]) -> None:
     from outdraft.bench.tune import gain, level_gain
 
-    table = Table()
-    table.add_column("candidate", no_wrap=True)
-    for result in results:
-        table.add_column(f"{result.concurrency} at once", justify="right")
-    table.add_column("all", justify="right")
+    levels = [f"{result.concurrency} at once" for result in results]
+    table = table_of(["candidate"], [*levels, "all"])
     for name in ranked:
         gains = [f"{level_gain(result, name):.2f}" for result in results]
         table.add_row(name, *gains, f"{gain(results, name):.2f}")

@@ -10,6 +10,7 @@ from outdraft.core.errors import ConfigError
 
 DATASETS = ("embedded", "custom", "sharegpt", "random")
 DEFAULT_OUTPUT_LEN = 128
+PROBE_LENGTH = 3  # drafts of the fixed lengths that explain what `outdraft tune` finds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.draft import Draft, DraftAsk, DraftSource
-from outdraft.core.plan import DraftChoice, PhaseTimes, StepResult, WorkResult
+from outdraft.core.plan import DraftChoice, StepResult, WorkResult
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.deltas import RequestDeltas, StepTold
@@ -63,10 +63,8 @@ def booking_s(config: EngineConfig, num_requests: int, num_drafts: int = 0) -> f
         for one in booked:
             deltas[one.request.id].add(0, one, StepTold(0.0, None, choices))
         stats = step_stats(
-            step.plan,
             booked,
-            num_rows=step.num_rows,
-            times=PhaseTimes(),
+            result,
             step_s=0.0,
             num_waiting=0,
             kv_usage=scheduler.pool.usage,

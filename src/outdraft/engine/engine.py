@@ -174,10 +174,8 @@ class Engine:
             if one.added or one.request.finish_reason is not None:
                 grown[sequence.deltas.request_id] = sequence.deltas
         stats = step_stats(
-            step.plan,
             booked,
-            num_rows=result.num_rows,
-            times=result.times,
+            result,
             step_s=time.perf_counter() - started_s,
             num_waiting=len(self.scheduler.waiting),
             kv_usage=self.scheduler.pool.usage,

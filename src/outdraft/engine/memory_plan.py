@@ -7,15 +7,14 @@ from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation import AUTO, SpeculationConfig
 from outdraft.core.errors import ConfigError
 from outdraft.drafting.host_sources import most_draft_rows
+from outdraft.engine.device_memory import DeviceMemory, device_memory
 from outdraft.engine.drafters import LoadedDrafter, cache_bytes
 from outdraft.engine.loading import LoadedModels, check_shared
 from outdraft.engine.memory import (
-    DeviceMemory,
     MemoryPlan,
     StepMemory,
     StepShape,
     activation_bytes,
-    device_memory,
     draft_prob_bytes,
     graph_bytes,
     num_blocks,
@@ -37,9 +36,9 @@ def plan_memory(config: EngineConfig, models: LoadedModels) -> MemoryPlan:
     Raises:
         ConfigError: such an engine cannot be built, or its memory is not there.
     """
-    memory, size = device_memory(models.device), models.ranks.target.size
+    memory = device_memory(models.device)
     if models.device.type == "cpu":
-        memory = DeviceMemory(memory.total // size, memory.free // size, memory.default_share)
+        memory = memory.part(models.ranks.target.size)
     return plan_together([(config, models)], memory)[0]
 
 
@@ -61,7 +60,6 @@ def plan_together(
         for network in (models.target, *([drafter.network] if drafter else [])):
             weights[id(network)] = network.memory_bytes
     number = len(engines)
-    part = DeviceMemory(memory.total // number, memory.free // number, memory.default_share)
     shared = max(step.total - step.kept for step in steps)
     plans: list[MemoryPlan] = []
     for (config, models), step in zip(engines, steps, strict=True):
@@ -75,7 +73,7 @@ def plan_together(
             useful_tokens=config.scheduler.max_num_seqs * longest_text(config, target),
             weights=sum(weights.values()) // number,
             buffers=step.kept + shared // number,
-            memory=part,
+            memory=memory.part(number),
         )
         drafter_weights = drafter.network.memory_bytes if drafter else 0
         if drafter is not None and drafter.network is target:

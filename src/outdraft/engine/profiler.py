@@ -16,8 +16,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from outdraft.engine.engine import Engine
 from outdraft.runner.parallel_runner import ParallelRunner
 
-RANGES = ("step", "schedule", "draft", "verify", "sample", "commit")
-
 
 @contextmanager
 def traced(engine: Engine, path: Path) -> Generator[None, None, None]:

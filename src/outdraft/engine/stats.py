@@ -9,8 +9,7 @@ from outdraft.core.decided import StepDecision
 from outdraft.core.draft import DraftSource
 from outdraft.core.plan import (
     DraftChoice,
-    PhaseTimes,
-    StepPlan,
+    StepResult,
     StepStats,
     drafted_levels,
 )
@@ -18,11 +17,9 @@ from outdraft.core.scheduled import BookedWork
 
 
 def step_stats(
-    plan: StepPlan,
     booked: Sequence[BookedWork],
+    result: StepResult,
     *,
-    num_rows: int,
-    times: PhaseTimes,
     step_s: float,
     num_waiting: int,
     kv_usage: float,
@@ -32,10 +29,9 @@ def step_stats(
     """One step in numbers.
 
     Args:
-        num_rows: that the target read.
         granted: the drafts that were wanted before the step was planned, by request.
     """
-    num_emitted = 0
+    num_emitted, times = 0, result.times
     lengths: list[int] = []
     wanted: list[int] = []
     levels: list[tuple[DraftSource, int, int]] = []
@@ -58,9 +54,9 @@ def step_stats(
         levels.append((source, drafted_levels(work.drafts, outcome), num_accepted))
     depths = [num_accepted for _, _, num_accepted in levels]
     return StepStats(
-        num_requests=len(plan.works),
+        num_requests=len(result.works),
         num_waiting=num_waiting,
-        num_rows=num_rows,
+        num_rows=result.num_rows,
         num_emitted=num_emitted,
         num_drafts=len(levels),
         num_draft_tokens=sum(drafted.values()),

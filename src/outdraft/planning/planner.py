@@ -5,8 +5,9 @@ costs nothing, which is what this engine does.
 """
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -120,9 +121,6 @@ class Plan:
     memory: Memory
     break_even_concurrency: int | None
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def make_plan(
     predictor: Predictor,
@@ -176,11 +174,7 @@ def break_even_concurrency(predictor: Predictor, tokens_of: Sequence[float]) -> 
         return 0
     if low >= _MOST_REQUESTS:
         return None
-    high = low * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if pays(middle) else (low, middle)
-    return low
+    return low + bisect_left(range(low + 1, 2 * low), True, key=lambda more: not pays(more))
 
 
 def break_even_acceptance(predictor: Predictor, num_requests: int, max_length: int) -> float | None:

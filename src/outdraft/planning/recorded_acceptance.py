@@ -5,9 +5,11 @@ curves: by level, and shifted for each request by how much easier than others it
 """
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
@@ -142,10 +144,7 @@ def _levels(step: RecordedStep, source: str, tree: Sequence[int]) -> tuple[int, 
     rows, accepted = step.drafted[source], step.accepted.get(source, 0)
     if not tree:
         return rows, accepted
-    levels = total = 0
-    while levels < len(tree) and total + tree[levels] <= rows:
-        total += tree[levels]
-        levels += 1
+    levels = bisect_right(list(accumulate(tree)), rows)
     return max(levels, accepted), accepted
 
 

@@ -207,16 +207,13 @@ class _Replay:
         step = plan_step(scheduler, policy)
         result = self._device.execute(step, self._texts)
         booked = scheduler.commit(step, result)
-        times = result.times
-        step_s = times.draft_s + times.verify_s
+        step_s = result.times.draft_s + result.times.verify_s
         step_s += self._device.host_s(step.plan, num_asked)
         self._now_s += step_s
         self._busy_s += step_s
         stats = step_stats(
-            step.plan,
             booked,
-            num_rows=result.num_rows,
-            times=times,
+            result,
             step_s=step_s,
             num_waiting=len(scheduler.waiting),
             kv_usage=scheduler.pool.usage,

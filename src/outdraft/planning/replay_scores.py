@@ -2,8 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from outdraft.config.speculation import HEAD_SOURCES, NETWORK_SOURCES, SpeculationConfig
 from outdraft.control.costs import CostTable
@@ -25,7 +24,6 @@ from outdraft.planning.replay import (
 )
 
 REPLAYED, FROM_TRACE = "replayed", "acceptance from the trace"
-LENGTHS = (1, 2, 3, 5, 7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +119,6 @@ class Report:
     replayed_cached_tokens: int
     scores: list[Score]
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def recorded_score(requests: Sequence[RecordedRequest]) -> Recorded:
     """What a trace tells without a replay."""
@@ -163,8 +158,8 @@ def score(
     traffic: Traffic,
     config: SpeculationConfig,
     make_proposers: ProposersMaker,
-    costs: tuple[CostTable, Replayed] | None = None,
-    lengths: Sequence[int] = LENGTHS,
+    costs: tuple[CostTable, Replayed] | None,
+    lengths: Sequence[int],
 ) -> Score:
     """Replay a trace with a configuration: at its greatest length, with costs in all ways.
 

@@ -160,22 +160,13 @@ class ReplayedDevice:
 
 def followed_rows(draft: Draft, future: list[int]) -> tuple[int, ...]:
     """Rows of the draft that the text went along, from the root down."""
+    edges = list(zip(draft.parents, draft.token_ids, strict=True))
     rows, above = list[int](), 0
     for token_id in future:
-        below = next(
-            (
-                row
-                for row, (parent, guess) in enumerate(
-                    zip(draft.parents, draft.token_ids, strict=True)
-                )
-                if parent == above and guess == token_id
-            ),
-            None,
-        )
-        if below is None:
+        if (above, token_id) not in edges:
             break
-        rows.append(below)
-        above = below + 1
+        rows.append(edges.index((above, token_id)))
+        above = rows[-1] + 1
     return tuple(rows)
 
 
