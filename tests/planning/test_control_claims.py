@@ -14,9 +14,9 @@ from outdraft.control.controller import Controller
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
 from outdraft.control.facts import Reason
 from outdraft.control.fixed import FixedLength
+from outdraft.planning.simulator import Simulator
+from outdraft.planning.worlds import NETWORK, Acceptance, HostTruth, Load, Scenario, World
 from tests.planning.scenarios import controlled, fixed_rates, random_case
-from tests.planning.simulator import Simulator
-from tests.planning.worlds import NETWORK, Acceptance, HostTruth, Load, Scenario, World
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 512)
 SETTLED = 300  # steps after which a state is steady

@@ -7,8 +7,8 @@ import pytest
 from outdraft.control.controller import Controller
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
 from outdraft.control.fixed import FixedLength
-from tests.planning.simulator import Simulator
-from tests.planning.worlds import NETWORK, Acceptance, Load, Scenario, World
+from outdraft.planning.simulator import Simulator
+from outdraft.planning.worlds import NETWORK, Acceptance, Load, Scenario, World
 
 TREE = (2, 2, 1, 1)
 SETTLED, STEPS = 1000, 3000

@@ -26,7 +26,7 @@ from outdraft.control.facts import (
 )
 from outdraft.control.policy import LengthPolicy
 from outdraft.core.draft import MAX_TAUGHT_ROWS, num_taught
-from tests.planning.worlds import NETWORK, Acceptance, HostTruth, Scenario, World
+from outdraft.planning.worlds import NETWORK, Acceptance, HostTruth, Scenario, World
 
 MAX_MARGIN = 10.0
 MAX_ROWS = 16384  # of a pass
