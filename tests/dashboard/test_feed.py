@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from outdraft.core.decided import Prediction, StepDecision
 from outdraft.core.draft import DraftSource
 from outdraft.core.plan import PhaseTimes, StepStats
-from outdraft.dashboard import EngineFacts, LiveFeed
-from outdraft.dashboard.feed import SMALLEST_S, Latencies, Second
+from outdraft.dashboard.feed import SMALLEST_S, EngineFacts, Latencies, LiveFeed, Second
 from tests.dashboard.steps import stats
 
 FACTS = EngineFacts("tiny", "float32", "cpu", ("suffix",), 8)
