@@ -12,7 +12,6 @@ import zmq
 import zmq.asyncio
 
 from outdraft.server.engine_link import OnLoading, Result, first_info, unless_dead
-from outdraft.server.limits import REPLICA_TIMEOUT_S
 from outdraft.server.messages import Command, EngineInfo, Progress, Report
 from outdraft.server.replicas.wire import (
     BEAT,
@@ -135,12 +134,7 @@ class Switchboard:
         lost_after_s: how long a relay may be silent before its replica counts as lost.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        lost_after_s: float = REPLICA_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, host: str, port: int, lost_after_s: float) -> None:
         self._lost_after_s = lost_after_s
         self._engines: dict[bytes, RemoteEngine] = {}
         self._context = zmq.asyncio.Context()
