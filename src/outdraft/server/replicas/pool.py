@@ -6,11 +6,11 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import count
 from typing import Protocol
 
 from outdraft.core.errors import EngineDeadError, ReplicaLostError
+from outdraft.core.request import block_salt
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor
 from outdraft.kv.prefix_cache import extend_hashes
@@ -287,9 +287,6 @@ class ReplicaPool:
 def block_names(prompt: EncodedPrompt, block_size: int) -> list[bytes]:
     """Names of the prompt's full blocks, as different as those of the engines' caches."""
     hashes: list[bytes] = []
-    salt = b""
-    if prompt.cache_salt is not None:
-        text = prompt.cache_salt.encode("utf-8", "surrogatepass")
-        salt = blake2b(text, digest_size=32).digest()
+    salt = block_salt(prompt.cache_salt)
     extend_hashes(hashes, prompt.token_ids, block_size, len(prompt.token_ids), salt)
     return hashes
