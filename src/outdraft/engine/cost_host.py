@@ -65,7 +65,7 @@ def booking_s(config: EngineConfig, num_requests: int, num_drafts: int = 0) -> f
         stats = step_stats(
             step.plan,
             booked,
-            num_rows=step.num_rows,
+            num_rows=step.plan.num_rows,
             times=PhaseTimes(),
             step_s=0.0,
             num_waiting=0,
