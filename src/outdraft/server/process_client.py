@@ -32,7 +32,7 @@ from outdraft.server.trace_file import TraceFile
 
 
 class Supervisor:
-    """One client of the engine for the whole life of a server; `run` has to run beside it.
+    """One `EngineClient` for the whole life of a server.
 
     It starts an engine, and another one when that dies if `restarts`. While there is none,
     `is_alive` is false and requests are refused.
@@ -69,7 +69,6 @@ class Supervisor:
 
     @property
     def inputs(self) -> InputProcessor:
-        """Checks and encodes prompts for the engine."""
         return self._engine[2]
 
     @property
@@ -78,12 +77,10 @@ class Supervisor:
 
     @property
     def ended_by(self) -> str | None:
-        """The signal or exit code of a dead engine's process, in words; None: not known."""
         return self._ended_by
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that were accepted and have not ended."""
         return len(self._streams)
 
     def observe(self, metrics: Metrics) -> None:
@@ -130,19 +127,16 @@ class Supervisor:
             await self._run()
 
     def close(self, cause: str) -> None:
-        """End the engine; open streams get an EngineDeadError with the cause."""
         self._is_closed = True
         self._end(cause)
 
     def generate(
         self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
     ) -> AsyncGenerator[Update]:
-        """As EngineClient."""
         stream = self._generate(request_id, prompt, params, priority)
         return stream if self._metrics is None else self._metrics.observed(stream, params.n)
 
     async def profile(self, path: str | None) -> str | None:
-        """As EngineClient."""
         if not self.is_alive:
             raise self._dead()
         answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()

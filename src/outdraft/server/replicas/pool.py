@@ -56,7 +56,7 @@ class _Replica:
 
 
 class ReplicaPool:
-    """A client of all replicas that call; `run` has to run beside it.
+    """An `EngineClient` of all replicas that call.
 
     A request whose replica is lost before it brought anything is sent to another one, once.
 
@@ -107,7 +107,6 @@ class ReplicaPool:
 
     @property
     def is_alive(self) -> bool:
-        """Whether there is a replica that takes requests."""
         return bool(self._router.replicas)
 
     @property
@@ -117,7 +116,6 @@ class ReplicaPool:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that were accepted and have not ended."""
         return self._num_unfinished
 
     @property
@@ -155,7 +153,6 @@ class ReplicaPool:
         closed.cancel()
 
     def close(self, cause: str) -> None:
-        """End all replicas; open streams get an EngineDeadError with the cause."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -169,7 +166,6 @@ class ReplicaPool:
     async def generate(
         self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
     ) -> AsyncGenerator[Update]:
-        """Stream a request; see EngineClient.generate."""
         hashes = block_names(prompt, self._block_size)
         num_output = params.n * min(params.max_tokens or EXPECTED_TOKENS, EXPECTED_TOKENS)
         avoided: set[str] = set()
@@ -204,7 +200,6 @@ class ReplicaPool:
             self._num_unfinished -= 1
 
     async def profile(self, path: str | None) -> str | None:
-        """Says why not."""
         return "steps of several replicas cannot be traced"
 
     @property

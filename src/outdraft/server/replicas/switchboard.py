@@ -53,25 +53,21 @@ class RemoteEngine:
         self._set_clock(hello.clock_s)
 
     async def started(self, on_loading: OnLoading) -> EngineInfo:
-        """Wait until the engine is ready; raises as EngineLink.started."""
         told = f"the engine on {self.node} died while it started"
         return await self.while_alive(first_info(self.receive, on_loading), told)
 
     async def receive(self) -> list[Report]:
-        """What the engine tells next, in times of this machine's clock."""
+        """As EngineLink, in times of this machine's clock."""
         return [self._in_own_time(one) for one in self._decoder.decode(await self._reports.get())]
 
     def send(self, command: Command) -> None:
-        """Never waits: the engine reads commands between two steps."""
         self._num_sent += 1
         self._send(COMMAND, msgspec.msgpack.encode(command))
 
     async def while_alive(self, work: Coroutine[Any, Any, Result], told: str) -> Result:
-        """What some work results in. Raises EngineDeadError, `told`, if the replica is lost."""
         return await unless_dead(work, self._wait_lost(), told)
 
     def end(self) -> None:
-        """End the engine, unless it is lost."""
         if not self._is_ended:
             self._is_ended = True
             self._send(END, b"")
