@@ -138,32 +138,19 @@ class Second:
             second, self.num_running, self.num_waiting, self.kv_usage, self.plain_tokens_per_s
         )
 
-    @property
-    def mean_draft_length(self) -> float | None:
-        """Tokens a draft; None without a draft."""
-        total = self.total
-        return total.num_draft_tokens / total.num_drafts if total.num_drafts else None
-
-    @property
-    def acceptance_length(self) -> float | None:
-        """Tokens that a draft brought, the bonus or recovered token included; None without one."""
-        return self.total.acceptance_length if self.total.num_drafts else None
-
-    @property
-    def step_tokens_per_s(self) -> float | None:
-        """Tokens per second of step time, to compare with the estimate; None without a step."""
-        total = self.total
-        seconds = total.draft_s + total.verify_s + total.sample_s + total.host_s
-        return total.num_emitted / seconds if seconds > 0 else None
-
     def to_json(self) -> dict[str, Any]:
-        """What the page reads; accepted are tokens by source, lengths are by who drafted first."""
+        """What the page reads; accepted are tokens by source, lengths are by who drafted first.
+
+        An acceptance length has the bonus or recovered token in it. step_tokens_per_s is per second
+        of step time, as the estimate is. Means are None where there was nothing.
+        """
         total = self.total
         lengths = total.acceptance_length_by_source
+        step_s = total.draft_s + total.verify_s + total.sample_s + total.host_s
         return {
             "second": self.second,
             "tokens_per_s": total.num_emitted,
-            "step_tokens_per_s": _rounded(self.step_tokens_per_s),
+            "step_tokens_per_s": _mean(total.num_emitted, step_s),
             "plain_tokens_per_s": _rounded(self.plain_tokens_per_s),
             "ttft_p50_s": _rounded(self.ttft.quantile(0.5)),
             "ttft_p95_s": _rounded(self.ttft.quantile(0.95)),
@@ -171,9 +158,9 @@ class Second:
             "itl_p95_s": _rounded(self.itl.quantile(0.95)),
             "steps": total.num_steps,
             "drafts": total.num_drafts,
-            "acceptance_length": _rounded(self.acceptance_length),
+            "acceptance_length": _rounded(total.acceptance_length if total.num_drafts else None),
             "acceptance_length_by_source": {str(s): round(n, DIGITS) for s, n in lengths.items()},
-            "mean_draft_length": _rounded(self.mean_draft_length),
+            "mean_draft_length": _mean(total.num_draft_tokens, total.num_drafts),
             "accepted": {str(source): n for source, n in total.accepted_by_source.items()},
             "draft_s": round(total.draft_s, DIGITS),
             "verify_s": round(total.verify_s, DIGITS),
@@ -190,7 +177,7 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, DIGITS)
 
 
-def _mean(total: float, count: int) -> float | None:
+def _mean(total: float, count: float) -> float | None:
     return _rounded(total / count) if count else None
 
 
