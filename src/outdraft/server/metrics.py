@@ -135,6 +135,7 @@ class Metrics:
             "source": info.speculation_methods,  # zeros of what cannot draft would be noise
         }
         self._series = series = Series(model_name, known | KNOWN)
+        self.registry = series.registry
         series.define(Gauge, _GAUGES | GAUGES)
         series.define(Counter, _COUNTERS | COUNTERS)
         for name, (labels, _) in GAUGES.items():
@@ -146,10 +147,6 @@ class Metrics:
         for name, (buckets, text) in _HISTOGRAMS.items():
             series.define(Histogram, {name: ((), text)}, buckets=buckets or sizes)
         self._estimate()
-
-    @property
-    def registry(self) -> CollectorRegistry:
-        return self._series.registry
 
     @property
     def plain_tokens_per_s(self) -> float:

@@ -55,7 +55,7 @@ class Supervisor:
         self._is_closed = False
         self._started: tuple[EngineLink, EngineInfo, InputProcessor] | None = None
         self._cause: str | None = "the engine has not been started"  # why there is none
-        self._ended_by: str | None = None
+        self.ended_by: str | None = None
         self._streams: dict[str, _Stream] = {}
         self._num_sent = 0
         self._profiles: deque[asyncio.Future[str | None]] = deque()  # commands without an answer
@@ -74,10 +74,6 @@ class Supervisor:
     @property
     def is_alive(self) -> bool:
         return self._cause is None
-
-    @property
-    def ended_by(self) -> str | None:
-        return self._ended_by
 
     @property
     def num_unfinished(self) -> int:
@@ -113,7 +109,7 @@ class Supervisor:
             process.end()
             raise
         self._started = process, info, inputs
-        self._cause = self._ended_by = None
+        self._cause = self.ended_by = None
 
     async def run(self) -> None:
         """Until the engine has died for good; whoever waits for one that dies is told.
@@ -151,7 +147,7 @@ class Supervisor:
         return self._started
 
     def _dead(self) -> EngineDeadError:
-        return EngineDeadError(self._cause or "the engine process has died", self._ended_by)
+        return EngineDeadError(self._cause or "the engine process has died", self.ended_by)
 
     def _send(self, command: messages.Command) -> None:
         self._engine[0].send(command)
@@ -164,7 +160,7 @@ class Supervisor:
             await process.while_alive(self._read(process), cause)
         except EngineDeadError as error:
             if self.is_alive:
-                cause, self._ended_by = str(error), error.ended_by
+                cause, self.ended_by = str(error), error.ended_by
         except asyncio.CancelledError:
             if self.is_alive:  # else the sockets were closed, which cancels who reads from them
                 raise
@@ -242,7 +238,7 @@ class Supervisor:
                 on_steps(report)
         elif isinstance(report, messages.Failed):
             if report.kind == "ranks":
-                self._ended_by = report.message
+                self.ended_by = report.message
             self._end(report.message)
 
     def _advance(self, delta: RequestDelta) -> None:

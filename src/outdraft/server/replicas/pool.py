@@ -88,8 +88,8 @@ class ReplicaPool:
         self._changed = asyncio.Event()
         self._closed = asyncio.Event()
         self._failure: Exception | None = None
-        self._num_unfinished = 0
-        self._ended_by: str | None = None
+        self.num_unfinished = 0
+        self.ended_by: str | None = None  # of the replica that ended last
 
     @property
     def address(self) -> Address:
@@ -108,15 +108,6 @@ class ReplicaPool:
     @property
     def is_alive(self) -> bool:
         return bool(self._router.replicas)
-
-    @property
-    def ended_by(self) -> str | None:
-        """How the replica ended that ended last, in words."""
-        return self._ended_by
-
-    @property
-    def num_unfinished(self) -> int:
-        return self._num_unfinished
 
     @property
     def clients(self) -> Mapping[str, Supervisor]:
@@ -169,12 +160,12 @@ class ReplicaPool:
         hashes = block_names(prompt, self._block_size)
         num_output = params.n * min(params.max_tokens or EXPECTED_TOKENS, EXPECTED_TOKENS)
         avoided: set[str] = set()
-        self._num_unfinished += 1
+        self.num_unfinished += 1
         try:
             while True:
                 route = self._router.route(hashes, len(prompt.token_ids) + num_output, avoided)
                 if route is None:
-                    raise EngineDeadError("there is no replica", self._ended_by)
+                    raise EngineDeadError("there is no replica", self.ended_by)
                 replica = self._replicas[route.replica]
                 self._watcher.routed(replica.place, route.num_matched)
                 has_begun = False
@@ -197,7 +188,7 @@ class ReplicaPool:
                 finally:
                     self._router.end(route)
         finally:
-            self._num_unfinished -= 1
+            self.num_unfinished -= 1
 
     async def profile(self, path: str | None) -> str | None:
         return "steps of several replicas cannot be traced"
@@ -205,7 +196,7 @@ class ReplicaPool:
     @property
     def _first(self) -> tuple[EngineInfo, InputProcessor]:
         if self._known is None:
-            raise EngineDeadError("no replica has been ready yet", self._ended_by)
+            raise EngineDeadError("no replica has been ready yet", self.ended_by)
         return self._known
 
     def _arrived(self, engine: RemoteEngine) -> None:
@@ -246,7 +237,7 @@ class ReplicaPool:
             leaving.cancel()
             self._leave(engine.name)
             del self._replicas[engine.name]
-            self._ended_by = client.ended_by
+            self.ended_by = client.ended_by
             self._watcher.left(place)
             told = f": {client.ended_by}" if client.ended_by else ""
             _logger.info("replica %d on %s has ended%s", place, engine.node, told)

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -35,7 +36,7 @@ Send = Callable[[bytes, bytes], None]  # a kind and a body, to one relay
 class RemoteEngine:
     """The engine of a replica, as a client sees it: an `EngineLink`."""
 
-    def __init__(self, name: str, hello: Hello, send: Send, on_end: Callable[[], None]) -> None:
+    def __init__(self, name: str, hello: Hello, send: Send, on_end: Callable[[], object]) -> None:
         self.name = name
         self.node = hello.node
         self.is_leaving = asyncio.Event()
@@ -173,17 +174,9 @@ class Switchboard:
         self._context.term()
 
     def _arrived(self, name: bytes, hello: Hello) -> RemoteEngine:
-        engine = RemoteEngine(
-            name.decode(),
-            hello,
-            lambda kind, body: self._send(name, kind, body),
-            lambda: self._forget(name),
-        )
-        self._engines[name] = engine
+        send, forget = partial(self._send, name), partial(self._engines.pop, name)
+        engine = self._engines[name] = RemoteEngine(name.decode(), hello, send, forget)
         return engine
-
-    def _forget(self, name: bytes) -> None:
-        del self._engines[name]
 
     def _send(self, name: bytes, kind: bytes, body: bytes) -> None:
         # Without a limit to what is queued, it is done at once.
