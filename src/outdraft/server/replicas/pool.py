@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
 
 from outdraft.core.errors import EngineDeadError, ReplicaLostError
 from outdraft.core.request import block_salt
@@ -18,6 +17,7 @@ from outdraft.server.client import Update
 from outdraft.server.engine_link import OnLoading
 from outdraft.server.messages import EngineInfo
 from outdraft.server.process_client import Supervisor, input_processor_of
+from outdraft.server.replicas.replica_metrics import ReplicaMetrics
 from outdraft.server.replicas.router import PrefixRouter, Route
 from outdraft.server.replicas.switchboard import RemoteEngine, Switchboard
 from outdraft.server.replicas.wire import Address
@@ -27,26 +27,6 @@ EXPECTED_TOKENS = 256  # an output counts as no longer than that: nobody knows w
 ATTEMPTS = 2
 
 _logger = logging.getLogger(__name__)
-
-
-class PoolWatcher(Protocol):
-    """Whoever counts what a pool does."""
-
-    def joined(self, place: int, client: Supervisor) -> None:
-        """A replica is ready, at a place that no other one has now."""
-        ...
-
-    def left(self, place: int) -> None:
-        """It has ended."""
-        ...
-
-    def routed(self, place: int, num_matched: int) -> None:
-        """A request was sent to it; it knows so many blocks of the prompt."""
-        ...
-
-    def retried(self) -> None:
-        """A request was lost before it brought anything, and is sent again."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +52,13 @@ class ReplicaPool:
         block_size: int,
         on_loading: OnLoading,
         localised: Callable[[EngineInfo], EngineInfo],
-        watcher: PoolWatcher,
+        metrics: ReplicaMetrics,
     ) -> None:
         self._switchboard = switchboard
         self._block_size = block_size
         self._on_loading = on_loading
         self._localised = localised
-        self._watcher = watcher
+        self._metrics = metrics
         self._trace: TraceFile | None = None
         self._router = PrefixRouter(block_size)
         self._replicas: dict[str, _Replica] = {}  # by name; those that leave included
@@ -167,7 +147,7 @@ class ReplicaPool:
                 if route is None:
                     raise EngineDeadError("there is no replica", self.ended_by)
                 replica = self._replicas[route.replica]
-                self._watcher.routed(replica.place, route.num_matched)
+                self._metrics.routed(replica.place, route.num_matched)
                 has_begun = False
                 try:
                     stream = replica.client.generate(request_id, prompt, params, priority)
@@ -184,7 +164,7 @@ class ReplicaPool:
                     others = set(self._router.replicas) - avoided
                     if not others or len(avoided) == ATTEMPTS or self._closed.is_set():
                         raise
-                    self._watcher.retried()
+                    self._metrics.retried()
                 finally:
                     self._router.end(route)
         finally:
@@ -225,7 +205,7 @@ class ReplicaPool:
             return
         places = {replica.place for replica in self._replicas.values()}
         place = next(number for number in count() if number not in places)
-        self._watcher.joined(place, client)
+        self._metrics.joined(place, client)
         self._replicas[engine.name] = _Replica(client, place)
         self._router.join(engine.name)
         self._changed.set()
@@ -238,7 +218,7 @@ class ReplicaPool:
             self._leave(engine.name)
             del self._replicas[engine.name]
             self.ended_by = client.ended_by
-            self._watcher.left(place)
+            self._metrics.left(place)
             told = f": {client.ended_by}" if client.ended_by else ""
             _logger.info("replica %d on %s has ended%s", place, engine.node, told)
 

@@ -15,7 +15,7 @@ BY = ("prefix", "load")
 
 
 class ReplicaMetrics:
-    """Counts what a pool and its replicas do; a `PoolWatcher`.
+    """Counts what a pool and its replicas do.
 
     A replica's label is its place, a small number. The replica that replaces it goes on with the
     same counters.
@@ -59,6 +59,7 @@ class ReplicaMetrics:
         self._step_watchers.append(on_steps)
 
     def joined(self, place: int, client: Supervisor) -> None:
+        """A replica is ready, at a place that no other one has now."""
         if (metrics := self._replicas.get(place)) is None:
             metrics = self._replicas[place] = Metrics(client.info, self._model_name)
             for watcher in self._watchers:
@@ -70,16 +71,19 @@ class ReplicaMetrics:
         self._series.add("replicas", 1)
 
     def left(self, place: int) -> None:
+        """It has ended."""
         nothing = Steps([], 0, 0, 0.0)
         self._replicas[place].observe_steps(nothing)
         self._newest.pop(place, None)
         self._series.add("replicas", -1)
 
     def routed(self, place: int, num_matched: int) -> None:
+        """A request was sent to it; it knows so many blocks of the prompt."""
         by = BY[0] if num_matched else BY[1]
         self._series.add("routed_requests", 1, place, by)
 
     def retried(self) -> None:
+        """A request was lost before it brought anything, and is sent again."""
         self._series.add("retried_requests", 1)
 
     @property
