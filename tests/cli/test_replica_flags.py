@@ -1,11 +1,13 @@
 """What flags about replicas ask of Ray Serve, and which of them are refused."""
 
 import sys
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from outdraft.cli.app import app
-from outdraft.cli.engines import NO_RAY, check_replicas
+from outdraft.cli.engines import NO_RAY, check_replicas, with_local_paths
 from outdraft.cli.replica_options import ReplicasOptions, replica_plan
 from outdraft.cli.server_options import ServerOptions
 from outdraft.cli.threads import num_physical_cores
@@ -14,6 +16,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.engine.loading import load_models
 from outdraft.server.replicas.plan import ReplicaPlan
 from tests.cli.pair import pair
+from tests.server.metrics.scripted import INFO
 
 
 def plan(*, has_gpus: bool = False, environ: dict[str, str] | None = None, **flags) -> ReplicaPlan:
@@ -105,3 +108,21 @@ def test_without_ray_ranks_on_a_cluster_say_what_to_install(monkeypatch):
     spread = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray", "device": "cpu"}
     with pytest.raises(ConfigError, match=r"pip install 'outdraft\[ray\]'"):
         load_models(EngineConfig.from_options(model=str(pair().target), **spread))
+
+
+def test_of_what_a_replica_elsewhere_names_no_weights_are_downloaded(tmp_path: Path, monkeypatch):
+    """The front end encodes prompts: it needs the tokenizer, and the model's configuration."""
+    asked = []
+
+    def snapshot_download(name: str, **options) -> str:
+        asked.append((name, "*.safetensors" in options["ignore_patterns"]))
+        return str(tmp_path / name)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    config = EngineConfig(model="some/model", tokenizer="some/tokenizer")
+    found = with_local_paths(msgspec.structs.replace(INFO, tokenizer_path="/elsewhere"), config)
+    assert asked == [("some/model", True), ("some/tokenizer", True)]
+    assert (found.model_path, found.tokenizer_path) == (
+        str(tmp_path / "some/model"),
+        str(tmp_path / "some/tokenizer"),
+    )

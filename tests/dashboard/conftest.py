@@ -14,7 +14,8 @@ from playwright.sync_api import Browser, Page, Request, sync_playwright
 from outdraft.core.decided import Prediction, StepDecision
 from outdraft.core.draft import DraftSource
 from outdraft.core.plan import PhaseTimes
-from outdraft.dashboard import EngineFacts, LiveFeed, dashboard_router
+from outdraft.dashboard.feed import EngineFacts, LiveFeed
+from outdraft.dashboard.router import dashboard_router
 from tests.dashboard.fake_openai import FakeOpenAi
 from tests.dashboard.steps import stats
 

@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from outdraft.core.outputs import TokenOrigin
-from outdraft.dashboard import EngineFacts
+from outdraft.dashboard.feed import EngineFacts
 from tests.dashboard.conftest import FACTS, Site
 from tests.dashboard.fake_openai import ANSWER, API_KEY, HEADS, MIXED, TEXT, ScriptedStep
 

@@ -3,7 +3,7 @@
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from outdraft.dashboard import EngineFacts
+from outdraft.dashboard.feed import EngineFacts
 from tests.dashboard.conftest import Site
 from tests.dashboard.fake_openai import TEXT
 

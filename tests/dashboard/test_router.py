@@ -9,7 +9,8 @@ import pytest
 from fastapi import FastAPI
 
 from outdraft.core.draft import DraftSource
-from outdraft.dashboard import EngineFacts, LiveFeed, dashboard_router
+from outdraft.dashboard.feed import EngineFacts, LiveFeed
+from outdraft.dashboard.router import dashboard_router
 from tests.dashboard.colours import STATIC
 from tests.dashboard.steps import stats
 

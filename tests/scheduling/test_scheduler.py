@@ -91,7 +91,7 @@ def plain_results(step: ScheduledStep, token_id: int = 1) -> StepResult:
     """Every draft is rejected; every work that samples gets token_id."""
     return StepResult(
         tuple(WorkResult((token_id,)) if work.samples else WorkResult() for work in step.works),
-        step.num_rows,
+        step.plan.num_rows,
     )
 
 
@@ -270,7 +270,7 @@ class Simulation:
         return victim
 
     def _check_plan(self, step: ScheduledStep, choices: dict[str, DraftChoice]) -> None:
-        assert 0 < step.num_rows <= self.world.max_num_batched_tokens
+        assert 0 < step.plan.num_rows <= self.world.max_num_batched_tokens
         assert {one.id for one in step.requests} == {r.id for r in self.sched.running}
         for one, work in zip(step.requests, step.works, strict=True):
             assert work.start == one.num_computed
@@ -551,7 +551,7 @@ def test_tokens_behind_a_stop_token_inside_an_accepted_draft_are_dropped():
     run_plainly(sched, 1)
     step = sched.schedule({"a": host_drafts(2, 0, 2)})
     outcome = WorkResult((2, 0, 2, 1), (0, 1, 2), (2, 0, 2))
-    [(_, _, _, added)] = sched.commit(step, StepResult((outcome,), step.num_rows))
+    [(_, _, _, added)] = sched.commit(step, StepResult((outcome,), step.plan.num_rows))
     assert added == (2, 0)
     assert one.token_ids[one.num_prompt :].tolist() == [1, 2, 0]
     assert (one.finish_reason, one.stop_reason) == (FinishReason.STOP, 0)
@@ -695,7 +695,7 @@ def test_the_drafter_has_all_but_its_last_draft(num_accepted, drafter_computed):
     step = sched.schedule({"a": model_drafts(3)})
     emitted = (1,) * (num_accepted + 1)
     rows = tuple(range(num_accepted))
-    sched.commit(step, StepResult((WorkResult(emitted, rows, (1, 1, 1)),), step.num_rows))
+    sched.commit(step, StepResult((WorkResult(emitted, rows, (1, 1, 1)),), step.plan.num_rows))
     assert one.num_computed == 4 + num_accepted
     assert one.num_drafter_computed == drafter_computed
 

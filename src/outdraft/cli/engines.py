@@ -148,12 +148,13 @@ def with_local_paths(info: EngineInfo, config: EngineConfig) -> EngineInfo:
     model, tokenizer = Path(info.model_path), Path(info.tokenizer_path)
     if model.exists() and tokenizer.exists():
         return info
-    from outdraft.models.loader import resolve_model_path  # imports torch
+    from outdraft.engine.loading import tokenizer_path  # imports torch
+    from outdraft.models.loader import resolve_model_path
 
     if not model.exists():
         model = resolve_model_path(config.model, config.revision, with_weights=False)
     if not tokenizer.exists():
-        tokenizer = resolve_model_path(config.tokenizer) if config.tokenizer else model
+        tokenizer = tokenizer_path(config, model)
     return msgspec.structs.replace(info, model_path=str(model), tokenizer_path=str(tokenizer))
 
 

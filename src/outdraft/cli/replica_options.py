@@ -7,7 +7,6 @@ from outdraft.cli.threads import num_physical_cores, prepare_openmp
 from outdraft.config.engine import EngineConfig
 from outdraft.config.flags import flag
 from outdraft.core.errors import ConfigError
-from outdraft.server.limits import REPLICA_TIMEOUT_S
 from outdraft.server.replicas.plan import ReplicaPlan
 
 
@@ -46,7 +45,7 @@ class ReplicasOptions:
     )
     replica_timeout: float = flag(
         "Seconds without a sign of life after which a replica counts as lost.",
-        default=REPLICA_TIMEOUT_S,
+        default=5.0,
         min=1,
     )
     replica_port: int = flag(

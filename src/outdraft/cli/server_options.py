@@ -9,7 +9,6 @@ from typing import Any
 from outdraft.cli.options import json_object
 from outdraft.config.flags import flag
 from outdraft.core.errors import ConfigError, did_you_mean
-from outdraft.server.limits import BODY_TIMEOUT_S, HEADER_TIMEOUT_S
 
 FILE = {"exists": True, "dir_okay": False}
 API_KEY_VARIABLE = "OUTDRAFT_API_KEY"
@@ -48,11 +47,9 @@ class ServerOptions:
         "/stop_profile trace the engine's steps into DIR."
     )
     header_timeout: float = flag(
-        "Seconds that a client has to send a request's headers.", default=HEADER_TIMEOUT_S, min=0.1
+        "Seconds that a client has to send a request's headers.", default=10.0, min=0.1
     )
-    body_timeout: float = flag(
-        "Seconds that it then has for the body.", default=BODY_TIMEOUT_S, min=0.1
-    )
+    body_timeout: float = flag("Seconds that it then has for the body.", default=60.0, min=0.1)
     served_model_name: list[str] | None = flag(
         "What requests may call the model; repeatable. Default: its name."
     )

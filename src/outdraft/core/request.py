@@ -26,6 +26,13 @@ class RequestStatus(StrEnum):
     FINISHED = "finished"
 
 
+def block_salt(cache_salt: str | None) -> bytes:
+    """Is part of the names of a text's blocks, so only texts of the same salt share blocks."""
+    if cache_salt is None:
+        return b""
+    return blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()
+
+
 class Request:
     """State of one sequence. The scheduler alone changes it.
 
@@ -41,7 +48,6 @@ class Request:
         owner: the draft group that drafts for it while it runs.
         seed: the noise key of every choice of this request.
         prediction_ids: int32 [num_tokens], what the client expects the output to be; may be empty.
-        block_salt: is part of the blocks' names, so only texts of the same salt share blocks.
         grammar: what the output must keep to; None: to nothing.
         may_draft: False: the next step verifies no drafts, which may have spoilt the last one.
         error: what went wrong, of a request that ended with FinishReason.ERROR.
@@ -92,10 +98,7 @@ class Request:
         self.may_draft = True
         self.error: str | None = None
         self.block_hashes: list[bytes] = []
-        self.block_salt = b""
-        if cache_salt is not None:
-            salt = cache_salt.encode("utf-8", "surrogatepass")
-            self.block_salt = blake2b(salt, digest_size=32).digest()
+        self.block_salt = block_salt(cache_salt)
         self.arrival_s = time.monotonic()
 
     @property

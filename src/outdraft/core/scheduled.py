@@ -16,10 +16,6 @@ class ScheduledStep(NamedTuple):
     def works(self) -> tuple[Work, ...]:
         return self.plan.works
 
-    @property
-    def num_rows(self) -> int:
-        return self.plan.num_rows
-
 
 class BookedWork(NamedTuple):
     """What came of one request's part of a step.

@@ -107,16 +107,13 @@ class StructuredOutputsParams:
             raise RequestError(
                 f"structured_outputs takes exactly one of {names}: {found}", "structured_outputs"
             )
-        kind, value = KINDS[asked[0]], getattr(self, asked[0])
-        is_compact = True
-        # What is said of white space in JSON means nothing elsewhere.
-        if kind.startswith("json") and self.disable_any_whitespace is not None:
-            is_compact = self.disable_any_whitespace
-        try:
-            return StructuredOutput(kind, form_text(kind, value), disable_any_whitespace=is_compact)
-        except RequestError as error:  # it speaks of `structured`
-            field = f"structured_outputs.{asked[0]}"
-            raise RequestError(f"{field}: {error}", field) from error
+        [name] = asked
+        return form_of(
+            f"structured_outputs.{name}",
+            KINDS[name],
+            getattr(self, name),
+            self.disable_any_whitespace,
+        )
 
 
 KINDS: dict[str, StructuredKind] = {
@@ -128,20 +125,31 @@ KINDS: dict[str, StructuredKind] = {
 }
 
 
-def form_text(kind: StructuredKind, value: Any) -> Any:
-    """The text of a StructuredOutput that stands for a value of StructuredOutputsParams.
+def form_of(
+    field: str, kind: StructuredKind, value: Any, disable_any_whitespace: bool | None = None
+) -> StructuredOutput:
+    """The form that a field asks for; what is said of white space in JSON means nothing elsewhere.
 
     Raises:
-        RequestError: a schema is no JSON, or a choice no list of texts.
+        RequestError: it is wrong; the field is named.
     """
+    is_compact = disable_any_whitespace
+    if is_compact is None or not kind.startswith("json"):
+        is_compact = True
+    try:
+        return StructuredOutput(kind, _text(kind, value), disable_any_whitespace=is_compact)
+    except RequestError as error:  # it speaks of `structured`
+        raise RequestError(f"{field}: {error}", field) from error
+
+
+def _text(kind: StructuredKind, value: Any) -> Any:
     if kind == "json_object":
         return ""
     if kind == "choice":
         texts = [] if isinstance(value, str) or not isinstance(value, Sequence) else list(value)
         if not texts or not all(isinstance(text, str) for text in texts):
-            raise RequestError(
-                f"a choice must be a list of texts, got {value!r:.100}", "structured"
-            )
+            told = f"a choice must be a list of texts, got {value!r:.100}"
+            raise RequestError(told, "structured")
         return json.dumps(texts)
     if kind != "json_schema" or isinstance(value, str):
         return value

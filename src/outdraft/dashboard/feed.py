@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outdraft.core.plan import StepStats
-from outdraft.dashboard.decisions import DecisionTotal
 from outdraft.engine.stats import StatsTotal
 
 DIGITS = 6  # of a time or a ratio: microseconds
@@ -51,6 +50,63 @@ class Latencies:
 
 
 @dataclass(slots=True)
+class DecisionTotal:
+    """What was decided within a second: sums over steps.
+
+    Attributes:
+        reasons: steps by reason.
+        num_granted, granted: requests that were granted drafts, and their tokens.
+        num_predicted, predicted_s, measured_s: steps with a prediction, and their time.
+        num_priced, price: steps with a price, and the sum of the prices.
+        reached, accepted: drafts so deep, and accepted so deep, by position from 0.
+    """
+
+    reasons: Counter[str] = field(default_factory=Counter[str])
+    num_granted: int = 0
+    granted: int = 0
+    num_predicted: int = 0
+    predicted_s: float = 0.0
+    measured_s: float = 0.0
+    num_priced: int = 0
+    price: float = 0.0
+    reached: Counter[int] = field(default_factory=Counter[int])
+    accepted: Counter[int] = field(default_factory=Counter[int])
+
+    def add(self, step: StepStats) -> None:
+        """Count a step."""
+        self.num_granted += sum(length > 0 for length in step.granted_lengths)
+        self.granted += sum(step.granted_lengths)
+        for _, levels, accepted in step.draft_levels:
+            self.reached.update(range(levels))
+            self.accepted.update(range(accepted))
+        decision = step.decision
+        if decision is None:
+            return
+        self.reasons[decision.reason] += 1
+        if decision.price is not None:
+            self.num_priced += 1
+            self.price += decision.price
+        if decision.prediction is not None:
+            self.num_predicted += 1
+            self.predicted_s += decision.prediction.step_s
+            self.measured_s += step.step_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Means are None where there was nothing."""
+        return {
+            "reasons": dict(self.reasons),
+            "mean_granted_length": _mean(self.granted, self.num_granted),
+            "predicted_step_s": _mean(self.predicted_s, self.num_predicted),
+            "measured_step_s": _mean(self.measured_s, self.num_predicted),
+            "price": _mean(self.price, self.num_priced),
+            "acceptance_by_position": [
+                _mean(self.accepted[position], self.reached[position])
+                for position in range(max(self.reached, default=-1) + 1)
+            ],
+        }
+
+
+@dataclass(slots=True)
 class Second:
     """What all steps that were reported within one second came to.
 
@@ -82,32 +138,19 @@ class Second:
             second, self.num_running, self.num_waiting, self.kv_usage, self.plain_tokens_per_s
         )
 
-    @property
-    def mean_draft_length(self) -> float | None:
-        """Tokens a draft; None without a draft."""
-        total = self.total
-        return total.num_draft_tokens / total.num_drafts if total.num_drafts else None
-
-    @property
-    def acceptance_length(self) -> float | None:
-        """Tokens that a draft brought, the bonus or recovered token included; None without one."""
-        return self.total.acceptance_length if self.total.num_drafts else None
-
-    @property
-    def step_tokens_per_s(self) -> float | None:
-        """Tokens per second of step time, to compare with the estimate; None without a step."""
-        total = self.total
-        seconds = total.draft_s + total.verify_s + total.sample_s + total.host_s
-        return total.num_emitted / seconds if seconds > 0 else None
-
     def to_json(self) -> dict[str, Any]:
-        """What the page reads; accepted are tokens by source, lengths are by who drafted first."""
+        """What the page reads; accepted are tokens by source, lengths are by who drafted first.
+
+        An acceptance length has the bonus or recovered token in it. step_tokens_per_s is per second
+        of step time, as the estimate is. Means are None where there was nothing.
+        """
         total = self.total
         lengths = total.acceptance_length_by_source
+        step_s = total.draft_s + total.verify_s + total.sample_s + total.host_s
         return {
             "second": self.second,
             "tokens_per_s": total.num_emitted,
-            "step_tokens_per_s": _rounded(self.step_tokens_per_s),
+            "step_tokens_per_s": _mean(total.num_emitted, step_s),
             "plain_tokens_per_s": _rounded(self.plain_tokens_per_s),
             "ttft_p50_s": _rounded(self.ttft.quantile(0.5)),
             "ttft_p95_s": _rounded(self.ttft.quantile(0.95)),
@@ -115,9 +158,9 @@ class Second:
             "itl_p95_s": _rounded(self.itl.quantile(0.95)),
             "steps": total.num_steps,
             "drafts": total.num_drafts,
-            "acceptance_length": _rounded(self.acceptance_length),
+            "acceptance_length": _rounded(total.acceptance_length if total.num_drafts else None),
             "acceptance_length_by_source": {str(s): round(n, DIGITS) for s, n in lengths.items()},
-            "mean_draft_length": _rounded(self.mean_draft_length),
+            "mean_draft_length": _mean(total.num_draft_tokens, total.num_drafts),
             "accepted": {str(source): n for source, n in total.accepted_by_source.items()},
             "draft_s": round(total.draft_s, DIGITS),
             "verify_s": round(total.verify_s, DIGITS),
@@ -132,6 +175,10 @@ class Second:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, DIGITS)
+
+
+def _mean(total: float, count: float) -> float | None:
+    return _rounded(total / count) if count else None
 
 
 WINDOW_S = 300

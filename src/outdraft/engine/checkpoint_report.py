@@ -1,7 +1,7 @@
 """What the weights of a checkpoint will be kept as, and how large; they are not read for it."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,7 +10,7 @@ from safetensors import safe_open
 from outdraft.config.engine import EngineConfig
 from outdraft.core.weight_format import WeightFormat
 from outdraft.engine.loading import choose_device, choose_dtype
-from outdraft.engine.transformers_report import Rows, count, rows_of
+from outdraft.engine.transformers_report import Kept, kept_weights
 from outdraft.kernels.choose import choose_kernels
 from outdraft.models.choose import checkpoint_dtype, uses_transformers
 from outdraft.models.config import ModelConfig, read_config
@@ -41,12 +41,11 @@ class _Report:
     checkpoint: Checkpoint
     dtype: torch.dtype
     has_tiles: bool
-    rows: Rows = field(default_factory=Rows)
 
-    def add(
-        self, product: str, names: Sequence[str], slots: Mapping[str, Slot], placing: Placing
-    ) -> None:
-        """Count a product of the weights of those names."""
+    def kept(
+        self, names: Sequence[str], slots: Mapping[str, Slot], placing: Placing
+    ) -> tuple[str, int]:
+        """What a product of the weights of those names is kept as, and its bytes."""
         kept_as, num_bytes = "", 0
         for name in names:
             if placing.tile is not None and self.has_tiles:
@@ -60,7 +59,7 @@ class _Report:
             if placing.tile is not None:
                 why = f", dequantised: these kernels have no tiles of {placing.tile}"
             kept_as = kept + why
-        count(self.rows, product, kept_as, num_bytes)
+        return kept_as, num_bytes
 
     def _numbers(self, name: str, *, is_rounded: bool) -> tuple[str, int]:
         """What plain numbers of a product are kept as, and bytes of one."""
@@ -91,24 +90,30 @@ def report(config: EngineConfig) -> dict[str, str]:
     told = {"architecture": ", ".join(raw.get("architectures") or ["unknown"])}
     if uses_transformers(path, config.model_impl):
         told["computed by"] = "the transformers library, with this engine's attention and products"
-        rows = rows_of(path, dtype, has_tiles=has_tiles)
+        weights = kept_weights(path, dtype, has_tiles=has_tiles)
     else:
         shape = ModelConfig.from_directory(path)
         model = CausalLM(shape, kernels, dtype)  # its memory is not touched
-        rows, table_bytes = _own_rows(path, model, has_tiles), model.embed_tokens.weight.nbytes
+        weights, table_bytes = (
+            _own_weights(path, model, has_tiles),
+            model.embed_tokens.weight.nbytes,
+        )
+    rows: dict[tuple[str, str], list[int]] = {}  # bytes of each weight
+    for product, kept_as, num_bytes in weights:
+        rows.setdefault((product, kept_as), []).append(num_bytes)
     quantization = read_quantization(raw)
     told["quantisation"] = quantization.method if quantization else "none"
-    for (product, kept_as), (number, num_bytes) in rows.items():
+    for (product, kept_as), sizes in rows.items():
         place = "" if product not in told else f" ({len(told)})"
-        told[product + place] = f"{number} x {kept_as}: {_size(num_bytes)}"
+        told[product + place] = f"{len(sizes)} x {kept_as}: {_size(sum(sizes))}"
     if table_bytes:
         told["embedding"] = f"{dtype_name(dtype)}: {_size(table_bytes)}"
-    total = sum(num_bytes for _, num_bytes in rows.values()) + table_bytes
+    total = sum(map(sum, rows.values())) + table_bytes
     told["all weights"] = f"{_size(total)}, to run in {dtype_name(dtype)}"
     return told
 
 
-def _own_rows(path: Path, model: CausalLM, has_tiles: bool) -> Rows:
+def _own_weights(path: Path, model: CausalLM, has_tiles: bool) -> Iterator[Kept]:
     """Those of a network that this engine computes."""
     checkpoint = open_checkpoint(path, model.config, model.checkpoint_slots())
     check_slots(model.checkpoint_slots(), checkpoint.places, checkpoint.stored)
@@ -119,10 +124,8 @@ def _own_rows(path: Path, model: CausalLM, has_tiles: bool) -> Rows:
         for linear in linears_of(part):
             names = [name for name, slot in slots.items() if linear.owns(slot.to)]
             names = names or [EMBEDDING_NAME]  # a tied head
-            found.add(
-                products[linear] or "lm_head", names, slots, placings.get(linear, Placing({}, None))
-            )
-    return found.rows
+            placing = placings.get(linear, Placing({}, None))
+            yield products[linear] or "lm_head", *found.kept(names, slots, placing)
 
 
 def _size(num_bytes: int) -> str:

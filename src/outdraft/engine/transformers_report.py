@@ -1,5 +1,6 @@
 """What the weights of a checkpoint will be kept as that the transformers library computes."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -11,18 +12,10 @@ from outdraft.models.quantized.deferred import DeferredTensor, StoredParameter
 
 _OUTSIDE = "read by the library's code"
 
-
-# How many weights there are, and the bytes of all of them, by product and how it is kept.
-Rows = dict[tuple[str, str], tuple[int, int]]
+Kept = tuple[str, str, int]  # a weight's product, what it is kept as, and its bytes
 
 
-def count(rows: Rows, product: str, kept_as: str, num_bytes: int) -> None:
-    """Add a weight."""
-    number, total = rows.get((product, kept_as), (0, 0))
-    rows[product, kept_as] = number + 1, total + num_bytes
-
-
-def rows_of(path: Path, dtype: torch.dtype, *, has_tiles: bool) -> Rows:
+def kept_weights(path: Path, dtype: torch.dtype, *, has_tiles: bool) -> Iterator[Kept]:
     """Those of a checkpoint.
 
     Args:
@@ -33,7 +26,6 @@ def rows_of(path: Path, dtype: torch.dtype, *, has_tiles: bool) -> Rows:
         ConfigError: the checkpoint cannot be read, or lacks tensors; weights are not read.
     """
     loader = transformers_loader(path)
-    rows: Rows = {}
     for name, part in loader.unread_model(path, dtype).named_modules():
         for key, weight in part.named_parameters(recurse=False):
             if weight.dim() < 2:
@@ -47,8 +39,7 @@ def rows_of(path: Path, dtype: torch.dtype, *, has_tiles: bool) -> Rows:
                 is_product = isinstance(part, nn.Linear) or weight.stored.is_stack
                 if is_product:
                     kept, num_bytes = _kept(weight.stored, dtype, has_tiles, stays)
-            count(rows, product, kept, num_bytes)
-    return rows
+            yield product, kept, num_bytes
 
 
 def _kept(

@@ -10,12 +10,9 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from outdraft.server.api.errors import error_json, invalid_request
-from outdraft.server.limits import BODY_TIMEOUT_S, HEADER_TIMEOUT_S
 
 
-def bounded_http(
-    header_timeout_s: float = HEADER_TIMEOUT_S, body_timeout_s: float = BODY_TIMEOUT_S
-) -> type[asyncio.Protocol]:
+def bounded_http(header_timeout_s: float, body_timeout_s: float) -> type[asyncio.Protocol]:
     """A protocol for uvicorn's `http`.
 
     Args:

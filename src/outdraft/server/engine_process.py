@@ -23,7 +23,7 @@ GOODBYE_S = 0.2  # for reports that were under way when the process ended
 
 
 class EngineProcess:
-    """An engine in a process of its own, and the sockets to it.
+    """An engine in a process of its own, and the sockets to it: an `EngineLink`.
 
     `environ` is the whole environment of the process: OpenMP reads its settings there when the
     process begins, so they cannot be set later.
@@ -52,30 +52,26 @@ class EngineProcess:
         self._process.stdin.flush()
 
     async def started(self, on_loading: OnLoading) -> EngineInfo:
-        """Wait until the engine is ready; raises as EngineLink.started."""
         told = "the engine died while it started"
         info = await self.while_alive(first_info(self.receive, on_loading), told)
         self._folder.cleanup()  # both ends are connected
         return info
 
     async def receive(self) -> list[Report]:
-        """What the engine tells next."""
         return self._decoder.decode(await self.receive_frame())
 
     async def receive_frame(self) -> bytes:
-        """The same, for whoever passes it on."""
+        """As `receive`, for whoever passes it on."""
         return await self._reports.recv()
 
     def send(self, command: Command) -> None:
-        """Never waits: the engine reads commands between two steps."""
         self.send_frame(msgspec.msgpack.encode(command))
 
     def send_frame(self, command: bytes) -> None:
-        """The same, for whoever passes it on."""
+        """As `send`, for whoever passes it on."""
         self._commands.send(command, zmq.NOBLOCK)
 
     async def while_alive(self, work: Coroutine[Any, Any, Result], told: str) -> Result:
-        """What some work results in. Raises EngineDeadError, `told`, if the process ends first."""
         return await unless_dead(work, self._death(), told)
 
     async def _death(self) -> str:
@@ -86,7 +82,6 @@ class EngineProcess:
         return ending(code)
 
     def end(self) -> None:
-        """Kill the process if it still runs, and close everything."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None

@@ -22,7 +22,6 @@ import uvicorn
 from outdraft.core.errors import ConfigError, OutdraftError
 from outdraft.server.bounded_http import bounded_http
 from outdraft.server.client import EngineClient
-from outdraft.server.limits import BODY_TIMEOUT_S, HEADER_TIMEOUT_S
 
 POLL_S = 0.05
 LAST_WORDS_S = 1.0  # in which clients are told that the engine has died
@@ -53,13 +52,12 @@ def bind(host: str, port: int) -> socket.socket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpOptions:
-    """How connections are served."""
+    """How connections are served; the time limits are those of `bounded_http`."""
 
-    ssl_certfile: Path | None = None  # PEM file; None: without TLS
-    ssl_keyfile: Path | None = None  # PEM file; None: the certificate's file holds the key, too
-    # header_timeout_s, body_timeout_s: for requests that were begun; see bounded_http
-    header_timeout_s: float = HEADER_TIMEOUT_S
-    body_timeout_s: float = BODY_TIMEOUT_S
+    ssl_certfile: Path | None  # PEM file; None: without TLS
+    ssl_keyfile: Path | None  # PEM file; None: the certificate's file holds the key, too
+    header_timeout_s: float
+    body_timeout_s: float
 
     def __post_init__(self) -> None:
         if self.ssl_certfile is None:

@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping
 from enum import StrEnum
 from typing import Any, TextIO
 
-from outdraft.server.metrics import PREFIX, Metrics
+from outdraft.server.metrics import Metrics
+from outdraft.server.series import PREFIX
 
 LOGGERS = ("outdraft", "uvicorn")
 

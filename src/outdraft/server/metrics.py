@@ -4,6 +4,7 @@ Every metric has the label model_name. A counter's exposed name ends in _total.
 """
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Protocol
@@ -16,12 +17,10 @@ from outdraft.core.errors import EngineDeadError, GenerationError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.plan import StepStats
 from outdraft.server.client import Update
-from outdraft.server.decision_metrics import DRAFTS, DecisionMetrics
+from outdraft.server.decision_metrics import COUNTERS, GAUGES, KNOWN, observe_decisions
 from outdraft.server.messages import EngineInfo, Steps
 from outdraft.server.plain_speed import PlainSpeed
-
-PREFIX = "outdraft:"
-FINISHED_REASONS = ("stop", "length", "abort", "error")
+from outdraft.server.series import Series, Table
 
 # vLLM's buckets, so that its dashboards' quantiles compare; the small ones are ours.
 _TTFT_S = (
@@ -37,50 +36,50 @@ _REQUEST_S = (
     *(50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 
-_GAUGES = {
-    "num_requests_running": "Requests in the engine's batch.",
-    "num_requests_waiting": "Requests waiting to be processed.",
-    "kv_cache_usage_perc": "Share of the KV blocks in use, 0 to 1.",
+_DRAFTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 63)  # tokens
+
+_GAUGES: Table = {
+    "num_requests_running": ((), "Requests in the engine's batch."),
+    "num_requests_waiting": ((), "Requests waiting to be processed."),
+    "kv_cache_usage_perc": ((), "Share of the KV blocks in use, 0 to 1."),
     "estimated_tokens_per_second_without_speculation": (
+        (),
         "Estimate over recent steps, per second of step time: the tokens emitted / the seconds "
         "they would have taken at one token per request and step. A step without drafts costs "
         "the running average of such steps of the same batch size or, where there were none, "
         "the measured step without its draft phase and without the measured cost of the "
         "drafted rows. Low by the cost of drafted rows while the number of rows never varies. "
-        "Compare with generation_tokens_total over step_seconds_total. NaN before any token."
+        "Compare with generation_tokens_total over step_seconds_total. NaN before any token.",
     ),
 }
-_COUNTERS = {
-    "prompt_tokens": "Prompt tokens processed.",
-    "generation_tokens": "Generated tokens.",
-    "prefix_cache_queries": "Prompt tokens looked up.",
-    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
-    "num_preemptions": "Requests that lost their memory.",
-    "spec_decode_num_drafts": "Drafts verified.",
-    "spec_decode_num_draft_tokens": "Drafted tokens.",
-    "spec_decode_num_accepted_tokens": "Drafted tokens that the target accepted.",
-}
-# A counter for each value of a label.
-_LABELLED = {
+_COUNTERS: Table = {
+    "prompt_tokens": ((), "Prompt tokens processed."),
+    "generation_tokens": ((), "Generated tokens."),
+    "prefix_cache_queries": ((), "Prompt tokens looked up."),
+    "prefix_cache_hits": ((), "Prompt tokens found in the prefix cache."),
+    "num_preemptions": ((), "Requests that lost their memory."),
+    "spec_decode_num_drafts": ((), "Drafts verified."),
+    "spec_decode_num_draft_tokens": ((), "Drafted tokens."),
+    "spec_decode_num_accepted_tokens": ((), "Drafted tokens that the target accepted."),
     "step_seconds": (
-        "phase",
+        ("phase",),
         "Seconds of engine steps by phase: draft (a network's drafts), verify (the target's "
         "forward, and choosing where the logits are all that it needs), sample (choosing "
         "otherwise), host (all the rest, drafts without a network included).",
     ),
     "request_success": (
-        "finished_reason",
+        ("finished_reason",),
         "Sequences that ended, a request has n of them: stop, length, abort (the reader left), "
         "error (the engine failed).",
     ),
     "spec_decode_num_accepted_tokens_per_pos": (
-        "position",
+        ("position",),
         "Accepted tokens by position (depth) in the draft, from 0.",
     ),
-    "spec_decode_draft_tokens_by_source": ("source", "Drafted tokens by source."),
-    "spec_decode_accepted_tokens_by_source": ("source", "Accepted tokens by source."),
+    "spec_decode_draft_tokens_by_source": (("source",), "Drafted tokens by source."),
+    "spec_decode_accepted_tokens_by_source": (("source",), "Accepted tokens by source."),
     "spec_decode_drafts_by_source": (
-        "source",
+        ("source",),
         "Drafts verified by source. One plus the accepted tokens per draft is the acceptance "
         "length.",
     ),
@@ -100,8 +99,13 @@ _HISTOGRAMS: Mapping[str, tuple[Sequence[float] | None, str]] = {  # None: sizes
     "request_prompt_tokens": (None, "Prompt tokens a request."),
     "request_generation_tokens": (None, "Generated tokens a request, all its sequences."),
     "chosen_draft_length": (
-        DRAFTS,
+        _DRAFTS,
         "Drafted tokens per request and step that samples; 0: nothing was drafted.",
+    ),
+    "granted_draft_length": (
+        _DRAFTS,
+        "Tokens that a request was granted before the step was planned, per request and step that "
+        "samples; 0: none.",
     ),
 }
 
@@ -122,42 +126,26 @@ class Metrics:
     """Owns a registry, and the numbers in it. For one thread: the front end's event loop."""
 
     def __init__(self, info: EngineInfo, model_name: str) -> None:
-        self.registry = CollectorRegistry()
         self._watchers: list[LatencyWatcher] = []
         self._plain_speed = PlainSpeed()
-        self._model_name = model_name
-        own, registry = ["model_name"], self.registry
-        self._gauges = {
-            name: Gauge(PREFIX + name, text, own, registry=registry).labels(model_name)
-            for name, text in _GAUGES.items()
-        }
-        self._counters = {
-            name: Counter(PREFIX + name, text, own, registry=registry).labels(model_name)
-            for name, text in _COUNTERS.items()
-        }
-        self._labelled = {
-            name: Counter(PREFIX + name, text, [*own, label], registry=registry)
-            for name, (label, text) in _LABELLED.items()
-        }
-        self._decisions = DecisionMetrics(info, model_name, registry)
-        powers = range(len(str(info.max_model_len)))  # 1, 2, 5, 10, 20, 50, ...
-        sizes = [digit * 10**power for power in powers for digit in (1, 2, 5)]
-        sizes = [size for size in sizes if size <= info.max_model_len]
-        self._histograms = {
-            name: Histogram(
-                PREFIX + name, text, own, registry=registry, buckets=buckets or sizes
-            ).labels(model_name)
-            for name, (buckets, text) in _HISTOGRAMS.items()
-        }
-        known = {
+        known: dict[str, Sequence[object]] = {
             "phase": ("draft", "verify", "sample", "host"),
-            "finished_reason": FINISHED_REASONS,
+            "finished_reason": ("stop", "length", "abort", "error"),
             "position": range(info.num_speculative_tokens),
             "source": info.speculation_methods,  # zeros of what cannot draft would be noise
         }
-        for name, (label, _) in _LABELLED.items():
-            for value in known[label]:
-                self._add(name, value, 0)
+        self._series = series = Series(model_name, known | KNOWN)
+        self.registry = series.registry
+        series.define(Gauge, _GAUGES | GAUGES)
+        series.define(Counter, _COUNTERS | COUNTERS)
+        for name, (labels, _) in GAUGES.items():
+            if not labels:
+                series.set(name, math.nan)
+        powers = range(len(str(info.max_model_len)))  # 1, 2, 5, 10, 20, 50, ...
+        sizes = [digit * 10**power for power in powers for digit in (1, 2, 5)]
+        sizes = [size for size in sizes if size <= info.max_model_len]
+        for name, (buckets, text) in _HISTOGRAMS.items():
+            series.define(Histogram, {name: ((), text)}, buckets=buckets or sizes)
         self._estimate()
 
     @property
@@ -171,9 +159,9 @@ class Metrics:
 
     def observe_steps(self, steps: Steps) -> None:
         """Count what the engine tells of its steps."""
-        self._gauges["num_requests_running"].set(steps.num_running)
-        self._gauges["num_requests_waiting"].set(steps.num_waiting)
-        self._gauges["kv_cache_usage_perc"].set(steps.kv_usage)
+        self._series.set("num_requests_running", steps.num_running)
+        self._series.set("num_requests_waiting", steps.num_waiting)
+        self._series.set("kv_cache_usage_perc", steps.kv_usage)
         for step in steps.steps:
             self._observe_step(step)
         self._estimate()
@@ -190,20 +178,20 @@ class Metrics:
                     if any(delta.token_ids for delta in update.deltas):
                         self._tokens_came(update.output, last_token_s)
                         last_token_s = times.last_token_s
-                    self._counters["num_preemptions"].inc(times.num_preemptions - num_preemptions)
+                    self._series.add("num_preemptions", times.num_preemptions - num_preemptions)
                     num_preemptions = times.num_preemptions
                     for delta in update.deltas:
                         if delta.finish_reason is not None:
                             num_running -= 1
-                            self._add("request_success", delta.finish_reason, 1)
+                            self._series.add("request_success", 1, delta.finish_reason)
                     if update.output.finished:
                         self._finished(update.output)
                     yield update
             except (EngineDeadError, GenerationError):
-                self._add("request_success", "error", num_running)
+                self._series.add("request_success", num_running, "error")
                 raise
             except (GeneratorExit, asyncio.CancelledError):
-                self._add("request_success", "abort", num_running)
+                self._series.add("request_success", num_running, "abort")
                 raise
 
     def _tokens_came(self, output: RequestOutput, before_s: float | None) -> None:
@@ -213,22 +201,22 @@ class Metrics:
         assert times.ttft_s is not None
         if before_s is not None:
             gap_s = times.last_token_s - before_s
-            self._observe("inter_token_latency_seconds", gap_s)
+            self._series.observe("inter_token_latency_seconds", gap_s)
             for watcher in self._watchers:
                 watcher.more_tokens(gap_s)
             return
         num_prompt = len(output.prompt_token_ids)
-        self._counters["prompt_tokens"].inc(num_prompt)
-        self._counters["prefix_cache_queries"].inc(num_prompt)
-        self._counters["prefix_cache_hits"].inc(output.num_cached_tokens)
-        self._observe("time_to_first_token_seconds", times.ttft_s)
+        self._series.add("prompt_tokens", num_prompt)
+        self._series.add("prefix_cache_queries", num_prompt)
+        self._series.add("prefix_cache_hits", output.num_cached_tokens)
+        self._series.observe("time_to_first_token_seconds", times.ttft_s)
         for watcher in self._watchers:
             watcher.first_token(times.ttft_s)
 
     def _finished(self, output: RequestOutput) -> None:
         """All sequences of a request ended, and were read to their end."""
         lengths = [len(completion.token_ids) for completion in output.outputs]
-        times, observe = output.metrics, self._observe
+        times, observe = output.metrics, self._series.observe
         observe("request_prompt_tokens", len(output.prompt_token_ids))
         observe("request_generation_tokens", sum(lengths))
         if times.first_scheduled_s is not None:
@@ -241,10 +229,10 @@ class Metrics:
 
     def _observe_step(self, step: StepStats) -> None:
         times = step.times
-        self._counters["generation_tokens"].inc(step.num_emitted)
-        self._counters["spec_decode_num_drafts"].inc(step.num_drafts)
-        self._counters["spec_decode_num_draft_tokens"].inc(step.num_draft_tokens)
-        self._counters["spec_decode_num_accepted_tokens"].inc(step.num_accepted_tokens)
+        self._series.add("generation_tokens", step.num_emitted)
+        self._series.add("spec_decode_num_drafts", step.num_drafts)
+        self._series.add("spec_decode_num_draft_tokens", step.num_draft_tokens)
+        self._series.add("spec_decode_num_accepted_tokens", step.num_accepted_tokens)
         for name, counts in {
             "step_seconds": {
                 "draft": times.draft_s,
@@ -258,22 +246,15 @@ class Metrics:
             "spec_decode_drafts_by_source": step.drafts_by_source,
         }.items():
             for value, count in counts.items():
-                self._add(name, value, count)
+                self._series.add(name, count, value)
         for length in step.draft_lengths:
-            self._observe("chosen_draft_length", length)
+            self._series.observe("chosen_draft_length", length)
         self._plain_speed.add(step)
-        self._decisions.observe(step)
+        observe_decisions(self._series, step)
 
     def _estimate(self) -> None:
         name = "estimated_tokens_per_second_without_speculation"
-        self._gauges[name].set(self.plain_tokens_per_s)
-
-    def _add(self, name: str, value: object, count: float) -> None:
-        """To the counter of one value of its label."""
-        self._labelled[name].labels(self._model_name, str(value)).inc(count)
-
-    def _observe(self, name: str, value: float) -> None:
-        self._histograms[name].observe(value)
+        self._series.set(name, self.plain_tokens_per_s)
 
 
 def metrics_router(registry: CollectorRegistry) -> APIRouter:

@@ -32,7 +32,7 @@ from outdraft.server.trace_file import TraceFile
 
 
 class Supervisor:
-    """One client of the engine for the whole life of a server; `run` has to run beside it.
+    """One `EngineClient` for the whole life of a server.
 
     It starts an engine, and another one when that dies if `restarts`. While there is none,
     `is_alive` is false and requests are refused.
@@ -55,7 +55,7 @@ class Supervisor:
         self._is_closed = False
         self._started: tuple[EngineLink, EngineInfo, InputProcessor] | None = None
         self._cause: str | None = "the engine has not been started"  # why there is none
-        self._ended_by: str | None = None
+        self.ended_by: str | None = None
         self._streams: dict[str, _Stream] = {}
         self._num_sent = 0
         self._profiles: deque[asyncio.Future[str | None]] = deque()  # commands without an answer
@@ -69,7 +69,6 @@ class Supervisor:
 
     @property
     def inputs(self) -> InputProcessor:
-        """Checks and encodes prompts for the engine."""
         return self._engine[2]
 
     @property
@@ -77,13 +76,7 @@ class Supervisor:
         return self._cause is None
 
     @property
-    def ended_by(self) -> str | None:
-        """The signal or exit code of a dead engine's process, in words; None: not known."""
-        return self._ended_by
-
-    @property
     def num_unfinished(self) -> int:
-        """Requests that were accepted and have not ended."""
         return len(self._streams)
 
     def observe(self, metrics: Metrics) -> None:
@@ -116,7 +109,7 @@ class Supervisor:
             process.end()
             raise
         self._started = process, info, inputs
-        self._cause = self._ended_by = None
+        self._cause = self.ended_by = None
 
     async def run(self) -> None:
         """Until the engine has died for good; whoever waits for one that dies is told.
@@ -130,19 +123,16 @@ class Supervisor:
             await self._run()
 
     def close(self, cause: str) -> None:
-        """End the engine; open streams get an EngineDeadError with the cause."""
         self._is_closed = True
         self._end(cause)
 
     def generate(
         self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
     ) -> AsyncGenerator[Update]:
-        """As EngineClient."""
         stream = self._generate(request_id, prompt, params, priority)
         return stream if self._metrics is None else self._metrics.observed(stream, params.n)
 
     async def profile(self, path: str | None) -> str | None:
-        """As EngineClient."""
         if not self.is_alive:
             raise self._dead()
         answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
@@ -157,7 +147,7 @@ class Supervisor:
         return self._started
 
     def _dead(self) -> EngineDeadError:
-        return EngineDeadError(self._cause or "the engine process has died", self._ended_by)
+        return EngineDeadError(self._cause or "the engine process has died", self.ended_by)
 
     def _send(self, command: messages.Command) -> None:
         self._engine[0].send(command)
@@ -170,7 +160,7 @@ class Supervisor:
             await process.while_alive(self._read(process), cause)
         except EngineDeadError as error:
             if self.is_alive:
-                cause, self._ended_by = str(error), error.ended_by
+                cause, self.ended_by = str(error), error.ended_by
         except asyncio.CancelledError:
             if self.is_alive:  # else the sockets were closed, which cancels who reads from them
                 raise
@@ -248,7 +238,7 @@ class Supervisor:
                 on_steps(report)
         elif isinstance(report, messages.Failed):
             if report.kind == "ranks":
-                self._ended_by = report.message
+                self.ended_by = report.message
             self._end(report.message)
 
     def _advance(self, delta: RequestDelta) -> None:

@@ -9,11 +9,11 @@ import msgspec
 
 from outdraft.config.speculation import SpeculationConfig
 from outdraft.core.errors import ConfigError
-from outdraft.core.recorded import RecordedRequest
+from outdraft.core.recorded import RecordedOutput, RecordedRequest, RecordedStep
 from outdraft.core.request import FinishReason
 from outdraft.core.sampling import SamplingParams
+from outdraft.drafting.host_sources import verification_rule
 from outdraft.engine.assembly import RequestAssembly
-from outdraft.server.recording import recorded_request
 
 _logger = logging.getLogger(__name__)
 
@@ -63,19 +63,47 @@ class TraceFile:
         max_model_len: int,
         unfinished: FinishReason,
     ) -> None:
-        """Write the line of a request that has ended; see `recorded_request`."""
-        if self._file is not None:
-            self.write(
-                recorded_request(
-                    assembly,
-                    params,
-                    self._config,
-                    started_s=self.started_s,
-                    ended_s=time.monotonic(),
-                    max_model_len=max_model_len,
-                    unfinished=unfinished,
-                )
+        """Write the line of a request that has ended, or is given up now.
+
+        Args:
+            assembly: one that keeps steps.
+            params: its prediction is none, or ids.
+            unfinished: why sequences without an end have none.
+        """
+        output, asked, network = assembly.output, params.speculation, self._config.network
+        prompt_ids, arrival_s = output.prompt_token_ids, output.metrics.arrival_s
+        room = max_model_len - len(prompt_ids)
+        prediction = params.prediction
+        assert not isinstance(prediction, str)
+        outputs = [
+            RecordedOutput(
+                list(completion.token_ids),
+                completion.finish_reason or str(unfinished),  # pyright: ignore[reportArgumentType]
+                [
+                    RecordedStep(one.num_tokens, dict(one.drafted), dict(one.accepted))
+                    for one in steps
+                ],
             )
+            for completion, steps in zip(output.outputs, assembly.steps, strict=True)
+        ]
+        self.write(
+            RecordedRequest(
+                format=1,
+                arrival_s=round(max(0.0, arrival_s - self.started_s), 6),
+                elapsed_s=round(time.monotonic() - arrival_s, 6),
+                prompt_token_ids=prompt_ids,
+                max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+                temperature=float(params.temperature),
+                rule=verification_rule(self._config, params),
+                outputs=outputs,
+                num_cached_tokens=output.num_cached_tokens,
+                may_draft=asked.enabled,
+                method=asked.method,
+                num_speculative_tokens=asked.num_speculative_tokens,
+                prediction_token_ids=list(prediction or ()),
+                tree=list(network.tree.levels) if network and network.tree else [],
+            )
+        )
 
     def write(self, request: RecordedRequest) -> None:
         """Append a line, if the recording has not ended."""

@@ -70,11 +70,10 @@ def grammar_source(kind: "StructuredKind", text: str, is_compact: bool) -> str:
     Raises:
         ValueError: it is wrong; some errors show only when the grammar is compiled.
     """
+    if kind in ("choice", "regex", "grammar"):
+        return llguidance.grammar_from(kind, text)
     if kind == "json_object":
         text = '{"type": "object"}'
-    if not kind.startswith("json"):
-        notation = "choice" if kind == "choice" else "regex" if kind == "regex" else "grammar"
-        return llguidance.grammar_from(notation, text)
     with suppress(RecursionError):  # the library says the same in better words
         schema = json.loads(text)
         if not isinstance(schema, dict) and schema is not True:

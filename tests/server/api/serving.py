@@ -81,7 +81,9 @@ def serve(
     app = create_app(context)
     listener = socket.create_server(("127.0.0.1", 0))
     served.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    config = uvicorn.Config(app, log_level="critical", lifespan="off", http=http or bounded_http())
+    config = uvicorn.Config(
+        app, log_level="critical", lifespan="off", http=http or bounded_http(10, 60)
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

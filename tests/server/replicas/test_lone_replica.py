@@ -57,7 +57,7 @@ async def answer(address: Address, to_request: Report) -> int:
 def test_a_request_that_the_only_replica_fails_is_not_sent_again(report: Failed | Refused):
     async def ask() -> int:
         metrics = ReplicaMetrics("m")
-        board = Switchboard("127.0.0.1", 0)
+        board = Switchboard("127.0.0.1", 0, 5.0)
         pool = ReplicaPool(board, 16, lambda _: None, lambda info: info, metrics)
         answering = asyncio.create_task(answer(pool.address, report))
         await pool.start(1)

@@ -59,8 +59,7 @@ def chat_router(context: ApiContext) -> APIRouter:
         prompt = await encode_chat(context, conversation(body, tools), encode)
         continued = body.messages[-1] if body.continue_final_message else None
         stage = first_stage(context.settings, prompt, continued)
-        if stage is not None:
-            params = with_form_behind_thoughts(params, stage)
+        params = with_form_behind_thoughts(params, stage)
         shape = ChatShape(context.inputs.tokenizer, body, stage, calls)
         generation = new_generation(context, "chatcmpl-", [prompt], params, body)
         return Answer(context, body, generation, model, shape).reply()

@@ -17,7 +17,8 @@ from pydantic import (
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
-MAX_INT64 = 2**63 - 1
+from outdraft.core.sampling import MAX_INT64
+
 Int64 = Annotated[int, Field(ge=-MAX_INT64 - 1, le=MAX_INT64)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT64)]
 TokenIdKey = Annotated[int, Field(ge=0, le=MAX_INT64, strict=False)]  # JSON's keys are texts

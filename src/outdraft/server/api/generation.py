@@ -26,10 +26,6 @@ class Generation:
     priority: int
     form_field: str  # the body's field that asks for a form of the output, if one does
 
-    @property
-    def num_choices(self) -> int:
-        return len(self.prompts) * self.params.n
-
 
 def new_generation(
     context: ApiContext,
@@ -47,14 +43,14 @@ def new_generation(
     for prompt in prompts:
         _check_room(context, prompt, body)
     request_id = f"{prefix}{body.request_id or uuid4().hex}"
-    result = Generation(request_id, prompts, params, body.priority or 0, form_field(body))
-    if result.num_choices > context.settings.max_choices:
+    num_choices, most = len(prompts) * params.n, context.settings.max_choices
+    if num_choices > most:
         raise RequestError(
-            f"{len(prompts)} prompts with n={params.n} make {result.num_choices} choices, at most "
-            f"{context.settings.max_choices} are allowed",
+            f"{len(prompts)} prompts with n={params.n} make {num_choices} choices, at most {most} "
+            "are allowed",
             "n",
         )
-    return result
+    return Generation(request_id, prompts, params, body.priority or 0, form_field(body))
 
 
 def _check_room(context: ApiContext, prompt: EncodedPrompt, body: SamplingFields) -> None:

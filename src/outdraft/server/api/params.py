@@ -1,6 +1,5 @@
 """From a request's body to SamplingParams."""
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -8,7 +7,7 @@ from typing import Any
 
 from outdraft.core.errors import RequestError
 from outdraft.core.sampling import SamplingParams
-from outdraft.core.structured_outputs import KINDS, StructuredKind, StructuredOutput, form_text
+from outdraft.core.structured_outputs import KINDS, StructuredKind, StructuredOutput, form_of
 from outdraft.server.api.bodies import ChatRequest, ResponsesRequest
 from outdraft.server.api.fields import (
     ChoiceFields,
@@ -85,17 +84,17 @@ def structured_output(body: SamplingFields, settings: ApiSettings) -> Structured
     if len(asked) > 1:
         names = ", ".join(field for field, _, _ in asked)
         raise RequestError(f"the output cannot follow several of {names} at once", asked[1][0])
-    [(field, kind, text)] = asked
+    [(field, kind, value)] = asked
     if field.startswith("guided_"):  # vLLM's name of before
         now = field.removeprefix("guided_")
         _logger.warning("%s is deprecated: use structured_outputs.%s", field, now)
-    if len(text.encode()) > settings.max_schema_bytes:
+    spacing = None
+    if body.structured_outputs is not None and field != "tool_choice":  # calls never hold any
+        spacing = body.structured_outputs.disable_any_whitespace
+    form = form_of(field, kind, value, spacing)
+    if len(form.text.encode()) > settings.max_schema_bytes:
         raise RequestError(f"{field} has more than {settings.max_schema_bytes:,} bytes", field)
-    try:
-        is_compact = not _is_spaced(body, field, kind)
-        return StructuredOutput(kind, text, disable_any_whitespace=is_compact)
-    except RequestError as error:  # it speaks of `structured`
-        raise RequestError(f"{field}: {error}", field) from error
+    return form
 
 
 def form_field(body: SamplingFields) -> str:
@@ -103,15 +102,8 @@ def form_field(body: SamplingFields) -> str:
     return next((field for field, _, _ in _structures(body)), "")
 
 
-def _is_spaced(body: SamplingFields, field: str, kind: StructuredKind) -> bool:
-    """Whether the client asked for JSON that may hold white space; calls of functions never do."""
-    asked = body.structured_outputs
-    is_wanted = asked is not None and asked.disable_any_whitespace is False
-    return is_wanted and kind.startswith("json") and field != "tool_choice"
-
-
-def _structures(body: SamplingFields) -> Iterator[tuple[str, StructuredKind, str]]:
-    """Field, kind and text of everything that the output is asked to match."""
+def _structures(body: SamplingFields) -> Iterator[tuple[str, StructuredKind, Any]]:
+    """Field, kind and value of everything that the output is asked to match."""
     asked = body.structured_outputs
     named = asked.model_dump(by_alias=True) if asked is not None else {}
     values = {f"structured_outputs.{name}": named.get(name) for name in KINDS}
@@ -120,7 +112,7 @@ def _structures(body: SamplingFields) -> Iterator[tuple[str, StructuredKind, str
     for field, value in values.items():
         name = field.removeprefix("structured_outputs.").removeprefix("guided_")
         if value is not None and value is not False:
-            yield field, KINDS[name], form_text(KINDS[name], value)
+            yield field, KINDS[name], value
     if isinstance(body, ChoiceFields):
         yield from _response_format("response_format", body.response_format)
     if isinstance(body, ResponsesRequest) and body.text is not None:
@@ -128,19 +120,18 @@ def _structures(body: SamplingFields) -> Iterator[tuple[str, StructuredKind, str
     if isinstance(body, ChatRequest) and body.tools:
         names = forced_functions(body)
         if names:
-            yield "tool_choice", "json_schema", json.dumps(call_schema(body.tools, names))
+            yield "tool_choice", "json_schema", call_schema(body.tools, names)
 
 
-def _response_format(field: str, asked: object) -> Iterator[tuple[str, StructuredKind, str]]:
+def _response_format(field: str, asked: object) -> Iterator[tuple[str, StructuredKind, Any]]:
+    if isinstance(asked, JsonSchemaFormat):
+        asked = asked.json_schema
     if isinstance(asked, JsonObjectFormat) and asked.schema_ is None:
-        yield field, "json_object", ""
-    elif isinstance(asked, JsonObjectFormat):
-        yield field, "json_schema", json.dumps(asked.schema_)
-    spec = asked.json_schema if isinstance(asked, JsonSchemaFormat) else asked
-    if isinstance(spec, JsonSchemaSpec):
-        if spec.schema_ is None:
+        yield field, "json_object", True
+    elif isinstance(asked, JsonObjectFormat | JsonSchemaSpec):
+        if asked.schema_ is None:
             raise RequestError(f"{field} needs a schema", field)
-        yield field, "json_schema", json.dumps(spec.schema_)
+        yield field, "json_schema", asked.schema_
 
 
 def _check_limits(params: SamplingParams, settings: ApiSettings) -> None:

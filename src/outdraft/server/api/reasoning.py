@@ -80,9 +80,9 @@ def first_stage(
     return stage_behind(prompt.text or "", content, settings.reasoning_parser)
 
 
-def with_form_behind_thoughts(params: SamplingParams, stage: Stage) -> SamplingParams:
+def with_form_behind_thoughts(params: SamplingParams, stage: Stage | None) -> SamplingParams:
     """The parameters, with the form of the output, if they ask for one, for the answer alone."""
-    if params.structured is None or stage is Stage.ANSWERING:
+    if params.structured is None or stage in (None, Stage.ANSWERING):
         return params
     thoughts = Thoughts(end=END, start=START if stage is Stage.UNKNOWN else None)
     return replace(params, structured=replace(params.structured, behind=thoughts))

@@ -53,10 +53,9 @@ def responses_router(context: ApiContext) -> APIRouter:
         encode = prompt_encoder(context, body, params.max_tokens, adds_special_tokens=False)
         prompt = await encode_chat(context, chat, encode, "input")
         stage = first_stage(context.settings, prompt)
-        if stage is not None:
-            if body.include:
-                raise RequestError("include needs a server without --reasoning-parser", "include")
-            params = with_form_behind_thoughts(params, stage)
+        if stage is not None and body.include:
+            raise RequestError("include needs a server without --reasoning-parser", "include")
+        params = with_form_behind_thoughts(params, stage)
         generation = new_generation(context, "resp_", [prompt], params, body)
         answer = ResponseAnswer(context, body, generation, model, stage)
         if body.stream:

@@ -6,11 +6,10 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import count
-from typing import Protocol
 
 from outdraft.core.errors import EngineDeadError, ReplicaLostError
+from outdraft.core.request import block_salt
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor
 from outdraft.kv.prefix_cache import extend_hashes
@@ -18,6 +17,7 @@ from outdraft.server.client import Update
 from outdraft.server.engine_link import OnLoading
 from outdraft.server.messages import EngineInfo
 from outdraft.server.process_client import Supervisor, input_processor_of
+from outdraft.server.replicas.replica_metrics import ReplicaMetrics
 from outdraft.server.replicas.router import PrefixRouter, Route
 from outdraft.server.replicas.switchboard import RemoteEngine, Switchboard
 from outdraft.server.replicas.wire import Address
@@ -29,26 +29,6 @@ ATTEMPTS = 2
 _logger = logging.getLogger(__name__)
 
 
-class PoolWatcher(Protocol):
-    """Whoever counts what a pool does."""
-
-    def joined(self, place: int, client: Supervisor) -> None:
-        """A replica is ready, at a place that no other one has now."""
-        ...
-
-    def left(self, place: int) -> None:
-        """It has ended."""
-        ...
-
-    def routed(self, place: int, num_matched: int) -> None:
-        """A request was sent to it; it knows so many blocks of the prompt."""
-        ...
-
-    def retried(self) -> None:
-        """A request was lost before it brought anything, and is sent again."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Replica:
     client: Supervisor
@@ -56,7 +36,7 @@ class _Replica:
 
 
 class ReplicaPool:
-    """A client of all replicas that call; `run` has to run beside it.
+    """An `EngineClient` of all replicas that call.
 
     A request whose replica is lost before it brought anything is sent to another one, once.
 
@@ -72,13 +52,13 @@ class ReplicaPool:
         block_size: int,
         on_loading: OnLoading,
         localised: Callable[[EngineInfo], EngineInfo],
-        watcher: PoolWatcher,
+        metrics: ReplicaMetrics,
     ) -> None:
         self._switchboard = switchboard
         self._block_size = block_size
         self._on_loading = on_loading
         self._localised = localised
-        self._watcher = watcher
+        self._metrics = metrics
         self._trace: TraceFile | None = None
         self._router = PrefixRouter(block_size)
         self._replicas: dict[str, _Replica] = {}  # by name; those that leave included
@@ -88,8 +68,8 @@ class ReplicaPool:
         self._changed = asyncio.Event()
         self._closed = asyncio.Event()
         self._failure: Exception | None = None
-        self._num_unfinished = 0
-        self._ended_by: str | None = None
+        self.num_unfinished = 0
+        self.ended_by: str | None = None  # of the replica that ended last
 
     @property
     def address(self) -> Address:
@@ -107,18 +87,7 @@ class ReplicaPool:
 
     @property
     def is_alive(self) -> bool:
-        """Whether there is a replica that takes requests."""
         return bool(self._router.replicas)
-
-    @property
-    def ended_by(self) -> str | None:
-        """How the replica ended that ended last, in words."""
-        return self._ended_by
-
-    @property
-    def num_unfinished(self) -> int:
-        """Requests that were accepted and have not ended."""
-        return self._num_unfinished
 
     @property
     def clients(self) -> Mapping[str, Supervisor]:
@@ -155,7 +124,6 @@ class ReplicaPool:
         closed.cancel()
 
     def close(self, cause: str) -> None:
-        """End all replicas; open streams get an EngineDeadError with the cause."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -169,18 +137,17 @@ class ReplicaPool:
     async def generate(
         self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
     ) -> AsyncGenerator[Update]:
-        """Stream a request; see EngineClient.generate."""
         hashes = block_names(prompt, self._block_size)
         num_output = params.n * min(params.max_tokens or EXPECTED_TOKENS, EXPECTED_TOKENS)
         avoided: set[str] = set()
-        self._num_unfinished += 1
+        self.num_unfinished += 1
         try:
             while True:
                 route = self._router.route(hashes, len(prompt.token_ids) + num_output, avoided)
                 if route is None:
-                    raise EngineDeadError("there is no replica", self._ended_by)
+                    raise EngineDeadError("there is no replica", self.ended_by)
                 replica = self._replicas[route.replica]
-                self._watcher.routed(replica.place, route.num_matched)
+                self._metrics.routed(replica.place, route.num_matched)
                 has_begun = False
                 try:
                     stream = replica.client.generate(request_id, prompt, params, priority)
@@ -197,20 +164,19 @@ class ReplicaPool:
                     others = set(self._router.replicas) - avoided
                     if not others or len(avoided) == ATTEMPTS or self._closed.is_set():
                         raise
-                    self._watcher.retried()
+                    self._metrics.retried()
                 finally:
                     self._router.end(route)
         finally:
-            self._num_unfinished -= 1
+            self.num_unfinished -= 1
 
     async def profile(self, path: str | None) -> str | None:
-        """Says why not."""
         return "steps of several replicas cannot be traced"
 
     @property
     def _first(self) -> tuple[EngineInfo, InputProcessor]:
         if self._known is None:
-            raise EngineDeadError("no replica has been ready yet", self._ended_by)
+            raise EngineDeadError("no replica has been ready yet", self.ended_by)
         return self._known
 
     def _arrived(self, engine: RemoteEngine) -> None:
@@ -239,7 +205,7 @@ class ReplicaPool:
             return
         places = {replica.place for replica in self._replicas.values()}
         place = next(number for number in count() if number not in places)
-        self._watcher.joined(place, client)
+        self._metrics.joined(place, client)
         self._replicas[engine.name] = _Replica(client, place)
         self._router.join(engine.name)
         self._changed.set()
@@ -251,8 +217,8 @@ class ReplicaPool:
             leaving.cancel()
             self._leave(engine.name)
             del self._replicas[engine.name]
-            self._ended_by = client.ended_by
-            self._watcher.left(place)
+            self.ended_by = client.ended_by
+            self._metrics.left(place)
             told = f": {client.ended_by}" if client.ended_by else ""
             _logger.info("replica %d on %s has ended%s", place, engine.node, told)
 
@@ -287,9 +253,6 @@ class ReplicaPool:
 def block_names(prompt: EncodedPrompt, block_size: int) -> list[bytes]:
     """Names of the prompt's full blocks, as different as those of the engines' caches."""
     hashes: list[bytes] = []
-    salt = b""
-    if prompt.cache_salt is not None:
-        text = prompt.cache_salt.encode("utf-8", "surrogatepass")
-        salt = blake2b(text, digest_size=32).digest()
+    salt = block_salt(prompt.cache_salt)
     extend_hashes(hashes, prompt.token_ids, block_size, len(prompt.token_ids), salt)
     return hashes

@@ -62,7 +62,7 @@ class Relay:
         self._socket.connect(address.url)
         self._num_reports = 0
         self._num_commands = 0
-        self._num_requests = 0
+        self.num_requests = 0  # that the front end has open here, as it said last
         self._silence = Silence()
         self._reports = msgspec.msgpack.Decoder(list[Report])
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
@@ -75,11 +75,6 @@ class Relay:
     @property
     def has_ended(self) -> bool:
         return self._ended.is_set()
-
-    @property
-    def num_requests(self) -> int:
-        """Requests that the front end has open here, as it said last."""
-        return self._num_requests
 
     async def run(self) -> None:
         """Until the front end says so, or the engine dies.
@@ -146,7 +141,7 @@ class Relay:
                 self._engine.send_frame(body)
             elif kind == BEAT:
                 beat = msgspec.msgpack.decode(body, type=Beat)
-                self._num_requests = beat.num_requests
+                self.num_requests = beat.num_requests
                 if beat.num_sent != self._num_commands:
                     missing = beat.num_sent - self._num_commands
                     raise FrontEndLostError(f"{missing} commands of the front end were lost")

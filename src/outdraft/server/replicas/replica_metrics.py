@@ -2,19 +2,20 @@
 
 from collections.abc import Callable, Collection, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import Counter, Gauge
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from outdraft.server.messages import Steps
-from outdraft.server.metrics import PREFIX, LatencyWatcher, Metrics
+from outdraft.server.metrics import LatencyWatcher, Metrics
 from outdraft.server.process_client import Supervisor
+from outdraft.server.series import Series
 
 BY = ("prefix", "load")
 
 
 class ReplicaMetrics:
-    """Counts what a pool and its replicas do; a `PoolWatcher`.
+    """Counts what a pool and its replicas do.
 
     A replica's label is its place, a small number. The replica that replaces it goes on with the
     same counters.
@@ -26,24 +27,21 @@ class ReplicaMetrics:
         self._step_watchers: list[Callable[[Steps], None]] = []
         self._replicas: dict[int, Metrics] = {}
         self._newest: dict[int, Steps] = {}
-        self.registry = CollectorRegistry()
+        self._series = series = Series(model_name, {})
+        self.registry = series.registry
         self.registry.register(_Merged(self._replicas))
-        self._num_replicas = Gauge(
-            PREFIX + "replicas", "Replicas that are ready.", ["model_name"], registry=self.registry
-        ).labels(model_name)
-        self._routed = Counter(
-            PREFIX + "routed_requests",
-            "Requests sent to a replica, by why: prefix (it has the beginning of the prompt) or "
-            "load (it has least to compute).",
-            ["model_name", "replica", "by"],
-            registry=self.registry,
+        series.define(Gauge, {"replicas": ((), "Replicas that are ready.")})
+        series.define(
+            Counter,
+            {
+                "routed_requests": (
+                    ("replica", "by"),
+                    "Requests sent to a replica, by why: prefix (it has the beginning of the "
+                    "prompt) or load (it has least to compute).",
+                ),
+                "retried_requests": ((), "Requests sent again because their replica was lost."),
+            },
         )
-        self._retried = Counter(
-            PREFIX + "retried_requests",
-            "Requests sent again because their replica was lost.",
-            ["model_name"],
-            registry=self.registry,
-        ).labels(model_name)
 
     @property
     def all(self) -> Collection[Metrics]:
@@ -61,28 +59,32 @@ class ReplicaMetrics:
         self._step_watchers.append(on_steps)
 
     def joined(self, place: int, client: Supervisor) -> None:
+        """A replica is ready, at a place that no other one has now."""
         if (metrics := self._replicas.get(place)) is None:
             metrics = self._replicas[place] = Metrics(client.info, self._model_name)
             for watcher in self._watchers:
                 metrics.watch(watcher)
             for by in BY:
-                self._routed.labels(self._model_name, str(place), by)
+                self._series.add("routed_requests", 0, place, by)
         client.observe(metrics)
         client.watch(lambda steps: self._observe(place, steps))
-        self._num_replicas.inc()
+        self._series.add("replicas", 1)
 
     def left(self, place: int) -> None:
+        """It has ended."""
         nothing = Steps([], 0, 0, 0.0)
         self._replicas[place].observe_steps(nothing)
         self._newest.pop(place, None)
-        self._num_replicas.dec()
+        self._series.add("replicas", -1)
 
     def routed(self, place: int, num_matched: int) -> None:
+        """A request was sent to it; it knows so many blocks of the prompt."""
         by = BY[0] if num_matched else BY[1]
-        self._routed.labels(self._model_name, str(place), by).inc()
+        self._series.add("routed_requests", 1, place, by)
 
     def retried(self) -> None:
-        self._retried.inc()
+        """A request was lost before it brought anything, and is sent again."""
+        self._series.add("retried_requests", 1)
 
     @property
     def plain_tokens_per_s(self) -> float:

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,7 +13,6 @@ import zmq
 import zmq.asyncio
 
 from outdraft.server.engine_link import OnLoading, Result, first_info, unless_dead
-from outdraft.server.limits import REPLICA_TIMEOUT_S
 from outdraft.server.messages import Command, EngineInfo, Progress, Report
 from outdraft.server.replicas.wire import (
     BEAT,
@@ -36,7 +36,7 @@ Send = Callable[[bytes, bytes], None]  # a kind and a body, to one relay
 class RemoteEngine:
     """The engine of a replica, as a client sees it: an `EngineLink`."""
 
-    def __init__(self, name: str, hello: Hello, send: Send, on_end: Callable[[], None]) -> None:
+    def __init__(self, name: str, hello: Hello, send: Send, on_end: Callable[[], object]) -> None:
         self.name = name
         self.node = hello.node
         self.is_leaving = asyncio.Event()
@@ -54,25 +54,21 @@ class RemoteEngine:
         self._set_clock(hello.clock_s)
 
     async def started(self, on_loading: OnLoading) -> EngineInfo:
-        """Wait until the engine is ready; raises as EngineLink.started."""
         told = f"the engine on {self.node} died while it started"
         return await self.while_alive(first_info(self.receive, on_loading), told)
 
     async def receive(self) -> list[Report]:
-        """What the engine tells next, in times of this machine's clock."""
+        """As EngineLink, in times of this machine's clock."""
         return [self._in_own_time(one) for one in self._decoder.decode(await self._reports.get())]
 
     def send(self, command: Command) -> None:
-        """Never waits: the engine reads commands between two steps."""
         self._num_sent += 1
         self._send(COMMAND, msgspec.msgpack.encode(command))
 
     async def while_alive(self, work: Coroutine[Any, Any, Result], told: str) -> Result:
-        """What some work results in. Raises EngineDeadError, `told`, if the replica is lost."""
         return await unless_dead(work, self._wait_lost(), told)
 
     def end(self) -> None:
-        """End the engine, unless it is lost."""
         if not self._is_ended:
             self._is_ended = True
             self._send(END, b"")
@@ -135,12 +131,7 @@ class Switchboard:
         lost_after_s: how long a relay may be silent before its replica counts as lost.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        lost_after_s: float = REPLICA_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, host: str, port: int, lost_after_s: float) -> None:
         self._lost_after_s = lost_after_s
         self._engines: dict[bytes, RemoteEngine] = {}
         self._context = zmq.asyncio.Context()
@@ -183,17 +174,9 @@ class Switchboard:
         self._context.term()
 
     def _arrived(self, name: bytes, hello: Hello) -> RemoteEngine:
-        engine = RemoteEngine(
-            name.decode(),
-            hello,
-            lambda kind, body: self._send(name, kind, body),
-            lambda: self._forget(name),
-        )
-        self._engines[name] = engine
+        send, forget = partial(self._send, name), partial(self._engines.pop, name)
+        engine = self._engines[name] = RemoteEngine(name.decode(), hello, send, forget)
         return engine
-
-    def _forget(self, name: bytes) -> None:
-        del self._engines[name]
 
     def _send(self, name: bytes, kind: bytes, body: bytes) -> None:
         # Without a limit to what is queued, it is done at once.
