@@ -138,8 +138,8 @@ def load_drafter(
     path = resolve_model_path(config.model)
     if config.source in (DraftSource.EAGLE, DraftSource.EAGLE3):
         eagle = load_eagle(path, target, kernels, kept, tables)
-        version = str(eagle.config.version)
-        if version != str(config.source):
+        version = eagle.config.version
+        if version is not config.source:
             raise ConfigError(f"{path} holds {version}, but the method is {config.source}")
         mask = eagle.config.mask_token_id if eagle.has_mask_state else None
         layers, size = eagle.shard, eagle.feature_size
@@ -167,7 +167,7 @@ def load_drafter(
 
 def _loaded_blocks(network: DFlashNetwork, config: DraftNetworkConfig) -> LoadedDrafter:
     shape = network.config
-    if str(shape.kind) != str(config.source):
+    if shape.kind is not config.source:
         raise ConfigError(f"{config.model} holds {shape.kind}, but the method is {config.source}")
     return LoadedDrafter(
         network,

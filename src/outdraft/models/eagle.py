@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.core.draft import DraftSource
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.kernels.decoder_ops import DecoderPass
@@ -24,7 +25,7 @@ from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
 from outdraft.models.decoder import Decoder, Kind
 from outdraft.models.drafter_tables import DrafterTables
-from outdraft.models.eagle_config import EagleConfig, EagleVersion
+from outdraft.models.eagle_config import EagleConfig
 from outdraft.models.eagle_layers import Entry, TapFusion
 from outdraft.models.layers.linear import memory_bytes, pack_linears
 from outdraft.models.layers.norm import RMSNorm, norm_weight
@@ -70,7 +71,7 @@ class EagleNetwork(nn.Module):
         self.feature_size = layer.hidden_size
         self.tables = DrafterTables(config, tables, draft_ids_N)
         self.fusion: TapFusion | None = None
-        if config.version is EagleVersion.EAGLE3:
+        if config.version is DraftSource.EAGLE3:
             self.fusion = TapFusion(config, len(self.taps), kind)
         self.entry = Entry(config, kind)
         has_first_norm = self.fusion is None and config.input_norm
@@ -78,7 +79,7 @@ class EagleNetwork(nn.Module):
             layer, kernels, kind, self.entry.num_outputs, has_first_norm=has_first_norm, group=group
         )
         # EAGLE has a final norm only by exception.
-        has_norm = config.version is EagleVersion.EAGLE3 or config.layernorms
+        has_norm = config.version is DraftSource.EAGLE3 or config.layernorms
         self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps, **kind) if has_norm else None
         self.mask_hidden: nn.Parameter | None = None
         if config.mask_shape is not None:

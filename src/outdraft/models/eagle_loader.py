@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.ops import Kernels
@@ -24,7 +25,7 @@ from outdraft.models.drafter_tensors import (
     take_draft_ids,
 )
 from outdraft.models.eagle import EagleNetwork
-from outdraft.models.eagle_config import EagleConfig, EagleVersion
+from outdraft.models.eagle_config import EagleConfig
 from outdraft.models.loader import (
     Place,
     fill_slots,
@@ -96,7 +97,7 @@ def _completed(config: EagleConfig, found: Mapping[str, Place]) -> EagleConfig:
         o_bias=layer.o_bias or "layers.0.self_attn.o_proj.bias" in found,
         mlp_bias=layer.mlp_bias or "layers.0.mlp.gate_proj.bias" in found,
     )
-    is_normed = config.version is EagleVersion.EAGLE and "embedding_layernorm.weight" in found
+    is_normed = config.version is DraftSource.EAGLE and "embedding_layernorm.weight" in found
     layernorms = config.layernorms or is_normed
     return replace(
         config,
@@ -112,7 +113,7 @@ def _completed(config: EagleConfig, found: Mapping[str, Place]) -> EagleConfig:
 
 def _check_fit(config: EagleConfig, target: LanguageModel) -> None:
     """As `check_fit`, and whether its mask is as wide as one of the states that it reads."""
-    check_fit(config, target, reads_own_size=config.version is EagleVersion.EAGLE)
+    check_fit(config, target, reads_own_size=config.version is DraftSource.EAGLE)
     size, own_size = target.config.hidden_size, config.layer.hidden_size
     widths = [len(config.taps_of(target.config.num_layers)) * size, own_size]
     if config.mask_shape is not None and torch.Size(config.mask_shape).numel() not in widths:

@@ -15,13 +15,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel, StateNetwork
 from outdraft.models.config import ModelConfig, read_config
 from outdraft.models.eagle import EagleNetwork
-from outdraft.models.eagle_config import EagleConfig, EagleVersion
+from outdraft.models.eagle_config import EagleConfig
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import fill_slots, tensor_places, weight_files
 from outdraft.models.target_tables import TargetTables
@@ -115,7 +116,7 @@ def _load_mimo(
 def mtp_config(target: ModelConfig) -> EagleConfig:
     """What such a layer is, like the target's last one."""
     return EagleConfig(
-        version=EagleVersion.MTP,
+        version=DraftSource.MTP,
         layer=replace(target, num_layers=1, windows=target.windows[-1:]),
         draft_vocab_size=target.vocab_size,
         target_hidden_size=target.hidden_size,
