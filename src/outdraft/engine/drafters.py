@@ -118,7 +118,6 @@ def load_drafter(
     config: DraftNetworkConfig,
     target_path: Path,
     target: LanguageModel,
-    kernels: Kernels,
     group: RankGroup = ALONE,
 ) -> LoadedDrafter:
     """The network that the configuration names, of the target's dtype and on its device.
@@ -133,11 +132,11 @@ def load_drafter(
     kept = WeightFormat(config.quantization) if config.quantization else None
     tables = TargetTables(target, group, target_path)
     if config.source is DraftSource.MTP:
-        mtp = load_mtp(target_path, target, kernels, kept, tables)
+        mtp = load_mtp(target_path, tables, kept)
         return LoadedDrafter(mtp, mtp.shard, mtp.feature_size)
     path = resolve_model_path(config.model)
     if config.source in (DraftSource.EAGLE, DraftSource.EAGLE3):
-        eagle = load_eagle(path, target, kernels, kept, tables)
+        eagle = load_eagle(path, tables, kept)
         version = eagle.config.version
         if version is not config.source:
             raise ConfigError(f"{path} holds {version}, but the method is {config.source}")
@@ -145,13 +144,13 @@ def load_drafter(
         layers, size = eagle.shard, eagle.feature_size
         return LoadedDrafter(eagle, layers, size, len(eagle.taps), mask_token_id=mask)
     if config.source in BLOCK_SOURCES:
-        return _loaded_blocks(load_dflash(path, target, kernels, kept, tables), config)
+        return _loaded_blocks(load_dflash(path, tables, kept), config)
     if config.source in HEAD_SOURCES:
         load = load_medusa if config.source is DraftSource.MEDUSA else load_mlp_speculator
-        heads = load(path, target, kernels, kept, tables)
+        heads = load(path, tables, kept)
         return LoadedDrafter(heads, None, max_drafts=heads.num_heads)
-    place = target.dtype, target.device
-    model = load_language_model(path, *place, kernels, quantization=kept, group=group, drafts=True)
+    place = path, target.dtype, target.device, target.kernels
+    model = load_language_model(*place, quantization=kept, group=group, drafts=True)
     vocabulary = check_vocabularies(target_path, target, path, model, config.min_vocabulary_overlap)
     mask = mask_token_id(path, model.config.vocab_size) if config.parallel_drafting else None
     if vocabulary is not None:

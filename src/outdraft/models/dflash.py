@@ -25,7 +25,6 @@ from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.kernels.decoder_ops import DecoderPass
 from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
-from outdraft.kernels.ops import Kernels
 from outdraft.models.decoder import Decoder, DecoderLayer, Kind, product_of
 from outdraft.models.dflash_config import DFlashConfig
 from outdraft.models.drafter_config import check_taps
@@ -103,18 +102,14 @@ class DFlashNetwork(nn.Module):
     """
 
     def __init__(
-        self,
-        config: DFlashConfig,
-        tables: TargetTables,
-        kernels: Kernels,
-        draft_ids_N: Tensor | None,
+        self, config: DFlashConfig, tables: TargetTables, draft_ids_N: Tensor | None
     ) -> None:
         """As EagleNetwork."""
         super().__init__()
         layer, target, group = config.layer, tables.target, tables.group
         check_taps(config.taps, target.config.num_layers)
         self.shard = layer.shard(group.size, DRAFT_RANKS)
-        self.kernels, self.config = kernels, config
+        self.kernels, self.config = target.kernels, config
         self.dtype, self.device = target.dtype, target.device
         self.taps, self.feature_size = config.taps, layer.hidden_size
         kind = Kind(dtype=self.dtype, device=self.device)
@@ -122,9 +117,8 @@ class DFlashNetwork(nn.Module):
         self.fc = Linear(num_inputs, layer.hidden_size, bias=False, **kind)
         self.hidden_norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps, **kind)
         # The last block of the longest text reaches so far.
-        self.decoder = Decoder(
-            layer, kernels, kind, group=group, num_positions=layer.max_model_len + config.block_size
-        )
+        num_positions = layer.max_model_len + config.block_size
+        self.decoder = Decoder(layer, self.kernels, kind, group=group, num_positions=num_positions)
         self._kv_size = self.shard.num_kv_heads * layer.head_size
         num_outputs = layer.num_layers * 2 * self._kv_size
         self.context_kv = Linear(layer.hidden_size, num_outputs, bias=layer.qkv_bias, **kind)

@@ -4,8 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.ops import Kernels
-from outdraft.models.base import LanguageModel
 from outdraft.models.config import read_json
 from outdraft.models.dflash import DFlashNetwork
 from outdraft.models.dflash_config import DFlashConfig
@@ -21,14 +19,10 @@ from outdraft.models.target_tables import TargetTables
 
 
 def load_dflash(
-    path: Path,
-    target: LanguageModel,
-    kernels: Kernels,
-    quantization: WeightFormat | None = None,
-    tables: TargetTables | None = None,
+    path: Path, tables: TargetTables, quantization: WeightFormat | None = None
 ) -> DFlashNetwork:
     """As load_eagle."""
-    tables = tables or TargetTables(target)
+    target = tables.target
     config = DFlashConfig.from_mapping(read_json(path / "config.json"))
     found = tensor_places(weight_files(path), _canonical_name)
     drop_the_targets_embedding(found, target)
@@ -40,7 +34,7 @@ def load_dflash(
         own_head="lm_head.weight" in found,
     )
     check_fit(config, target, reads_own_size=False)
-    network = DFlashNetwork(config, tables, kernels, take_draft_ids(config, found))
+    network = DFlashNetwork(config, tables, take_draft_ids(config, found))
     fill_slots(network.checkpoint_slots(), found)
     network.pack(quantization)
     return network.eval()

@@ -22,7 +22,6 @@ from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.kernels.decoder_ops import DecoderPass
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
-from outdraft.kernels.ops import Kernels
 from outdraft.models.decoder import Decoder, Kind
 from outdraft.models.drafter_tables import DrafterTables
 from outdraft.models.eagle_config import EagleConfig
@@ -47,13 +46,9 @@ class EagleNetwork(nn.Module):
     """
 
     def __init__(
-        self,
-        config: EagleConfig,
-        tables: TargetTables,
-        kernels: Kernels,
-        draft_ids_N: Tensor | None,
+        self, config: EagleConfig, tables: TargetTables, draft_ids_N: Tensor | None
     ) -> None:
-        """In the dtype and on the device of the target, spread over the ranks of the tables.
+        """As the target's numbers and kernels are, spread over the ranks of the tables.
 
         Args:
             draft_ids_N: int64, the target's id of each draft token; None: it has the same ids.
@@ -66,7 +61,8 @@ class EagleNetwork(nn.Module):
         layer, target, group = config.layer, tables.target, tables.group
         self.shard = layer.shard(group.size, DRAFT_RANKS)
         kind = Kind(dtype=target.dtype, device=target.device)
-        self.config, self.dtype, self.device = config, target.dtype, target.device
+        self.config, self.kernels = config, target.kernels
+        self.dtype, self.device = target.dtype, target.device
         self.taps = config.taps_of(target.config.num_layers)
         self.feature_size = layer.hidden_size
         self.tables = DrafterTables(config, tables, draft_ids_N)
@@ -76,7 +72,12 @@ class EagleNetwork(nn.Module):
         self.entry = Entry(config, kind)
         has_first_norm = self.fusion is None and config.input_norm
         self.decoder = Decoder(
-            layer, kernels, kind, self.entry.num_outputs, has_first_norm=has_first_norm, group=group
+            layer,
+            self.kernels,
+            kind,
+            self.entry.num_outputs,
+            has_first_norm=has_first_norm,
+            group=group,
         )
         # EAGLE has a final norm only by exception.
         has_norm = config.version is DraftSource.EAGLE3 or config.layernorms
@@ -85,7 +86,6 @@ class EagleNetwork(nn.Module):
         if config.mask_shape is not None:
             mask = torch.empty(config.mask_shape, **kind)
             self.mask_hidden = nn.Parameter(mask, requires_grad=False)
-        self.kernels = kernels
         self._passes: DecoderPass | None = None
 
     def features(self, hidden_TD: Tensor, tapped_TKS: Tensor) -> Tensor:

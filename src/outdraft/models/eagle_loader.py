@@ -15,7 +15,6 @@ import torch
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel
 from outdraft.models.config import read_json
 from outdraft.models.drafter_tensors import (
@@ -47,31 +46,23 @@ _OTHER_NAMES = {
 
 
 def load_eagle(
-    path: Path,
-    target: LanguageModel,
-    kernels: Kernels,
-    quantization: WeightFormat | None = None,
-    tables: TargetTables | None = None,
+    path: Path, tables: TargetTables, quantization: WeightFormat | None = None
 ) -> EagleNetwork:
     """The drafter of a checkpoint directory, ready to run, its weights packed for the device.
 
-    It has the dtype and the device of the target, whose embedding and head it may read.
-
-    Args:
-        tables: the target's, where one of both is spread over ranks. All ranks of the target call
-            this together.
+    It has the dtype, the device and the kernels of the target, whose tables it may read. All ranks
+    of the target call this together.
 
     Raises:
         ConfigError: the config is not supported, does not fit the target or cannot be divided over
             its ranks, or a tensor is missing, unknown, damaged or of another shape.
     """
-    found = tensor_places(weight_files(path), _canonical_name)
+    target, found = tables.target, tensor_places(weight_files(path), _canonical_name)
     drop_the_targets_embedding(found, target)
     raw = read_json(path / "config.json")
     config = _completed(EagleConfig.from_mapping(raw), found)
     _check_fit(config, target)
-    ids_N = take_draft_ids(config, found)
-    network = EagleNetwork(config, tables or TargetTables(target), kernels, ids_N)
+    network = EagleNetwork(config, tables, take_draft_ids(config, found))
     fill_slots(network.checkpoint_slots(), found)
     for layer in network.decoder.layers:
         network.decoder.arrange(layer)

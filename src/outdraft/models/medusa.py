@@ -24,7 +24,6 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel
 from outdraft.models.config import read_json
 from outdraft.models.counts import read_count, read_positive
@@ -100,7 +99,7 @@ class MedusaHeads(nn.Module):
 
     token_map_E: Tensor
 
-    def __init__(self, config: MedusaConfig, tables: TargetTables, kernels: Kernels) -> None:
+    def __init__(self, config: MedusaConfig, tables: TargetTables) -> None:
         """Language model heads are spread over the ranks of the tables; the blocks are not.
 
         Raises:
@@ -108,7 +107,7 @@ class MedusaHeads(nn.Module):
         """
         super().__init__()
         target = tables.target
-        self._kernels, self._tables = kernels, tables
+        self._kernels, self._tables = target.kernels, tables
         self.config, self.num_heads = config, config.num_heads
         self.dtype, self.device = target.dtype, target.device
         kind = Kind(dtype=self.dtype, device=self.device)
@@ -199,15 +198,9 @@ class MedusaHeads(nn.Module):
 
 
 def load_medusa(
-    path: Path,
-    target: LanguageModel,
-    kernels: Kernels,
-    quantization: WeightFormat | None = None,
-    tables: TargetTables | None = None,
+    path: Path, tables: TargetTables, quantization: WeightFormat | None = None
 ) -> MedusaHeads:
-    """The heads of a checkpoint directory, ready to run, in the target's dtype, on its device.
-
-    `tables`: the target's, where it or the heads are spread over ranks.
+    """The heads of a checkpoint directory, ready to run; as load_eagle.
 
     Raises:
         ConfigError: these are no Medusa heads, or not of this target; or a tensor is missing,
@@ -224,10 +217,9 @@ def load_medusa(
     original = path / _ORIGINAL_FILE
     files = [original] if original.is_file() else weight_files(path)
     places = tensor_places(files, _slot)
-    config = MedusaConfig.from_checkpoint(raw, places.keys(), target)
-    heads = MedusaHeads(config, tables or TargetTables(target), kernels)
+    heads = MedusaHeads(MedusaConfig.from_checkpoint(raw, places.keys(), tables.target), tables)
     _load(heads, places)
-    pack_linears(heads, kernels, quantization)
+    pack_linears(heads, tables.target.kernels, quantization)
     return heads.eval()
 
 

@@ -24,7 +24,6 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
-from outdraft.kernels.ops import Kernels
 from outdraft.models.experts import replace_experts
 from outdraft.models.layers.linear import memory_bytes
 from outdraft.models.loader import tensor_places, weight_files
@@ -133,11 +132,7 @@ class LibraryMtp(nn.Module):
 
 
 def load_library_mtp(
-    path: Path,
-    target: TransformersModel,
-    kernels: Kernels,
-    quantization: WeightFormat | None,
-    tables: TargetTables,
+    path: Path, tables: TargetTables, quantization: WeightFormat | None
 ) -> LibraryMtp:
     """The first such layer of the target's checkpoint, ready to run, its weights packed.
 
@@ -145,8 +140,9 @@ def load_library_mtp(
         ConfigError: the library knows no such layers of the family, a tensor is missing or unknown,
             or the drafter is to be spread over ranks.
     """
-    config, group = read_config(path), tables.group
-    if group.size > 1:
+    config, target = read_config(path), tables.target
+    assert isinstance(target, TransformersModel)
+    if tables.group.size > 1:
         raise ConfigError(
             f"{DRAFT_RANKS} must be 1 for the MTP layers of {target.config.architecture}: every "
             "rank has whole ones"
@@ -173,9 +169,8 @@ def load_library_mtp(
     masks = makes_window_masks((kind, type(module)))
     attention = with_windows(attention, mtp_config, 0, masks)
     holder = nn.ModuleDict({"layer": layer})
-    replace_experts(holder, kernels, quantization)
-    fuse_layers(holder, kernels, quantization)
-    pack_products(holder, kernels, quantization)
+    for replace in (replace_experts, fuse_layers, pack_products):
+        replace(holder, target.kernels, quantization)
     shard = layer_shape(target.config, attention)
     return LibraryMtp(layer, turn, (module, attention), tables, shard)
 
