@@ -16,6 +16,7 @@ target, K taps, N draft vocabulary, V vocabulary, M rank of pairs.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -126,8 +127,6 @@ class DFlashNetwork(nn.Module):
         self.tables = DrafterTables(config, tables, draft_ids_N)
         has_heads = config.markov_rank > 0 or config.has_confidence
         self.heads = SparkHeads(config, kind) if has_heads else None
-        self._passes: DecoderPass | None = None
-        self._block: BlockSpec | None = None
 
     def features(self, tapped_TKS: Tensor) -> Tensor:
         """[T, D]: what keys and values of a text's tokens are made of.
@@ -144,16 +143,14 @@ class DFlashNetwork(nn.Module):
         context, positions_T = product_of(self.context_kv), metadata.positions_T
         self.passes.write_context(context, features_TD, caches, positions_T, metadata.slots_T)
 
-    @property
+    @cached_property
     def passes(self) -> DecoderPass:
         """What a block's rows compute, once the weights and the target's are packed."""
-        if self._passes is None:
-            self._passes = self.tables.compile_passes(
-                self.decoder,
-                final_norm=self.norm,
-                is_causal=None if self.is_uniform else self.config.is_causal,
-            )
-        return self._passes
+        return self.tables.compile_passes(
+            self.decoder,
+            final_norm=self.norm,
+            is_causal=None if self.is_uniform else self.config.is_causal,
+        )
 
     @property
     def is_uniform(self) -> bool:
@@ -179,11 +176,10 @@ class DFlashNetwork(nn.Module):
         self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
         """As `DecoderPass.draft_block`."""
-        if self._block is None:
-            self._block = self._block_spec()
         return self.passes.draft_block(self._block, unread, growth, by_levels)
 
-    def _block_spec(self) -> BlockSpec:
+    @cached_property
+    def _block(self) -> BlockSpec:
         """Once the products are packed."""
         config = self.config
         spec = BlockSpec(

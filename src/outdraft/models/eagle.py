@@ -12,6 +12,7 @@ vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +87,6 @@ class EagleNetwork(nn.Module):
         if config.mask_shape is not None:
             mask = torch.empty(config.mask_shape, **kind)
             self.mask_hidden = nn.Parameter(mask, requires_grad=False)
-        self._passes: DecoderPass | None = None
 
     def features(self, hidden_TD: Tensor, tapped_TKS: Tensor) -> Tensor:
         """[T, F]: what a row reads of the target's pass over its position.
@@ -110,18 +110,16 @@ class EagleNetwork(nn.Module):
         """Whether it was trained to draft several tokens in one pass (P-EAGLE, 2602.01469)."""
         return self.mask_hidden is not None
 
-    @property
+    @cached_property
     def passes(self) -> DecoderPass:
         """What the network computes, once its weights and the target's are packed."""
-        if self._passes is None:
-            is_fed_back = self.config.norm_output
-            self._passes = self.tables.compile_passes(
-                self.decoder,
-                final_norm=self.norm if is_fed_back else None,
-                head_norm=None if is_fed_back else self.norm,
-                entry=self.entry.spec(),
-            )
-        return self._passes
+        is_fed_back = self.config.norm_output
+        return self.tables.compile_passes(
+            self.decoder,
+            final_norm=self.norm if is_fed_back else None,
+            head_norm=None if is_fed_back else self.norm,
+            entry=self.entry.spec(),
+        )
 
     def forward(
         self,

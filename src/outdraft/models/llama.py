@@ -5,7 +5,7 @@ rank, K tapped layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -75,20 +75,16 @@ class CausalLM(nn.Module):
             weight=self.embed_tokens.weight if config.tie_word_embeddings else None,
             spread=None if group.size == 1 else partial(PaddedProduct, self.vocabulary),
         )
-        self._passes: DecoderPass | None = None
 
-    @property
+    @cached_property
     def passes(self) -> DecoderPass:
         """What the network computes, once its weights are packed."""
-        if self._passes is None:
-            embedding_VD = self.embed_tokens.weight.data
-            self._passes = self.decoder.compile_passes(
-                embedding_VD,
-                product_of(self.lm_head),
-                final_norm=self.norm,
-                shard=None if self.group.size == 1 else self.vocabulary,
-            )
-        return self._passes
+        return self.decoder.compile_passes(
+            self.embed_tokens.weight.data,
+            product_of(self.lm_head),
+            final_norm=self.norm,
+            shard=None if self.group.size == 1 else self.vocabulary,
+        )
 
     def forward(
         self, token_ids_T: Tensor, caches: Sequence[LayerCache], metadata: AttentionMetadata

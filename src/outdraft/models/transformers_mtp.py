@@ -24,6 +24,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
+from outdraft.models.decoder import product_of
 from outdraft.models.experts import replace_experts
 from outdraft.models.layers.linear import memory_bytes
 from outdraft.models.loader import tensor_places, weight_files
@@ -85,8 +86,8 @@ class LibraryMtp(nn.Module):
         self._turn = turn
         self._leaves_threads = leaves_threads(self.kernels, layer)
         self._module, self._form = attention[0], attention[1].form
-        self._tables, self._head = tables, tables.head()
-        self._embedding_VD = tables.embedding()
+        self._tables, self._head = tables, product_of(tables.head)
+        self._embedding_VD = tables.embedding_ND
 
     def features(self, hidden_TD: Tensor, tapped_TKS: Tensor) -> Tensor:
         """[T, D]: the target's states as they are."""
@@ -128,7 +129,7 @@ class LibraryMtp(nn.Module):
     @property
     def weight_bytes(self) -> int:
         """Weights that one step of a draft reads at most, the target's head included."""
-        return memory_bytes(self) + self._head.num_bytes
+        return memory_bytes(self) + memory_bytes(self._tables.head)
 
 
 def load_library_mtp(
