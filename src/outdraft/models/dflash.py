@@ -30,7 +30,6 @@ from outdraft.models.decoder import Decoder, DecoderLayer, Kind, product_of
 from outdraft.models.dflash_config import DFlashConfig
 from outdraft.models.drafter_config import check_taps
 from outdraft.models.drafter_tables import DrafterTables
-from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, linears_of, memory_bytes
 from outdraft.models.layers.norm import RMSNorm
 from outdraft.models.shape import DRAFT_RANKS
@@ -44,10 +43,11 @@ class SparkHeads(nn.Module):
     def __init__(self, config: DFlashConfig, kind: Kind) -> None:
         super().__init__()
         rank, self._reads_token = config.markov_rank, config.confidence_reads_token
-        self.markov_w1: Embedding | None = None
+        self.markov_w1: nn.Embedding | None = None
         self.markov_w2: Linear | None = None
         if rank:
-            self.markov_w1 = Embedding(config.layer.vocab_size, rank, **kind)
+            table_VM = torch.empty(config.layer.vocab_size, rank, **kind)
+            self.markov_w1 = nn.Embedding.from_pretrained(table_VM)
             self.markov_w2 = Linear(rank, config.draft_vocab_size, bias=False, **kind)
         self.confidence: Linear | None = None
         if config.has_confidence:

@@ -12,7 +12,6 @@ from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.decoder_ops import DecoderPass
 from outdraft.models.decoder import Decoder, Kind, product_of
 from outdraft.models.drafter_config import DrafterConfig
-from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import memory_bytes
 from outdraft.models.slots import Slot, rows_of
 from outdraft.models.target_tables import TargetTables, vocabulary_linear
@@ -42,10 +41,10 @@ class DrafterTables(nn.Module):
         self._of_target, self._vocab_size = tables, config.layer.vocab_size
         self._drafted = VocabularyShard(tables.group, config.draft_vocab_size)
         self.num_drafted = config.draft_vocab_size
-        self.embed_tokens: Embedding | None = None
+        self.embed_tokens: nn.Embedding | None = None
         if config.own_embedding:
-            self.embed_tokens = Embedding(tables.vocabulary.num_own, size, **kind)
-            self._embedding_ND = self.embed_tokens.weight.data
+            self._embedding_ND = torch.empty(tables.vocabulary.num_own, size, **kind)
+            self.embed_tokens = nn.Embedding.from_pretrained(self._embedding_ND)
         else:
             self._embedding_ND = tables.embedding_ND  # copies count before anybody drafts
         has_head = config.own_head

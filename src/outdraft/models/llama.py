@@ -6,6 +6,7 @@ rank, K tapped layers.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ from outdraft.kernels.rank_products import PaddedProduct
 from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.models.config import ModelConfig
 from outdraft.models.decoder import Decoder, Kind, product_of
-from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, memory_bytes, numbers_of, pack_linears
 from outdraft.models.layers.norm import RMSNorm
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS
@@ -64,7 +64,9 @@ class CausalLM(nn.Module):
         self.dtype, self.device = dtype, kind["device"]
         self.vocabulary = VocabularyShard(group, config.vocab_size)
         num_tokens = self.vocabulary.num_own
-        self.embed_tokens = Embedding(num_tokens, config.hidden_size, **kind)
+        table_VD = torch.empty(num_tokens, config.hidden_size, **kind)
+        self.embed_tokens = nn.Embedding.from_pretrained(table_VD)
+        is_tied = config.tie_word_embeddings
         self.decoder = Decoder(config, kernels, kind, group=group)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kind)
         self.lm_head = Linear(
@@ -72,7 +74,7 @@ class CausalLM(nn.Module):
             num_tokens,
             bias=False,
             **kind,
-            weight=self.embed_tokens.weight if config.tie_word_embeddings else None,
+            weight=cast("nn.Parameter", self.embed_tokens.weight) if is_tied else None,
             spread=None if group.size == 1 else partial(PaddedProduct, self.vocabulary),
         )
 

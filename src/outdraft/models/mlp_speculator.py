@@ -33,7 +33,6 @@ from outdraft.models.config import read_json
 from outdraft.models.counts import read_count
 from outdraft.models.decoder import Kind
 from outdraft.models.head_checkpoint import check_target
-from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
 from outdraft.models.loader import Place, fill_slots, read_tensor, tensor_places, weight_files
 from outdraft.models.slots import Slot, rows_of
@@ -136,7 +135,8 @@ class MLPSpeculator(nn.Module):
         kind = Kind(dtype=self.dtype, device=self.device)
         inner, vocabulary = config.inner_dim, config.vocab_size
         self._emb = [
-            Embedding(vocabulary, inner, **kind) for _ in range(config.num_distinct("emb"))
+            nn.Embedding.from_pretrained(torch.empty(vocabulary, inner, **kind))
+            for _ in range(config.num_distinct("emb"))
         ]
         self._proj = [
             Linear(inner if i else config.emb_dim, inner, bias=False, **kind)
