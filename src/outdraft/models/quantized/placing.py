@@ -72,7 +72,7 @@ def place(
         reason = CUT_GROUP
     if reason is not None:
         return Placing(found, None, reason)
-    tile = common_tile([one.tile for one, _ in quantised.values() if one.tile is not None])
+    tile = common_tile([one.tile for one, _ in quantised.values()])
     if tile is None:
         return Placing(found, None, "parts of the same product have other numbers of bits")
     return Placing(found, tile)
@@ -160,9 +160,10 @@ def told(kept: Counter[tuple[str, str]], given_up: Counter[tuple[str, str]]) -> 
     ]
 
 
-def common_tile(tiles: Sequence[WeightFormat]) -> WeightFormat | None:
-    """The format that can keep the codes of all."""
-    if len({tile.is_int8 for tile in tiles}) > 1:
+def common_tile(every: Sequence[WeightFormat | None]) -> WeightFormat | None:
+    """The format that can keep the codes of all; None: one has no tile, or they do not fit."""
+    tiles = [tile for tile in every if tile is not None]
+    if len(tiles) < len(every) or len({tile.is_int8 for tile in tiles}) > 1:
         return None
     if len(set(tiles)) == 1:
         return tiles[0]

@@ -71,8 +71,7 @@ class StandIns:
         if not kept:
             return True
         tiles = [weight.tile for one in kept for weight in one.rows_X[0]]
-        known = [tile for tile in tiles if tile is not None]
-        return len(kept) == len(weights) and common_tile(known) is not None
+        return len(kept) == len(weights) and common_tile(tiles) is not None
 
     def coded(self, weights: Sequence[Tensor]) -> CodedWeight | None:
         """The codes of weights one below the other; None: they are numbers."""
