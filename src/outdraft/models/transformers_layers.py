@@ -20,7 +20,7 @@ from outdraft.models.experts import ACTIVATIONS, PackedExperts, present_modules
 from outdraft.models.layers.linear import Linear
 from outdraft.models.quantized.stand_ins import StandIns
 
-_READ_TOGETHER = (("q_proj", "k_proj", "v_proj"),)
+_READ_TOGETHER = ("q_proj", "k_proj", "v_proj")
 
 
 def fuse_layers(
@@ -44,13 +44,12 @@ def fuse_layers(
                 found = _block(part, kernels, quantization, stand_ins)
             if found is not None:
                 setattr(module, name, found)
-        for names in _READ_TOGETHER:
-            parts = [getattr(module, name, None) for name in names]
-            is_one = all(type(part) is nn.Linear for part in parts)
-            if is_one and stand_ins.can_join([part.weight for part in parts if part]):
-                fused = _FusedProducts(_joined(parts, kernels, quantization, stand_ins), parts)
-                for index, name in enumerate(names):
-                    setattr(module, name, _FusedPart(fused, index))
+        parts = [getattr(module, name, None) for name in _READ_TOGETHER]
+        is_one = all(type(part) is nn.Linear for part in parts)
+        if is_one and stand_ins.can_join([part.weight for part in parts if part]):
+            fused = _FusedProducts(_joined(parts, kernels, quantization, stand_ins), parts)
+            for index, name in enumerate(_READ_TOGETHER):
+                setattr(module, name, _FusedPart(fused, index))
 
 
 class FusedNorm(nn.Module):

@@ -37,7 +37,6 @@ from outdraft.models.expert_parts import divide_experts
 from outdraft.models.experts import replace_experts
 from outdraft.models.loader import check_unquantised, listed, tensor_places, weight_files
 from outdraft.models.quantized.config import read_quantization
-from outdraft.models.quantized.deferred import StoredParameter
 from outdraft.models.quantized.placing import kept_already
 from outdraft.models.quantized.stand_ins import StandIns
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS, ModelShape
@@ -134,7 +133,8 @@ def load_transformers_model(
     model = text_part(model)
     spreads, sums = divide(model, group), divide_experts(model, group)
     stand_ins = StandIns()
-    stand_ins.put(model, keeps_codes if torch.device(device).type == "cpu" else _keeps_nothing)
+    has_tiles = torch.device(device).type == "cpu"
+    stand_ins.put(model, keeps_codes if has_tiles else lambda *_: False)
     if quantization is not None and stand_ins.kept:
         raise kept_already(quantization, stand_ins.kept[0])
     nn.Module.to(model, device).eval().requires_grad_(False)
@@ -296,11 +296,6 @@ def _source(
         checkpoint = QuantisedCheckpoint(tensor_places(weight_files(path)), {})
     tensors = checkpoint.presented(dtype, keeps_codes=device.type == "cpu", is_cut=group.size > 1)
     return {"pretrained_model_name_or_path": None, "state_dict": tensors}
-
-
-def _keeps_nothing(_module: nn.Module, _name: str, _stored: StoredParameter) -> bool:
-    """For devices without tiles."""
-    return False
 
 
 def plain_config(config: PretrainedConfig) -> PretrainedConfig:
