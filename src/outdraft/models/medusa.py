@@ -29,7 +29,7 @@ from outdraft.models.config import read_json
 from outdraft.models.counts import read_count, read_positive
 from outdraft.models.decoder import Kind
 from outdraft.models.drafter_tables import over_vocabulary
-from outdraft.models.head_checkpoint import check_target
+from outdraft.models.drafter_tensors import check_sizes
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
 from outdraft.models.loader import Place, fill_slots, read_tensor, tensor_places, weight_files
 from outdraft.models.slots import Slot, rows_of
@@ -68,7 +68,7 @@ class MedusaConfig:
         Raises:
             ConfigError: a value is missing, wrong, or contradicts the target.
         """
-        check_target(raw, target, hidden_key="hidden_size")
+        check_sizes(raw, target, hidden_key="hidden_size")
         num_heads = read_count(raw, "medusa_num_heads", "num_heads")
         if "medusa_num_heads" in raw:
             # The published configs often tell fewer heads than were trained in the end.

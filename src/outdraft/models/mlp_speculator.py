@@ -32,7 +32,7 @@ from outdraft.models.base import LanguageModel
 from outdraft.models.config import read_json
 from outdraft.models.counts import read_count
 from outdraft.models.decoder import Kind
-from outdraft.models.head_checkpoint import check_target
+from outdraft.models.drafter_tensors import check_sizes
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
 from outdraft.models.loader import Place, fill_slots, read_tensor, tensor_places, weight_files
 from outdraft.models.slots import Slot, rows_of
@@ -81,7 +81,7 @@ class MLPSpeculatorConfig:
                 f"config.json: a speculator of architectures={names}, method="
                 f"{raw.get('method')!r} is not supported; supported: {_ARCHITECTURE}"
             )
-        check_target(raw, target, hidden_key="emb_dim")
+        check_sizes(raw, target, hidden_key="emb_dim")
         emb_dim = read_count(raw, "emb_dim")
         inner_dim = emb_dim if raw.get("inner_dim") == 0 else None
         config = cls(
