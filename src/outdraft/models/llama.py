@@ -31,14 +31,7 @@ EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class CausalLM(nn.Module):
-    """A decoder-only language model over a paged cache. Weights are not initialised.
-
-    Attributes:
-        config: of the whole model.
-        shard: the part of it that this rank has, whose keys and values are in this rank's cache.
-        vocabulary: the tokens of this rank.
-        group: the ranks that it is spread over. Each of them calls the same with the same rows.
-    """
+    """As `LanguageModel`. Weights are not initialised."""
 
     def __init__(
         self,

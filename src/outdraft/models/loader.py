@@ -104,18 +104,7 @@ def load_model(
     drafts: bool = False,
     has_random_weights: bool = False,
 ) -> CausalLM:
-    """The model of a checkpoint, ready to run, its weights packed for the device.
-
-    Args:
-        max_model_len: the longest text that it will read, where that is known.
-        group: the ranks that it is spread over; this one reads its part of the files.
-        drafts: as CausalLM.
-        has_random_weights: small ones, to try shapes and memory without a download.
-
-    Raises:
-        ConfigError: the config is not supported or cannot be divided over the group, or a tensor is
-            missing, unknown, damaged or of another shape.
-    """
+    """As load_language_model, of a family that has a network here."""
     config = ModelConfig.from_directory(path).for_context(max_model_len)
     if has_random_weights:
         check_unquantised(path, config.quantization)
@@ -229,7 +218,7 @@ def load_weights(
     their order change on the way.
 
     Raises:
-        ConfigError: as load_model.
+        ConfigError: as load_language_model.
     """
     places, stored = checkpoint.places, checkpoint.stored
     check_slots(model.checkpoint_slots(), places, stored)

@@ -107,7 +107,7 @@ def load_transformers_model(
     drafts: bool = False,
     has_random_weights: bool = False,
 ) -> TransformersModel:
-    """As load_model.
+    """As load_language_model, of any family that the library has.
 
     Args:
         group: each of its ranks reads its part of what they divide; what is quantised it reads
