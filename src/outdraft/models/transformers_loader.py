@@ -38,7 +38,7 @@ from outdraft.models.experts import replace_experts
 from outdraft.models.loader import check_unquantised, listed, tensor_places, weight_files
 from outdraft.models.quantized.config import read_quantization
 from outdraft.models.quantized.placing import kept_already
-from outdraft.models.quantized.stand_ins import StandIns
+from outdraft.models.quantized.stand_ins import Packing, StandIns
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS, ModelShape
 from outdraft.models.transformers_attention import (
     NAME,
@@ -151,9 +151,10 @@ def load_transformers_model(
     if left_out := leave_out_unreached(model, reached):
         _logger.info("%s: texts do not meet %s: left out", path, ", ".join(left_out))
     shape = _shape(path, config, list(attention.values()), moves)
-    replace_experts(model, kernels, quantization, stand_ins, sums)
-    fuse_layers(model, kernels, quantization, group, stand_ins)
-    pack_products(model, kernels, quantization, spreads, stand_ins)
+    packing = Packing(kernels, quantization, stand_ins)
+    replace_experts(model, packing, sums)
+    fuse_layers(model, packing, group)
+    pack_products(model, packing, spreads)
     stand_ins.read_rest(model)
     if checkpoint is not None:
         for line in checkpoint.summary(stand_ins.kept, stand_ins.given_up):

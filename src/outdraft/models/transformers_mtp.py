@@ -28,6 +28,7 @@ from outdraft.models.decoder import product_of
 from outdraft.models.experts import replace_experts
 from outdraft.models.layers.linear import memory_bytes
 from outdraft.models.loader import tensor_places, weight_files
+from outdraft.models.quantized.stand_ins import Packing
 from outdraft.models.shape import DRAFT_RANKS, ModelShape
 from outdraft.models.target_tables import TargetTables
 from outdraft.models.transformers_attention import (
@@ -171,7 +172,7 @@ def load_library_mtp(
     attention = with_windows(attention, mtp_config, 0, masks)
     holder = nn.ModuleDict({"layer": layer})
     for replace in (replace_experts, fuse_layers, pack_products):
-        replace(holder, target.kernels, quantization)
+        replace(holder, Packing(target.kernels, quantization))
     shard = layer_shape(target.config, attention)
     return LibraryMtp(layer, turn, (module, attention), tables, shard)
 
