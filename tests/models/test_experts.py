@@ -84,9 +84,7 @@ def test_a_model_with_replaced_experts_computes_what_the_library_does(name):
     for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-4)):
         model = library_model(name, dtype)
         want_TV = logits(model)
-        assert (
-            replace_experts(model, Packing(choose_kernels("auto", CPU, dtype))) == MODELS[name][1]
-        )
+        replace_experts(model, Packing(choose_kernels("auto", CPU, dtype)))
         assert sum(isinstance(part, PackedExperts) for part in model.modules()) == MODELS[name][1]
         largest = float(want_TV.abs().max())
         torch.testing.assert_close(logits(model), want_TV, rtol=0, atol=bound * largest)
@@ -166,7 +164,8 @@ def test_experts_that_the_kernels_do_not_have_stay_and_are_named(caplog):
             part.act_fn = nn.Tanh()
     want_TV = logits(model)
     with caplog.at_level(logging.WARNING):
-        assert replace_experts(model, Packing(choose_kernels("auto", CPU, torch.float32))) == 0
+        replace_experts(model, Packing(choose_kernels("auto", CPU, torch.float32)))
+    assert not any(isinstance(part, PackedExperts) for part in model.modules())
     assert "MixtralExperts stays the transformers library's own code: the kernels have no Tanh" in (
         caplog.text
     )

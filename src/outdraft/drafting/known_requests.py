@@ -46,11 +46,8 @@ class DrafterLimits:
     @property
     def shapes(self) -> tuple[Shape, ...]:
         """The configured one first."""
-        return (
-            (self.drafting.levels or CHAIN,)
-            if self.chain is None
-            else (self.drafting.levels, CHAIN)
-        )
+        own = self.drafting.levels
+        return (own,) if self.chain is None else (own, CHAIN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,8 +100,8 @@ class _CodesOfExperts(Sequence[CodedWeight]):
 
 def replace_experts(
     module: nn.Module, packing: Packing, sums: Mapping[nn.Module, RankGroup] = MappingProxyType({})
-) -> int:
-    """Replace the experts inside a transformers model; returns how many layers of them.
+) -> None:
+    """Replace the experts inside a transformers model.
 
     Each layer is packed as it is reached and then given free, so that few weights are there twice.
     Experts whose arithmetic the kernels do not have stay the library's; a line of the log says so.
@@ -109,7 +109,7 @@ def replace_experts(
     Args:
         sums: for modules that have parts of their experts, the ranks that have the others.
     """
-    count, left = 0, dict[str, str]()
+    left: dict[str, str] = {}
     for parent in present_modules(module):
         for name, child in list(parent.named_children()):
             if not _holds_experts(child):
@@ -117,12 +117,10 @@ def replace_experts(
             gate = _gate_of(child)
             if isinstance(gate, str):
                 left[type(child).__name__] = gate
-                continue
-            setattr(parent, name, _packed(child, gate, packing, sums.get(child, ALONE)))
-            count += 1
+            else:
+                setattr(parent, name, _packed(child, gate, packing, sums.get(child, ALONE)))
     for name, why in left.items():
         _logger.warning("%s stays the transformers library's own code: %s", name, why)
-    return count
 
 
 def routed_weights(module: nn.Module, per_row: int | None) -> RoutedWeights | None:
