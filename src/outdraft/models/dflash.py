@@ -80,16 +80,19 @@ class SparkHeads(nn.Module):
         confidence = product_of(self.confidence)
         return replace(spec, confidence=confidence, confidence_reads_token=self._reads_token)
 
-    def slots(self) -> dict[str, Slot | None]:
+    def slots(self) -> dict[str, Slot]:
         """As DFlashNetwork.checkpoint_slots."""
-        slots: dict[str, Slot | None] = {}
-        if self.markov_w1 is not None and self.markov_w2 is not None:
-            slots["markov_head.markov_w1.weight"] = slot_of(self.markov_w1.weight)
-            slots["markov_head.markov_w2.weight"] = slot_of(self.markov_w2.weight)
-        if self.confidence is not None:
-            slots["confidence_head.proj.weight"] = slot_of(self.confidence.weight)
-            slots["confidence_head.proj.bias"] = slot_of(self.confidence.bias)
-        return slots
+        parts = {
+            "markov_head.markov_w1": self.markov_w1,
+            "markov_head.markov_w2": self.markov_w2,
+            "confidence_head.proj": self.confidence,
+        }
+        return {
+            f"{name}.{key}": Slot(weight.data)
+            for name, part in parts.items()
+            if part is not None
+            for key, weight in part.named_parameters()
+        }
 
 
 class DFlashNetwork(nn.Module):
