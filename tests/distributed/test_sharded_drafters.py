@@ -18,8 +18,7 @@ from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.translated_model import TranslatedModel
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.draft_ops import Frontier
-from outdraft.models.dflash import DFlashNetwork
-from outdraft.models.dflash_loader import load_dflash
+from outdraft.models.dflash import DFlashNetwork, load_dflash
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.eagle_loader import load_eagle
 from outdraft.models.llama import CausalLM

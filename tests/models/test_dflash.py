@@ -21,8 +21,7 @@ from outdraft.drafting.device.state_window import STATE_WINDOW, StateWindow
 from outdraft.kernels.draft_ops import Frontier
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
-from outdraft.models.dflash import DFlashNetwork
-from outdraft.models.dflash_loader import load_dflash
+from outdraft.models.dflash import DFlashNetwork, load_dflash
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model
 from outdraft.models.target_tables import TargetTables

@@ -41,8 +41,7 @@ from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel, StateNetwork
 from outdraft.models.choose import load_language_model
-from outdraft.models.dflash import DFlashNetwork
-from outdraft.models.dflash_loader import load_dflash
+from outdraft.models.dflash import DFlashNetwork, load_dflash
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.eagle_loader import load_eagle
 from outdraft.models.llama import CausalLM

@@ -17,6 +17,7 @@ target, K taps, N draft vocabulary, V vocabulary, M rank of pairs.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +27,21 @@ from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.kernels.decoder_ops import DecoderPass
 from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
+from outdraft.models.config import read_json
 from outdraft.models.decoder import Decoder, DecoderLayer, Kind, product_of
 from outdraft.models.dflash_config import DFlashConfig
 from outdraft.models.drafter_config import check_taps
 from outdraft.models.drafter_tables import DrafterTables
+from outdraft.models.drafter_tensors import (
+    OF_TRAINING,
+    check_fit,
+    drop_the_targets_embedding,
+    drop_the_targets_head,
+    take_draft_ids,
+)
 from outdraft.models.layers.linear import Linear, linears_of, memory_bytes
 from outdraft.models.layers.norm import RMSNorm
+from outdraft.models.loader import fill_slots, tensor_places, weight_files
 from outdraft.models.shape import DRAFT_RANKS
 from outdraft.models.slots import Slot, slot_of
 from outdraft.models.target_tables import TargetTables
@@ -241,3 +251,31 @@ class DFlashNetwork(nn.Module):
         for to, weight in ((own.weight, fused.weight), (own.bias, fused.bias)):
             if to is not None and weight is not None:
                 to.data[rows] = weight.data[-2 * self._kv_size :]
+
+
+def load_dflash(
+    path: Path, tables: TargetTables, quantization: WeightFormat | None = None
+) -> DFlashNetwork:
+    """As load_eagle."""
+    target = tables.target
+    config = DFlashConfig.from_mapping(read_json(path / "config.json"))
+    found = tensor_places(weight_files(path), _canonical_name)
+    drop_the_targets_embedding(found, target)
+    if config.draft_vocab_size == config.layer.vocab_size:
+        drop_the_targets_head(found, target, tables.path)
+    config = replace(
+        config,
+        own_embedding="embed_tokens.weight" in found,
+        own_head="lm_head.weight" in found,
+    )
+    check_fit(config, target, reads_own_size=False)
+    network = DFlashNetwork(config, tables, take_draft_ids(config, found))
+    fill_slots(network.checkpoint_slots(), found)
+    network.pack(quantization)
+    return network.eval()
+
+
+def _canonical_name(name: str) -> str | None:
+    """The name in DFlash's own files."""
+    name = name.removeprefix("model.")
+    return None if name in OF_TRAINING else name

@@ -19,8 +19,7 @@ from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.device.state_window import StateWindow
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kv.cache import KVCache
-from outdraft.models.dflash import DFlashNetwork
-from outdraft.models.dflash_loader import load_dflash
+from outdraft.models.dflash import DFlashNetwork, load_dflash
 from outdraft.models.loader import load_model
 from outdraft.models.target_tables import TargetTables
 from tests.drafting.same_drafts import check_same_drafts
