@@ -28,6 +28,7 @@ from outdraft.bench.environment import compute, environment
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.choose import choose_kernels, machine_limits
 from outdraft.models.experts import replace_experts
+from outdraft.models.quantized.stand_ins import Packing
 
 ROWS = [1, 4, 8, 32]
 DTYPE, CPU = torch.bfloat16, torch.device("cpu")
@@ -55,7 +56,7 @@ def library_blocks() -> nn.ModuleList:
 def packed_blocks(blocks: nn.ModuleList, quantization: WeightFormat | None) -> nn.ModuleList:
     """The same blocks with experts by the kernels."""
     copied = copy.deepcopy(blocks)
-    replace_experts(copied, choose_kernels("auto", CPU, DTYPE), quantization)
+    replace_experts(copied, Packing(choose_kernels("auto", CPU, DTYPE), quantization))
     return copied
 
 

@@ -18,8 +18,7 @@ from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.translated_model import TranslatedModel
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.draft_ops import Frontier
-from outdraft.models.dflash import DFlashNetwork
-from outdraft.models.dflash_loader import load_dflash
+from outdraft.models.dflash import DFlashNetwork, load_dflash
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.eagle_loader import load_eagle
 from outdraft.models.llama import CausalLM
@@ -202,7 +201,7 @@ def test_eagle_drafts_as_on_one_rank(
     layout.save(tmp_path)
     kernels = choose_kernels("reference", CPU, torch.float64)
     whole = random_target(kernels, tie_word_embeddings=TARGETS[target])
-    num_bytes = load_eagle(tmp_path, whole, whole.kernels).memory_bytes
+    num_bytes = load_eagle(tmp_path, TargetTables(whole)).memory_bytes
 
     def draft(ranks: Ranks) -> int:
         network = spread_eagle(tmp_path, eagle_target, ranks)
@@ -233,7 +232,7 @@ def spread_eagle(
     table = choose_kernels(kernels, CPU, dtype)
     target = load_model(target_path, dtype, CPU, table, group=ranks.target)
     tables = TargetTables(target, ranks.draft, target_path)
-    return load_eagle(path, target, target.kernels, None, tables)
+    return load_eagle(path, tables)
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3-nothing-own"])
@@ -312,7 +311,7 @@ def spread_blocks(
     table = choose_kernels(kernels, CPU, dtype)
     target = load_model(target_path, dtype, CPU, table, group=ranks.target)
     tables = TargetTables(target, ranks.draft, target_path)
-    return load_dflash(path, target, target.kernels, None, tables)
+    return load_dflash(path, tables)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -384,7 +383,7 @@ def medusa(folder: Path, kind: str) -> Path:
 def spread_medusa(path: Path, target_path: Path, ranks: Ranks) -> MedusaHeads:
     target = load(target_path, ranks.target)
     tables = TargetTables(target, ranks.draft, target_path)
-    return load_medusa(path, target, target.kernels, None, tables)
+    return load_medusa(path, tables)
 
 
 @over_ranks
@@ -426,7 +425,7 @@ def test_an_mlp_speculator_says_what_it_says_on_one_rank(
     def logits(ranks: Ranks) -> Tensor:
         target = load(checkpoint, ranks.target)
         tables = TargetTables(target, ranks.draft, checkpoint)
-        speculator = load_mlp_speculator(path, target, target.kernels, None, tables)
+        speculator = load_mlp_speculator(path, tables)
         state_RS, found = speculator.first_state(random_hidden(5)), []
         for head in range(speculator.num_heads):
             state_RS = speculator.step(head, state_RS, random_tokens(5, seed=head))
@@ -451,7 +450,7 @@ def test_a_copied_head_keeps_the_number_format_of_the_targets(
     def logits(ranks: Ranks) -> Tensor:
         target = load(checkpoint, ranks.target, quantization=kept)
         tables = TargetTables(target, ranks.draft, checkpoint)
-        return load_medusa(path, target, target.kernels, None, tables).logits(hidden_BD)
+        return load_medusa(path, tables).logits(hidden_BD)
 
     want_BJV = logits(Ranks())
     for got_BJV in on_ranks(2, 1, logits):
@@ -468,10 +467,6 @@ def test_ranks_that_do_not_divide_a_drafter_are_refused_by_the_name_of_their_opt
     refused(lambda group: load(checkpoint, group, drafts=True))
     LAYOUTS["eagle"].save(tmp_path)
     whole = load(checkpoint, Ranks().target)
-    refused(
-        lambda group: load_eagle(tmp_path, whole, whole.kernels, None, TargetTables(whole, group))
-    )
+    refused(lambda group: load_eagle(tmp_path, TargetTables(whole, group)))
     blocks = random_head("dflash", checkpoint, tmp_path / "dflash")
-    refused(
-        lambda group: load_dflash(blocks, whole, whole.kernels, None, TargetTables(whole, group))
-    )
+    refused(lambda group: load_dflash(blocks, TargetTables(whole, group)))

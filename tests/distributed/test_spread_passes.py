@@ -317,7 +317,7 @@ def networks(
             return DraftNetwork(model), ranks.draft
         target = load(target_path, ranks.target, dtype)
         tables = TargetTables(target, ranks.draft, target_path)
-        return DraftNetwork(load_eagle(path, target, target.kernels, None, tables)), ranks.draft
+        return DraftNetwork(load_eagle(path, tables)), ranks.draft
 
     return on_ranks(2, 2, network)
 

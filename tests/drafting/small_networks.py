@@ -8,6 +8,7 @@ from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.state_window import StateWindow
 from outdraft.kv.cache import KVCache
 from outdraft.models.eagle_loader import load_eagle
+from outdraft.models.target_tables import TargetTables
 from tests.kernels.tables import cpu_kernels
 from tests.models.eagle_checkpoints import LAYOUTS, random_target
 
@@ -18,12 +19,11 @@ BLOCK_SIZE = 4
 
 def small_network(kind: str, num_blocks: int, folder: Path) -> tuple[DraftNetwork, KVCache]:
     """One of KINDS. `folder`: for its checkpoint."""
-    kernels = cpu_kernels()
-    target = random_target(kernels, torch.float32)
+    target = random_target(cpu_kernels(), torch.float32)
     if kind == "language model":
         shapes, drafting = target.config.cache_shapes, DraftNetwork(target)
     else:
-        network = load_eagle(LAYOUTS[kind].save(folder), target, kernels)
+        network = load_eagle(LAYOUTS[kind].save(folder), TargetTables(target))
         shapes, drafting = network.shard.cache_shapes, DraftNetwork(network)
     return drafting, KVCache(shapes, num_blocks, BLOCK_SIZE, torch.float32, CPU)
 

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model
@@ -17,9 +18,14 @@ HIDDEN, VOCAB = TINY["hidden_size"], TINY["vocab_size"]
 INNER = 24
 
 
-def tiny_target(folder: Path, dtype: torch.dtype = torch.float64, device: str = "cpu") -> CausalLM:
+def tiny_target(
+    folder: Path,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    kernels: Kernels | None = None,
+) -> CausalLM:
     path = save(randomised(VARIANTS["llama"]()), folder / "target")
-    return load_model(path, dtype, device, reference_kernels())
+    return load_model(path, dtype, device, kernels or reference_kernels())
 
 
 def random_hidden(num_rows: int, dtype: torch.dtype = torch.float64, seed: int = 5) -> Tensor:

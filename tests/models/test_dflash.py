@@ -21,10 +21,10 @@ from outdraft.drafting.device.state_window import STATE_WINDOW, StateWindow
 from outdraft.kernels.draft_ops import Frontier
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
-from outdraft.models.dflash import DFlashNetwork
-from outdraft.models.dflash_loader import load_dflash
+from outdraft.models.dflash import DFlashNetwork, load_dflash
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model
+from outdraft.models.target_tables import TargetTables
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import TINY
 from tests.models.head_checkpoints import tiny_target
@@ -158,7 +158,7 @@ def test_a_block_equals_whole_texts(tmp_path: Path, name: str, is_native: bool):
     target = load_model(tmp_path / "target", dtype, "cpu", kernels)
     kind, change = LAYOUTS[name]
     path = written(tmp_path, kind, change)
-    network = load_dflash(path, target, kernels)
+    network = load_dflash(path, TargetTables(target))
     drive, weights = Drive(network), weights_of(path, target)
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if is_native else {"rtol": 1e-9, "atol": 1e-9}
     first = 0 if network.config.drafts_from_anchor else 1
@@ -182,7 +182,7 @@ def test_a_block_equals_whole_texts(tmp_path: Path, name: str, is_native: bool):
 
 def test_requests_that_share_no_pass_get_the_same_blocks(tmp_path: Path):
     target = tiny_target(tmp_path)
-    network = load_dflash(written(tmp_path, "dflash"), target, reference_kernels())
+    network = load_dflash(written(tmp_path, "dflash"), TargetTables(target))
     together = Drive(network).levels(LENGTHS, 4).first_logits()
     apart = Drive(network, max_rows=BLOCK_SIZE).levels(LENGTHS, 4).first_logits()
     torch.testing.assert_close(apart, together, rtol=1e-12, atol=1e-12)
@@ -191,7 +191,7 @@ def test_requests_that_share_no_pass_get_the_same_blocks(tmp_path: Path):
 def test_confidence_reads_a_draft_and_the_token_before_it(tmp_path: Path):
     target = tiny_target(tmp_path)
     path = written(tmp_path, "dspark")
-    network, weights = load_dflash(path, target, reference_kernels()), weights_of(path, target)
+    network, weights = load_dflash(path, TargetTables(target)), weights_of(path, target)
     assert network.heads is not None
     states_RD = torch.randn(3, TINY["hidden_size"], generator=torch.manual_seed(2)).double()
     found = network.heads.confidences(states_RD, torch.tensor([4, 9, 0]))
@@ -209,7 +209,7 @@ def test_tables_that_are_the_targets_are_not_kept_twice(tmp_path: Path):
     def with_copy(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         tensors["embed_tokens.weight"] = table
 
-    network = load_dflash(written(tmp_path, "dflash", with_copy), target, reference_kernels())
+    network = load_dflash(written(tmp_path, "dflash", with_copy), TargetTables(target))
     assert network.tables.embed_tokens is None
     assert network.tables.lm_head is None
 
@@ -249,4 +249,4 @@ def test_what_cannot_run_is_refused_by_name(tmp_path: Path, name: str):
     kind, change, words = REFUSED[name]
     path = written(tmp_path, kind, change)
     with pytest.raises(ConfigError, match=re.escape(words)):
-        load_dflash(path, target, reference_kernels())
+        load_dflash(path, TargetTables(target))

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
 from outdraft.core.errors import ConfigError
-from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import StateNetwork
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.eagle_loader import load_eagle
 from outdraft.models.llama import CausalLM
+from outdraft.models.target_tables import TargetTables
 from tests.attention.causal import causal_metadata
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import are_bfloat16
@@ -85,8 +85,8 @@ def features_of(layout: Layout, target: CausalLM, hidden_TD: Tensor, tapped_TKS:
     return reference.features(weights, options, list(tapped_TKS.unbind(1)))
 
 
-def load(path: Path, target: CausalLM, kernels: Kernels | None = None) -> EagleNetwork:
-    return load_eagle(path, target, kernels or reference_kernels())
+def load(path: Path, target: CausalLM) -> EagleNetwork:
+    return load_eagle(path, TargetTables(target))
 
 
 def check_against_reference(
@@ -139,21 +139,20 @@ def test_texts_and_drafts_equal_those_of_whole_sequences(
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 def test_a_packed_drafter_on_the_cpu_computes_the_same(name: str, tmp_path: Path):
-    layout, kernels = LAYOUTS[name], cpu_kernels()
-    target = random_target(kernels, torch.float32)
+    layout, target = LAYOUTS[name], random_target(cpu_kernels(), torch.float32)
 
-    network = load(layout.save(tmp_path), target, kernels)
+    network = load(layout.save(tmp_path), target)
 
     assert are_bfloat16(network)
     check_against_reference(layout, network, random_target(reference_kernels()), 1e-4)
 
 
 def test_the_head_of_a_packed_target_serves(tmp_path: Path):
-    layout, kernels = LAYOUTS["eagle3-nothing-own"], cpu_kernels()
-    target = random_target(kernels, torch.float32)
+    layout = LAYOUTS["eagle3-nothing-own"]
+    target = random_target(cpu_kernels(), torch.float32)
     plain = random_target(reference_kernels())
 
-    network = load(layout.save(tmp_path), target, kernels)
+    network = load(layout.save(tmp_path), target)
 
     assert target.lm_head.weight is None
     check_against_reference(layout, network, plain, 1e-4)

@@ -56,6 +56,7 @@ def test_taps_are_counted_or_named_from_zero(written: dict[str, Any], taps: tupl
         ("eagle3", {"pard_token": 61}, "pard_token must be a token id below 61, got 61"),
         ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False"),
         ("eagle3", {"eagle_config": [1]}, "eagle_config must be an object"),
+        ("eagle3", {"dflash_config": [1]}, "dflash_config must be an object"),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": "1,2"}, "must be a list of layers"),
         ("eagle3", {"num_aux_hidden_states": 5}, "num_aux_hidden_states=5 needs"),
         ("eagle3", {"target_layer_ids": [1]}, "target_layer_ids=[1] is not supported"),

@@ -28,6 +28,7 @@ from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.choose import REFERENCE, choose_kernels
 from outdraft.models.expert_parts import divide_experts
 from outdraft.models.experts import PackedExperts, replace_experts
+from outdraft.models.quantized.stand_ins import Packing
 from tests.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -83,7 +84,7 @@ def test_a_model_with_replaced_experts_computes_what_the_library_does(name):
     for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-4)):
         model = library_model(name, dtype)
         want_TV = logits(model)
-        assert replace_experts(model, choose_kernels("auto", CPU, dtype)) == MODELS[name][1]
+        replace_experts(model, Packing(choose_kernels("auto", CPU, dtype)))
         assert sum(isinstance(part, PackedExperts) for part in model.modules()) == MODELS[name][1]
         largest = float(want_TV.abs().max())
         torch.testing.assert_close(logits(model), want_TV, rtol=0, atol=bound * largest)
@@ -111,7 +112,7 @@ def test_ranks_with_parts_of_the_experts_compute_what_the_library_does(name):
 
 def replaced(model: nn.Module, group: RankGroup) -> nn.Module:
     sums = divide_experts(model, group)
-    replace_experts(model, choose_kernels("auto", CPU, torch.float64), sums=sums)
+    replace_experts(model, Packing(choose_kernels("auto", CPU, torch.float64)), sums=sums)
     return model
 
 
@@ -139,7 +140,7 @@ def test_experts_that_ranks_do_not_divide_are_whole_on_each():
 def test_packed_experts_give_their_plain_weights_free():
     model = library_model("MixtralForCausalLM", torch.float32)
     before = sum(weight.numel() for weight in model.parameters())
-    replace_experts(model, choose_kernels("auto", CPU, torch.float32))
+    replace_experts(model, Packing(choose_kernels("auto", CPU, torch.float32)))
     of_experts = 3 * 5 * 3 * 32 * 48
     assert sum(weight.numel() for weight in model.parameters()) == before - of_experts
     assert packed_bytes(model) == [5 * 4 * (2 * 48 * 32 + 32 * 48)] * 3
@@ -150,7 +151,7 @@ def test_quantised_experts_compute_the_same_natively_as_by_the_reference():
     for option in ("auto", REFERENCE):
         model = library_model("Qwen3MoeForCausalLM", torch.float32)
         kernels = choose_kernels(option, CPU, torch.float32)
-        replace_experts(model, kernels, WeightFormat.INT8)
+        replace_experts(model, Packing(kernels, WeightFormat.INT8))
         found.append(logits(model))
     assert not torch.allclose(found[1], logits(library_model("Qwen3MoeForCausalLM", torch.float32)))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-4 * float(found[1].abs().max()))
@@ -163,7 +164,8 @@ def test_experts_that_the_kernels_do_not_have_stay_and_are_named(caplog):
             part.act_fn = nn.Tanh()
     want_TV = logits(model)
     with caplog.at_level(logging.WARNING):
-        assert replace_experts(model, choose_kernels("auto", CPU, torch.float32)) == 0
+        replace_experts(model, Packing(choose_kernels("auto", CPU, torch.float32)))
+    assert not any(isinstance(part, PackedExperts) for part in model.modules())
     assert "MixtralExperts stays the transformers library's own code: the kernels have no Tanh" in (
         caplog.text
     )

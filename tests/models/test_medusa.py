@@ -11,9 +11,9 @@ from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.llama import CausalLM
 from outdraft.models.medusa import MedusaHeads, load_medusa
+from outdraft.models.target_tables import TargetTables
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import are_bfloat16
 from tests.models.head_checkpoints import (
@@ -43,8 +43,8 @@ def load(
     kernels: Kernels | None = None,
 ) -> MedusaHeads:
     if dtype is not target.dtype:
-        target = tiny_target(path, dtype)
-    return load_medusa(path, target, kernels or reference_kernels())
+        target = tiny_target(path, dtype, kernels=kernels)
+    return load_medusa(path, TargetTables(target))
 
 
 def expected(
@@ -273,7 +273,7 @@ def test_logits_on_a_gpu_equal_those_on_a_cpu(target: CausalLM, tmp_path: Path):
     tensors = medusa_tensors(known=len(TOKEN_MAP)) | {"token_map": TOKEN_MAP}
     path, hidden_BD = write(tmp_path, config, tensors), random_hidden(4)
 
-    on_gpu = load_medusa(path, tiny_target(tmp_path, device="cuda"), reference_kernels())
+    on_gpu = load_medusa(path, TargetTables(tiny_target(tmp_path, device="cuda")))
 
     want_BJV = load(path, target).logits(hidden_BD)
     torch.testing.assert_close(on_gpu.logits(hidden_BD.cuda()).cpu(), want_BJV)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from outdraft.core.errors import ConfigError
-from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.llama import CausalLM
 from outdraft.models.mlp_speculator import MLPSpeculator, load_mlp_speculator
+from outdraft.models.target_tables import TargetTables
 from tests.models.head_checkpoints import (
     HIDDEN,
     INNER,
@@ -36,7 +36,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
 def load(path: Path, target: CausalLM, dtype: torch.dtype = torch.float64) -> MLPSpeculator:
     if dtype is not target.dtype:
         target = tiny_target(path, dtype)
-    return load_mlp_speculator(path, target, reference_kernels())
+    return load_mlp_speculator(path, TargetTables(target))
 
 
 def logits_of(speculator: MLPSpeculator, hidden_BD: Tensor, token_ids_BJ: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def test_logits_on_a_gpu_equal_those_on_a_cpu(target: CausalLM, tmp_path: Path):
     path = write(tmp_path, mlp_config(scale_input=True), mlp_tensors())
     hidden_BD = random_hidden(3)
 
-    on_gpu = load_mlp_speculator(path, tiny_target(tmp_path, device="cuda"), reference_kernels())
+    on_gpu = load_mlp_speculator(path, TargetTables(tiny_target(tmp_path, device="cuda")))
 
     got_BJV = logits_of(on_gpu, hidden_BD.cuda(), TOKENS_BJ.cuda()).cpu()
     torch.testing.assert_close(got_BJV, logits_of(load(path, target), hidden_BD, TOKENS_BJ))

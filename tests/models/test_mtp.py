@@ -18,6 +18,7 @@ from outdraft.models.base import StateNetwork
 from outdraft.models.choose import load_language_model
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.mtp import load_mtp
+from outdraft.models.target_tables import TargetTables
 from outdraft.models.transformers_loader import read_config
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import TINY, are_bfloat16, qwen2, randomised, save
@@ -53,7 +54,7 @@ def load(
     path: Path, kernels: Kernels | None = None, dtype: torch.dtype = torch.float64
 ) -> StateNetwork:
     kernels = kernels or reference_kernels()
-    return load_mtp(path, load_language_model(path, dtype, "cpu", kernels), kernels)
+    return load_mtp(path, TargetTables(load_language_model(path, dtype, "cpu", kernels)))
 
 
 Reference = Callable[[Tensor, Tensor], Tensor]
@@ -253,4 +254,4 @@ def test_quantised_layers_are_left_out_of_the_target_and_refused_by_the_drafter(
     target = load_language_model(tmp_path, torch.float32, "cpu", kernels)
     assert target.config.num_layers == 3
     with pytest.raises(ConfigError, match=r"MTP layers of .* are quantised"):
-        load_mtp(tmp_path, target, kernels)
+        load_mtp(tmp_path, TargetTables(target))

@@ -12,6 +12,7 @@ from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.eagle_loader import load_eagle
+from outdraft.models.target_tables import TargetTables
 from tests.kernels.tables import cpu_kernels
 from tests.models.eagle_checkpoints import LAYOUTS, VOCABULARY, random_target
 
@@ -26,7 +27,7 @@ def networks(path: Path, layout: str) -> list[EagleNetwork]:
     for kernels in (cpu_kernels(), reference_kernels()):
         target = random_target(kernels, torch.float32)
         checkpoint = LAYOUTS[layout].save(path)
-        found.append(load_eagle(checkpoint, target, kernels))
+        found.append(load_eagle(checkpoint, TargetTables(target)))
     return found
 
 

@@ -32,6 +32,7 @@ from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
 from outdraft.models.choose import load_language_model, uses_transformers
+from outdraft.models.quantized.stand_ins import Packing
 from outdraft.models.transformers_attention import NAME, register
 from outdraft.models.transformers_products import pack_products
 from outdraft.models.transformers_survey import check_packed
@@ -323,6 +324,6 @@ def test_code_that_reads_a_weight_that_is_packed_is_refused() -> None:
     model.set_attn_implementation(NAME)
     model.get_submodule("model.layers.1").mlp = _ReadsAWeight(32)
     check_packed(model, None)
-    pack_products(model, reference_kernels(in_order=True))
+    pack_products(model, Packing(reference_kernels(in_order=True)))
     with pytest.raises(ConfigError, match="cannot run once its weights are packed"):
         check_packed(model, None)

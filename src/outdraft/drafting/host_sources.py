@@ -37,8 +37,9 @@ class HostSources:
             asked = [request for request in others if may_use(request, proposer.source)]
             if not asked:
                 continue
+            most = self._config.max_drafts
             asks = [
-                DraftAsk(r.id, r.token_ids, min(max_drafts(self._config, r), r.max_drafts))
+                DraftAsk(r.id, r.token_ids, min(wished_drafts(most, r), r.max_drafts))
                 for r in asked
             ]
             for ask, draft in zip(asks, proposer.propose(asks), strict=True):
@@ -102,11 +103,6 @@ def most_draft_rows(config: SpeculationConfig, max_num_seqs: int) -> int:
     if not config.sources:
         return 0
     return max(MAX_DRAFTS, config.max_drafts * max_num_seqs)
-
-
-def max_drafts(config: SpeculationConfig, request: Request) -> int:
-    """Most drafts of any source but a prediction for this request in any step."""
-    return wished_drafts(config.max_drafts, request)
 
 
 def wished_drafts(number: int, request: Request) -> int:

@@ -11,7 +11,6 @@ from outdraft.core.request import Request
 from outdraft.drafting.host_sources import (
     Drafts,
     has_prediction,
-    max_drafts,
     may_use,
     offer,
     settled_tokens_teach,
@@ -47,11 +46,8 @@ class DrafterLimits:
     @property
     def shapes(self) -> tuple[Shape, ...]:
         """The configured one first."""
-        return (
-            (self.drafting.levels or CHAIN,)
-            if self.chain is None
-            else (self.drafting.levels, CHAIN)
-        )
+        own = self.drafting.levels
+        return (own,) if self.chain is None else (own, CHAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +82,8 @@ class KnownRequests:
         """Most drafts for this request in any step."""
         if not self._config.sources or not request.params.speculation.enabled:
             return 0
-        if has_prediction(request):
-            return wished_drafts(MAX_DRAFTS, request)
-        return max_drafts(self._config, request)
+        most = MAX_DRAFTS if has_prediction(request) else self._config.max_drafts
+        return wished_drafts(most, request)
 
     def may_draft(self, request: Request) -> bool:
         """Whether anybody may draft for it now."""
@@ -143,7 +138,7 @@ class KnownRequests:
         if known is None:
             drafter = self._drafter
             known = self._by_id[request.id] = _Known(
-                max_drafts(self._config, request) if self.most_drafts(request) else 0,
+                wished_drafts(self._config.max_drafts, request) if self.most_drafts(request) else 0,
                 drafter is not None and may_use(request, drafter.drafting.source),
                 verification_rule(self._config, request.params),
                 settled_tokens_teach(self._config, request.params),

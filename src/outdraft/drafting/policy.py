@@ -59,6 +59,7 @@ class DraftPolicy:
 
     Attributes:
         control: decides; may be exchanged while no request runs.
+        decision: why the step that runs drafts as it does; None: nothing was to decide.
         decided: about the newest step; None: nothing was to decide.
         granted: what each request of that step was to verify.
     """
@@ -82,7 +83,7 @@ class DraftPolicy:
         self._translator = Translator(drafter, self._known)
         self._shadows = Shadows()
         self._step: _Step | None = None
-        self._decision: Decision | None = None
+        self.decision: Decision | None = None
         self._is_timed = False  # the step that runs, which is held and plain
         self._is_held = False  # the step that runs
         self._has_looked = False  # sources of the host, before the step that runs,
@@ -94,11 +95,6 @@ class DraftPolicy:
         self.granted: dict[str, DraftChoice] = {}
         self._on_wrong_costs = on_wrong_costs
         self._alarms = SourceAlarms(str(source) for source in config.methods)
-
-    @property
-    def decision(self) -> Decision | None:
-        """Why the step that runs drafts as it does; None: nothing was to decide."""
-        return self._decision
 
     @property
     def sources(self) -> tuple[DraftSource, ...]:
@@ -139,7 +135,7 @@ class DraftPolicy:
         requests: those with one token left to compute, in batch order.
         num_running: how many requests run, or may begin to run in this step.
         """
-        self._step = self._decision = self.decided = None
+        self._step = self.decision = self.decided = None
         self.granted = {}
         self._is_timed = self._is_held = self._has_looked = False
         if not requests or not self.config.sources:
@@ -168,7 +164,7 @@ class DraftPolicy:
             room.free_slots,
         )
         decision = self.control.decide(facts)
-        step, self._decision = _Step(facts, decision), decision
+        step, self.decision = _Step(facts, decision), decision
         if not drafts:  # it may be held
             self._newest_step = step
         if self.control.wants_outcome:
@@ -198,7 +194,7 @@ class DraftPolicy:
             self._is_timed = self.control.wants_plain_time and not room.prompt_rows
             if not room.prompt_rows and not self._shadows.are_waiting:
                 self._rest.begin(self._quiet_steps(requests))
-        self._decision = decision
+        self.decision = decision
         return True
 
     def _quiet_steps(self, requests: Sequence[Request]) -> int:
@@ -265,7 +261,7 @@ class DraftPolicy:
             drafts = self._learn(step, booked, stats)
         if not stats.times.is_first:
             self._pass_by(step, booked, stats)
-        if self._decision is None:
+        if self.decision is None:
             return ()
         return self._watch(step, drafts)
 
@@ -292,7 +288,7 @@ class DraftPolicy:
         """Tell control what a step took that it need not be asked about."""
         if self._is_timed:
             self._observe_plain(booked, stats)
-        elif self._decision is not None and self.control.is_passing:
+        elif self.decision is not None and self.control.is_passing:
             host_s = stats.host_s - self._decided_s(stats)
             told = () if step is not None else fates(booked)
             self.control.pass_by(stats.num_emitted, stats.times.draft_s, host_s, stats.step_s, told)

@@ -66,17 +66,14 @@ class Shadows:
         """What became of drafts now that these texts have grown."""
         outcomes: list[ShadowOutcome] = []
         for request in requests:
-            shadows = self._waiting.get(request.id)
-            if shadows is None:
-                continue
-            done = [shadow for shadow in shadows if shadow.follow(request)]
-            if done:
-                outcomes += [shadow.outcome for shadow in done]
-                left = [shadow for shadow in shadows if shadow not in done]
-                if left:
-                    self._waiting[request.id] = left
+            left: list[_Shadow] = []
+            for shadow in self._waiting.pop(request.id, ()):
+                if shadow.follow(request):
+                    outcomes.append(shadow.outcome)
                 else:
-                    del self._waiting[request.id]
+                    left.append(shadow)
+            if left:
+                self._waiting[request.id] = left
         return tuple(outcomes)
 
     def forget(self, request_id: str) -> None:

@@ -41,8 +41,7 @@ from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel, StateNetwork
 from outdraft.models.choose import load_language_model
-from outdraft.models.dflash import DFlashNetwork
-from outdraft.models.dflash_loader import load_dflash
+from outdraft.models.dflash import DFlashNetwork, load_dflash
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.eagle_loader import load_eagle
 from outdraft.models.llama import CausalLM
@@ -118,7 +117,6 @@ def load_drafter(
     config: DraftNetworkConfig,
     target_path: Path,
     target: LanguageModel,
-    kernels: Kernels,
     group: RankGroup = ALONE,
 ) -> LoadedDrafter:
     """The network that the configuration names, of the target's dtype and on its device.
@@ -133,25 +131,25 @@ def load_drafter(
     kept = WeightFormat(config.quantization) if config.quantization else None
     tables = TargetTables(target, group, target_path)
     if config.source is DraftSource.MTP:
-        mtp = load_mtp(target_path, target, kernels, kept, tables)
+        mtp = load_mtp(target_path, tables, kept)
         return LoadedDrafter(mtp, mtp.shard, mtp.feature_size)
     path = resolve_model_path(config.model)
     if config.source in (DraftSource.EAGLE, DraftSource.EAGLE3):
-        eagle = load_eagle(path, target, kernels, kept, tables)
-        version = str(eagle.config.version)
-        if version != str(config.source):
+        eagle = load_eagle(path, tables, kept)
+        version = eagle.config.version
+        if version is not config.source:
             raise ConfigError(f"{path} holds {version}, but the method is {config.source}")
         mask = eagle.config.mask_token_id if eagle.has_mask_state else None
         layers, size = eagle.shard, eagle.feature_size
         return LoadedDrafter(eagle, layers, size, len(eagle.taps), mask_token_id=mask)
     if config.source in BLOCK_SOURCES:
-        return _loaded_blocks(load_dflash(path, target, kernels, kept, tables), config)
+        return _loaded_blocks(load_dflash(path, tables, kept), config)
     if config.source in HEAD_SOURCES:
         load = load_medusa if config.source is DraftSource.MEDUSA else load_mlp_speculator
-        heads = load(path, target, kernels, kept, tables)
+        heads = load(path, tables, kept)
         return LoadedDrafter(heads, None, max_drafts=heads.num_heads)
-    place = target.dtype, target.device
-    model = load_language_model(path, *place, kernels, quantization=kept, group=group, drafts=True)
+    place = path, target.dtype, target.device, target.kernels
+    model = load_language_model(*place, quantization=kept, group=group, drafts=True)
     vocabulary = check_vocabularies(target_path, target, path, model, config.min_vocabulary_overlap)
     mask = mask_token_id(path, model.config.vocab_size) if config.parallel_drafting else None
     if vocabulary is not None:
@@ -167,7 +165,7 @@ def load_drafter(
 
 def _loaded_blocks(network: DFlashNetwork, config: DraftNetworkConfig) -> LoadedDrafter:
     shape = network.config
-    if str(shape.kind) != str(config.source):
+    if shape.kind is not config.source:
         raise ConfigError(f"{config.model} holds {shape.kind}, but the method is {config.source}")
     return LoadedDrafter(
         network,

@@ -237,7 +237,7 @@ def _load_network(
     if network.source is DraftSource.SELF:
         return load_self(config, network, path, target)
     with _naming(resolve_model_path(network.model) if network.model else path):
-        return load_drafter(network, path, target, target.kernels, ranks.draft)
+        return load_drafter(network, path, target, ranks.draft)
 
 
 def check_shared(config: EngineConfig, loaded: EngineConfig) -> None:

@@ -18,7 +18,6 @@ from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.step_ops import StepRead, StepTask
-from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear
 from outdraft.models.shape import ModelShape
 
@@ -53,7 +52,7 @@ class LanguageModel(Protocol):
     def shard(self) -> ModelShape: ...
 
     @property
-    def embed_tokens(self) -> Embedding | nn.Embedding: ...
+    def embed_tokens(self) -> nn.Embedding: ...
 
     @property
     def weight_bytes(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Numbers in a checkpoint's config.json."""
+"""Values in a checkpoint's config.json."""
 
 import math
 from collections.abc import Mapping
@@ -41,13 +41,21 @@ def read_positive(raw: Mapping[str, Any], key: str, default: float) -> float:
     return float(value)
 
 
+def read_object(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The object under this key, empty where that is missing. Raises ConfigError if it is none."""
+    value = raw.get(key) or {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"config.json: {key} must be an object, got {value!r:.80}")
+    return value  # pyright: ignore[reportUnknownVariableType]  # keys of a JSON object are str
+
+
 def read_mask_token(raw: Mapping[str, Any], vocab_size: int) -> int | None:
     """What a drafter reads in place of tokens not known yet; None: it was not trained to.
 
     Raises:
         ConfigError: it is no token of the vocabulary.
     """
-    values = {**raw, **(raw.get("dflash_config") or {})}
+    values = {**raw, **read_object(raw, "dflash_config")}
     key = next((key for key in MASK_KEYS if values.get(key) is not None), None)
     if key is None:
         return None

@@ -3,7 +3,7 @@
 One file for Llama, Mistral, Qwen 2, Qwen 3, MiMo and EAGLE: ModelConfig says which biases,
 query-key norms and windows there are. What a pass computes is in kernels/reference/decoder.py.
 
-Dimension key: T rows, D hidden, H heads, G kv heads, C head size, V vocabulary.
+Dimension key: R rows, D hidden, H heads, G kv heads, C head size, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,6 +19,7 @@ from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec, LayerSpec, StateEntry
 from outdraft.kernels.ops import Kernels, Product
 from outdraft.kernels.rank_products import Spread, SummedProduct
+from outdraft.kernels.reference.pointwise import rotate
 from outdraft.models.config import ModelConfig
 from outdraft.models.layers.linear import Linear
 from outdraft.models.layers.norm import RMSNorm, norm_weight
@@ -202,6 +203,21 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.decoder_layers):
             start = f"{prefix}layers.{index}."
             yield layer, {start + name: slot for name, slot in layer.slots() if slot is not None}
+
+    def queries(self, index: int, residual_RD: Tensor, positions_R: Tensor) -> Tensor:
+        """[R, H, C] of the stream's dtype: the queries of rows in a layer, as they meet the keys.
+
+        Args:
+            residual_RD: the stream that enters the layer.
+            positions_R: int64; of the rows in their texts.
+        """
+        layer = self.decoder_layers[index]
+        x_RD = residual_RD if layer.input_norm is None else layer.input_norm(residual_RD)
+        q_RHC = layer.qkv_proj(x_RD).unflatten(-1, (-1, layer.head_size))
+        q_RHC = q_RHC[:, : self.config.num_heads]
+        if layer.q_norm is not None:
+            q_RHC = layer.q_norm(q_RHC)
+        return rotate(q_RHC, self.rotary.cos_sin_MC.index_select(0, positions_R))
 
     def arrange(self, part: nn.Module) -> None:
         """Put queries and keys of a layer in the order in which they turn, once."""

@@ -16,6 +16,8 @@ target, K taps, N draft vocabulary, V vocabulary, M rank of pairs.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +27,21 @@ from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.kernels.decoder_ops import DecoderPass
 from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
-from outdraft.kernels.ops import Kernels
+from outdraft.models.config import read_json
 from outdraft.models.decoder import Decoder, DecoderLayer, Kind, product_of
 from outdraft.models.dflash_config import DFlashConfig
 from outdraft.models.drafter_config import check_taps
 from outdraft.models.drafter_tables import DrafterTables
-from outdraft.models.layers.embedding import Embedding
+from outdraft.models.drafter_tensors import (
+    OF_TRAINING,
+    check_fit,
+    drop_the_targets_embedding,
+    drop_the_targets_head,
+    take_draft_ids,
+)
 from outdraft.models.layers.linear import Linear, linears_of, memory_bytes
 from outdraft.models.layers.norm import RMSNorm
+from outdraft.models.loader import fill_slots, tensor_places, weight_files
 from outdraft.models.shape import DRAFT_RANKS
 from outdraft.models.slots import Slot, slot_of
 from outdraft.models.target_tables import TargetTables
@@ -44,10 +53,11 @@ class SparkHeads(nn.Module):
     def __init__(self, config: DFlashConfig, kind: Kind) -> None:
         super().__init__()
         rank, self._reads_token = config.markov_rank, config.confidence_reads_token
-        self.markov_w1: Embedding | None = None
+        self.markov_w1: nn.Embedding | None = None
         self.markov_w2: Linear | None = None
         if rank:
-            self.markov_w1 = Embedding(config.layer.vocab_size, rank, **kind)
+            table_VM = torch.empty(config.layer.vocab_size, rank, **kind)
+            self.markov_w1 = nn.Embedding.from_pretrained(table_VM)
             self.markov_w2 = Linear(rank, config.draft_vocab_size, bias=False, **kind)
         self.confidence: Linear | None = None
         if config.has_confidence:
@@ -80,16 +90,19 @@ class SparkHeads(nn.Module):
         confidence = product_of(self.confidence)
         return replace(spec, confidence=confidence, confidence_reads_token=self._reads_token)
 
-    def slots(self) -> dict[str, Slot | None]:
+    def slots(self) -> dict[str, Slot]:
         """As DFlashNetwork.checkpoint_slots."""
-        slots: dict[str, Slot | None] = {}
-        if self.markov_w1 is not None and self.markov_w2 is not None:
-            slots["markov_head.markov_w1.weight"] = slot_of(self.markov_w1.weight)
-            slots["markov_head.markov_w2.weight"] = slot_of(self.markov_w2.weight)
-        if self.confidence is not None:
-            slots["confidence_head.proj.weight"] = slot_of(self.confidence.weight)
-            slots["confidence_head.proj.bias"] = slot_of(self.confidence.bias)
-        return slots
+        parts = {
+            "markov_head.markov_w1": self.markov_w1,
+            "markov_head.markov_w2": self.markov_w2,
+            "confidence_head.proj": self.confidence,
+        }
+        return {
+            f"{name}.{key}": Slot(weight.data)
+            for name, part in parts.items()
+            if part is not None
+            for key, weight in part.named_parameters()
+        }
 
 
 class DFlashNetwork(nn.Module):
@@ -103,18 +116,14 @@ class DFlashNetwork(nn.Module):
     """
 
     def __init__(
-        self,
-        config: DFlashConfig,
-        tables: TargetTables,
-        kernels: Kernels,
-        draft_ids_N: Tensor | None,
+        self, config: DFlashConfig, tables: TargetTables, draft_ids_N: Tensor | None
     ) -> None:
         """As EagleNetwork."""
         super().__init__()
         layer, target, group = config.layer, tables.target, tables.group
         check_taps(config.taps, target.config.num_layers)
         self.shard = layer.shard(group.size, DRAFT_RANKS)
-        self.kernels, self.config = kernels, config
+        self.kernels, self.config = target.kernels, config
         self.dtype, self.device = target.dtype, target.device
         self.taps, self.feature_size = config.taps, layer.hidden_size
         kind = Kind(dtype=self.dtype, device=self.device)
@@ -122,9 +131,8 @@ class DFlashNetwork(nn.Module):
         self.fc = Linear(num_inputs, layer.hidden_size, bias=False, **kind)
         self.hidden_norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps, **kind)
         # The last block of the longest text reaches so far.
-        self.decoder = Decoder(
-            layer, kernels, kind, group=group, num_positions=layer.max_model_len + config.block_size
-        )
+        num_positions = layer.max_model_len + config.block_size
+        self.decoder = Decoder(layer, self.kernels, kind, group=group, num_positions=num_positions)
         self._kv_size = self.shard.num_kv_heads * layer.head_size
         num_outputs = layer.num_layers * 2 * self._kv_size
         self.context_kv = Linear(layer.hidden_size, num_outputs, bias=layer.qkv_bias, **kind)
@@ -132,8 +140,6 @@ class DFlashNetwork(nn.Module):
         self.tables = DrafterTables(config, tables, draft_ids_N)
         has_heads = config.markov_rank > 0 or config.has_confidence
         self.heads = SparkHeads(config, kind) if has_heads else None
-        self._passes: DecoderPass | None = None
-        self._block: BlockSpec | None = None
 
     def features(self, tapped_TKS: Tensor) -> Tensor:
         """[T, D]: what keys and values of a text's tokens are made of.
@@ -150,16 +156,14 @@ class DFlashNetwork(nn.Module):
         context, positions_T = product_of(self.context_kv), metadata.positions_T
         self.passes.write_context(context, features_TD, caches, positions_T, metadata.slots_T)
 
-    @property
+    @cached_property
     def passes(self) -> DecoderPass:
         """What a block's rows compute, once the weights and the target's are packed."""
-        if self._passes is None:
-            self._passes = self.tables.compile_passes(
-                self.decoder,
-                final_norm=self.norm,
-                is_causal=None if self.is_uniform else self.config.is_causal,
-            )
-        return self._passes
+        return self.tables.compile_passes(
+            self.decoder,
+            final_norm=self.norm,
+            is_causal=None if self.is_uniform else self.config.is_causal,
+        )
 
     @property
     def is_uniform(self) -> bool:
@@ -185,11 +189,10 @@ class DFlashNetwork(nn.Module):
         self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
         """As `DecoderPass.draft_block`."""
-        if self._block is None:
-            self._block = self._block_spec()
         return self.passes.draft_block(self._block, unread, growth, by_levels)
 
-    def _block_spec(self) -> BlockSpec:
+    @cached_property
+    def _block(self) -> BlockSpec:
         """Once the products are packed."""
         config = self.config
         spec = BlockSpec(
@@ -248,3 +251,31 @@ class DFlashNetwork(nn.Module):
         for to, weight in ((own.weight, fused.weight), (own.bias, fused.bias)):
             if to is not None and weight is not None:
                 to.data[rows] = weight.data[-2 * self._kv_size :]
+
+
+def load_dflash(
+    path: Path, tables: TargetTables, quantization: WeightFormat | None = None
+) -> DFlashNetwork:
+    """As load_eagle."""
+    target = tables.target
+    config = DFlashConfig.from_mapping(read_json(path / "config.json"))
+    found = tensor_places(weight_files(path), _canonical_name)
+    drop_the_targets_embedding(found, target)
+    if config.draft_vocab_size == config.layer.vocab_size:
+        drop_the_targets_head(found, target, tables.path)
+    config = replace(
+        config,
+        own_embedding="embed_tokens.weight" in found,
+        own_head="lm_head.weight" in found,
+    )
+    check_fit(config, target, reads_own_size=False)
+    network = DFlashNetwork(config, tables, take_draft_ids(config, found))
+    fill_slots(network.checkpoint_slots(), found)
+    network.pack(quantization)
+    return network.eval()
+
+
+def _canonical_name(name: str) -> str | None:
+    """The name in DFlash's own files."""
+    name = name.removeprefix("model.")
+    return None if name in OF_TRAINING else name

@@ -6,10 +6,10 @@ a Qwen 3 with a few keys more, the speculators library as drafter_config.py says
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Any
 
-from outdraft.core.draft import MAX_DRAFTS
+from outdraft.config.speculation import BLOCK_SOURCES
+from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.models.config import ModelConfig
 from outdraft.models.counts import read_count, read_mask_token
@@ -24,18 +24,12 @@ from outdraft.models.drafter_config import (
 )
 
 
-class BlockKind(StrEnum):
-    """Which network: DSpark is DFlash with a head for each."""
-
-    DFLASH = "dflash"
-    DSPARK = "dspark"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DFlashConfig(DrafterConfig):
     """The shape of one drafter of blocks.
 
     Attributes:
+        kind: DFlash or DSpark, which is DFlash with two heads more.
         block_size: rows of a pass: the newest token, and mask tokens behind it.
         mask_token_id: of the target's vocabulary.
         taps: behind how many of the target's layers its streams are read; 0: the embedding.
@@ -46,7 +40,7 @@ class DFlashConfig(DrafterConfig):
         confidence_reads_token: it reads the token before the draft, by the head of token pairs.
     """
 
-    kind: BlockKind
+    kind: DraftSource
     block_size: int
     mask_token_id: int
     taps: tuple[int, ...]
@@ -72,7 +66,7 @@ class DFlashConfig(DrafterConfig):
         check_supported(options, _UNSUPPORTED)
         layer = _layer_config(raw)
         block_size = read_count(options, "block_size")
-        is_spark = kind is BlockKind.DSPARK
+        is_spark = kind is DraftSource.DSPARK
         config = cls(
             kind=kind,
             layer=layer,
@@ -90,11 +84,11 @@ class DFlashConfig(DrafterConfig):
 
 
 _KINDS = {
-    "DFlashDraftModel": BlockKind.DFLASH,
-    "DFlashSpeculator": BlockKind.DFLASH,
-    "DSparkDraftModel": BlockKind.DSPARK,
-    "DSparkSpeculator": BlockKind.DSPARK,
-    "Qwen3DSparkModel": BlockKind.DSPARK,
+    "DFlashDraftModel": DraftSource.DFLASH,
+    "DFlashSpeculator": DraftSource.DFLASH,
+    "DSparkDraftModel": DraftSource.DSPARK,
+    "DSparkSpeculator": DraftSource.DSPARK,
+    "Qwen3DSparkModel": DraftSource.DSPARK,
 }
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -114,16 +108,15 @@ _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _kind(raw: Mapping[str, Any]) -> BlockKind:
+def _kind(raw: Mapping[str, Any]) -> DraftSource:
     """By the speculators' type, else by the architecture's name."""
-    kinds = {str(kind): kind for kind in BlockKind}
     if (written := raw.get(SPECULATORS_KIND)) is not None:
-        if written not in kinds:
+        if written not in BLOCK_SOURCES:
             raise ConfigError(
                 f"config.json: {SPECULATORS_KIND} {written!r} drafts no blocks: "
-                f"{did_you_mean(str(written), kinds)}"
+                f"{did_you_mean(str(written), BLOCK_SOURCES)}"
             )
-        return kinds[written]
+        return DraftSource(written)
     names = raw.get("architectures") or []
     if len(names) != 1 or names[0] not in _KINDS:
         raise ConfigError(

@@ -11,7 +11,7 @@ from typing import Any
 
 from outdraft.core.errors import ConfigError
 from outdraft.models.config import ModelConfig
-from outdraft.models.counts import read_count
+from outdraft.models.counts import read_count, read_object
 
 SPECULATORS_KIND = "speculators_model_type"
 
@@ -38,10 +38,7 @@ def drafter_options(raw: Mapping[str, Any], *objects: str) -> dict[str, Any]:
     """The drafter's own keys: some write them into one of these objects, some beside it."""
     options: dict[str, Any] = {}
     for name in objects:
-        nested = raw.get(name) or {}
-        if not isinstance(nested, dict):
-            raise ConfigError(f"config.json: {name} must be an object, got {nested!r}")
-        options |= nested
+        options |= read_object(raw, name)
     return options | {key: value for key, value in raw.items() if value is not None}
 
 

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.decoder_ops import DecoderPass
-from outdraft.kernels.ops import Product
 from outdraft.models.decoder import Decoder, Kind, product_of
 from outdraft.models.drafter_config import DrafterConfig
-from outdraft.models.layers.embedding import Embedding
+from outdraft.models.layers.linear import memory_bytes
 from outdraft.models.slots import Slot, rows_of
 from outdraft.models.target_tables import TargetTables, vocabulary_linear
 
@@ -24,6 +23,7 @@ class DrafterTables(nn.Module):
     Attributes:
         embed_tokens, lm_head: of the drafter's checkpoint; None: the target's is read.
         num_drafted: N.
+        borrowed_bytes: of the target's head, which a pass reads.
     """
 
     draft_ids_N: Tensor | None
@@ -41,24 +41,25 @@ class DrafterTables(nn.Module):
         self._of_target, self._vocab_size = tables, config.layer.vocab_size
         self._drafted = VocabularyShard(tables.group, config.draft_vocab_size)
         self.num_drafted = config.draft_vocab_size
-        self.embed_tokens: Embedding | None = None
+        self.embed_tokens: nn.Embedding | None = None
         if config.own_embedding:
-            self.embed_tokens = Embedding(tables.vocabulary.num_own, size, **kind)
-            self._embedding_ND = self.embed_tokens.weight.data
+            self._embedding_ND = torch.empty(tables.vocabulary.num_own, size, **kind)
+            self.embed_tokens = nn.Embedding.from_pretrained(self._embedding_ND)
         else:
-            self._embedding_ND = tables.embedding()  # copies count before anybody drafts
+            self._embedding_ND = tables.embedding_ND  # copies count before anybody drafts
         has_head = config.own_head
         self.lm_head = vocabulary_linear(size, self._drafted, kind) if has_head else None
-        self._target_head = None if has_head else tables.head()
+        self.borrowed_bytes = 0 if has_head else memory_bytes(tables.head)
         ids_N = None if draft_ids_N is None else draft_ids_N.to(target.device)
         self.register_buffer("draft_ids_N", ids_N, persistent=False)
 
     def compile_passes(self, decoder: Decoder, **options: Any) -> DecoderPass:
         """As `Decoder.compile_passes`, with these tables."""
         tables = self._of_target
+        head = tables.head if self.lm_head is None else self.lm_head
         return decoder.compile_passes(
             self._embedding_ND,
-            self._head,
+            product_of(head),
             draft_ids_N=self.draft_ids_N,
             shard=None if tables.group.size == 1 else tables.vocabulary,
             **options,
@@ -75,11 +76,6 @@ class DrafterTables(nn.Module):
         """What copies of the target's take."""
         return self._of_target.copied_bytes
 
-    @property
-    def borrowed_bytes(self) -> int:
-        """Weights of the target's head that a pass reads."""
-        return 0 if self._target_head is None else self._target_head.num_bytes
-
     def slots(self) -> dict[str, Slot]:
         """Where each tensor of a checkpoint belongs; only before the weights are packed."""
         slots: dict[str, Slot] = {}
@@ -89,13 +85,6 @@ class DrafterTables(nn.Module):
         if self.lm_head is not None:
             slots["lm_head.weight"] = rows_of(self._drafted, self.lm_head.weight)
         return slots
-
-    @property
-    def _head(self) -> Product:
-        if self._target_head is not None:
-            return self._target_head.product
-        assert self.lm_head is not None
-        return product_of(self.lm_head)
 
 
 def over_vocabulary(logits_RN: Tensor, ids_N: Tensor, vocab_size: int) -> Tensor:

@@ -5,7 +5,9 @@ A checkpoint may hold a copy of a table of the target's, and it may draft some t
 Dimension key: N draft vocabulary, V vocabulary, D hidden.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,20 @@ from outdraft.models.loader import Place, read_part, read_tensor, tensor_places,
 from outdraft.models.slots import rows_of
 
 OF_TRAINING = ("verifier_norm.weight", "verifier_lm_head.weight")  # copies of the target's
+
+
+def check_sizes(raw: Mapping[str, Any], target: LanguageModel, *, hidden_key: str) -> None:
+    """Raise ConfigError if heads on the target's last states name other sizes than the target's.
+
+    A key that is missing is no contradiction: the shapes of the tensors will tell.
+    """
+    sizes = {hidden_key: target.config.hidden_size, "vocab_size": target.config.vocab_size}
+    for key, expected in sizes.items():
+        if raw.get(key) is not None and raw[key] != expected:
+            raise ConfigError(
+                f"the draft heads are for another model: config.json has {key}={raw[key]!r}, "
+                f"the target {expected}"
+            )
 
 
 def check_fit(config: DrafterConfig, target: LanguageModel, *, reads_own_size: bool) -> None:

@@ -12,19 +12,20 @@ vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.core.draft import DraftSource
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.kernels.decoder_ops import DecoderPass
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
-from outdraft.kernels.ops import Kernels
 from outdraft.models.decoder import Decoder, Kind
 from outdraft.models.drafter_tables import DrafterTables
-from outdraft.models.eagle_config import EagleConfig, EagleVersion
+from outdraft.models.eagle_config import EagleConfig
 from outdraft.models.eagle_layers import Entry, TapFusion
 from outdraft.models.layers.linear import memory_bytes, pack_linears
 from outdraft.models.layers.norm import RMSNorm, norm_weight
@@ -46,13 +47,9 @@ class EagleNetwork(nn.Module):
     """
 
     def __init__(
-        self,
-        config: EagleConfig,
-        tables: TargetTables,
-        kernels: Kernels,
-        draft_ids_N: Tensor | None,
+        self, config: EagleConfig, tables: TargetTables, draft_ids_N: Tensor | None
     ) -> None:
-        """In the dtype and on the device of the target, spread over the ranks of the tables.
+        """As the target's numbers and kernels are, spread over the ranks of the tables.
 
         Args:
             draft_ids_N: int64, the target's id of each draft token; None: it has the same ids.
@@ -65,27 +62,31 @@ class EagleNetwork(nn.Module):
         layer, target, group = config.layer, tables.target, tables.group
         self.shard = layer.shard(group.size, DRAFT_RANKS)
         kind = Kind(dtype=target.dtype, device=target.device)
-        self.config, self.dtype, self.device = config, target.dtype, target.device
+        self.config, self.kernels = config, target.kernels
+        self.dtype, self.device = target.dtype, target.device
         self.taps = config.taps_of(target.config.num_layers)
         self.feature_size = layer.hidden_size
         self.tables = DrafterTables(config, tables, draft_ids_N)
         self.fusion: TapFusion | None = None
-        if config.version is EagleVersion.EAGLE3:
+        if config.version is DraftSource.EAGLE3:
             self.fusion = TapFusion(config, len(self.taps), kind)
         self.entry = Entry(config, kind)
         has_first_norm = self.fusion is None and config.input_norm
         self.decoder = Decoder(
-            layer, kernels, kind, self.entry.num_outputs, has_first_norm=has_first_norm, group=group
+            layer,
+            self.kernels,
+            kind,
+            self.entry.num_outputs,
+            has_first_norm=has_first_norm,
+            group=group,
         )
         # EAGLE has a final norm only by exception.
-        has_norm = config.version is EagleVersion.EAGLE3 or config.layernorms
+        has_norm = config.version is DraftSource.EAGLE3 or config.layernorms
         self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps, **kind) if has_norm else None
         self.mask_hidden: nn.Parameter | None = None
         if config.mask_shape is not None:
             mask = torch.empty(config.mask_shape, **kind)
             self.mask_hidden = nn.Parameter(mask, requires_grad=False)
-        self.kernels = kernels
-        self._passes: DecoderPass | None = None
 
     def features(self, hidden_TD: Tensor, tapped_TKS: Tensor) -> Tensor:
         """[T, F]: what a row reads of the target's pass over its position.
@@ -109,18 +110,16 @@ class EagleNetwork(nn.Module):
         """Whether it was trained to draft several tokens in one pass (P-EAGLE, 2602.01469)."""
         return self.mask_hidden is not None
 
-    @property
+    @cached_property
     def passes(self) -> DecoderPass:
         """What the network computes, once its weights and the target's are packed."""
-        if self._passes is None:
-            is_fed_back = self.config.norm_output
-            self._passes = self.tables.compile_passes(
-                self.decoder,
-                final_norm=self.norm if is_fed_back else None,
-                head_norm=None if is_fed_back else self.norm,
-                entry=self.entry.spec(),
-            )
-        return self._passes
+        is_fed_back = self.config.norm_output
+        return self.tables.compile_passes(
+            self.decoder,
+            final_norm=self.norm if is_fed_back else None,
+            head_norm=None if is_fed_back else self.norm,
+            entry=self.entry.spec(),
+        )
 
     def forward(
         self,

@@ -6,9 +6,9 @@ speculators library as drafter_config.py says, and vLLM puts the Llama's into `m
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
+from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.models.config import ModelConfig
 from outdraft.models.counts import read_count, read_mask_token
@@ -24,19 +24,14 @@ from outdraft.models.drafter_config import (
 )
 
 
-class EagleVersion(StrEnum):
-    """Which network: EAGLE-2 is EAGLE with trees, EAGLE-3.1 and P-EAGLE are options of EAGLE-3."""
-
-    EAGLE = "eagle"  # Li et al. 2024, arXiv 2401.15077
-    EAGLE3 = "eagle3"  # Li et al. 2025, arXiv 2503.01840
-    MTP = "mtp"  # a layer for multi-token prediction, as models/mtp.py says
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig(DrafterConfig):
     """The shape of one EAGLE drafter.
 
     Attributes:
+        version: EAGLE (Li et al. 2024, arXiv 2401.15077; with trees it is EAGLE-2), EAGLE-3 (Li et
+            al. 2025, arXiv 2503.01840; EAGLE-3.1 and P-EAGLE are options of it), or MTP, a layer
+            for multi-token prediction as models/mtp.py says.
         taps: EAGLE-3: behind how many of the target's layers the states are taken; None: as in
             the paper's checkpoints.
         may_count_from_0: `taps` may name layers, the first one 0, rather than count them.
@@ -52,7 +47,7 @@ class EagleConfig(DrafterConfig):
             arXiv 2602.01469).
     """
 
-    version: EagleVersion
+    version: DraftSource
     taps: tuple[int, ...] | None = None
     may_count_from_0: bool = False
     fc_bias: bool = False
@@ -73,7 +68,7 @@ class EagleConfig(DrafterConfig):
             ConfigError: a value is missing, contradicts another, or is not supported.
         """
         version, options = _version(raw), drafter_options(raw, "eagle_config")
-        is_first, layer = version is EagleVersion.EAGLE, _layer_config(raw)
+        is_first, layer = version is DraftSource.EAGLE, _layer_config(raw)
         check_supported(options, _UNSUPPORTED)
         flags: dict[str, Any] = {key: _flag(options, key) for key in _FLAGS[version]}
         _refuse_other_flags(options, version)
@@ -98,7 +93,7 @@ class EagleConfig(DrafterConfig):
         Raises:
             ConfigError: the target has no such layers.
         """
-        if self.version is not EagleVersion.EAGLE3:
+        if self.version is not DraftSource.EAGLE3:
             return ()
         taps = self.taps or (2, num_target_layers // 2, num_target_layers - 3)
         if self.may_count_from_0 and _names_layers(taps, num_target_layers):
@@ -122,13 +117,13 @@ _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
 }
 
 _FLAGS = {
-    EagleVersion.EAGLE: ("layernorms",),
-    EagleVersion.EAGLE3: ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual"),
+    DraftSource.EAGLE: ("layernorms",),
+    DraftSource.EAGLE3: ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual"),
 }
 _SPECULATORS = {
-    "eagle": EagleVersion.EAGLE,
-    "eagle3": EagleVersion.EAGLE3,
-    "peagle": EagleVersion.EAGLE3,
+    "eagle": DraftSource.EAGLE,
+    "eagle3": DraftSource.EAGLE3,
+    "peagle": DraftSource.EAGLE3,
 }
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -137,7 +132,7 @@ _ARCHITECTURES = {
 }
 
 
-def _version(raw: Mapping[str, Any]) -> EagleVersion:
+def _version(raw: Mapping[str, Any]) -> DraftSource:
     """By the speculators' type, else by the architecture's name.
 
     The checkpoints of EAGLE's authors call themselves LlamaForCausalLM: then EAGLE-3 is what has
@@ -155,13 +150,13 @@ def _version(raw: Mapping[str, Any]) -> EagleVersion:
         raise ConfigError(f"config.json must name one architecture, got {names}")
     name = str(names[0]).lower()
     if "eagle3" in name or "peagle" in name:
-        return EagleVersion.EAGLE3
+        return DraftSource.EAGLE3
     if "eagle" in name:
-        return EagleVersion.EAGLE
+        return DraftSource.EAGLE
     if names[0] not in _ARCHITECTURES.values():
         raise ConfigError(f"architecture {names[0]!r} is not an EAGLE drafter")
     is_newer = raw.get("draft_vocab_size") is not None or raw.get("eagle_config") is not None
-    return EagleVersion.EAGLE3 if is_newer else EagleVersion.EAGLE
+    return DraftSource.EAGLE3 if is_newer else DraftSource.EAGLE
 
 
 def _layer_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -186,7 +181,7 @@ def _layer_config(raw: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig.from_mapping({**layer, "architectures": [_ARCHITECTURES[model_type]]})
 
 
-def _refuse_other_flags(options: Mapping[str, Any], version: EagleVersion) -> None:
+def _refuse_other_flags(options: Mapping[str, Any], version: DraftSource) -> None:
     for other, keys in _FLAGS.items():
         for key in keys:
             if other is not version and options.get(key):

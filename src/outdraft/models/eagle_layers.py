@@ -6,9 +6,10 @@ Dimension key: T rows, D hidden of the drafter, S hidden of the target, K taps, 
 import torch
 from torch import Tensor, nn
 
+from outdraft.core.draft import DraftSource
 from outdraft.kernels.decoder_ops import StateEntry
 from outdraft.models.decoder import Kind, product_of
-from outdraft.models.eagle_config import EagleConfig, EagleVersion
+from outdraft.models.eagle_config import EagleConfig
 from outdraft.models.layers.linear import Linear
 from outdraft.models.layers.norm import RMSNorm, norm_weight
 from outdraft.models.slots import Slots, slot_of
@@ -57,11 +58,11 @@ class Entry(nn.Module):
         self.fc: Linear | None = None
         self.token_norm: RMSNorm | None = None
         self.state_norm: RMSNorm | None = None
-        if config.version is not EagleVersion.EAGLE3:
+        if config.version is not DraftSource.EAGLE3:
             self.fc = Linear(2 * size, size, bias=config.fc_bias, **kind)
-        if config.version is not EagleVersion.EAGLE:
+        if config.version is not DraftSource.EAGLE:
             self.state_norm = RMSNorm(size, eps, **kind)
-        self._leaves_out_first = config.version is EagleVersion.MTP
+        self._leaves_out_first = config.version is DraftSource.MTP
         if self.fc is None or config.layernorms:
             self.token_norm = RMSNorm(size, eps, **kind)
         self.num_outputs = 2 * size if self.fc is None else size

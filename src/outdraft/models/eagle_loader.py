@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
+from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel
 from outdraft.models.config import read_json
 from outdraft.models.drafter_tensors import (
@@ -24,7 +24,7 @@ from outdraft.models.drafter_tensors import (
     take_draft_ids,
 )
 from outdraft.models.eagle import EagleNetwork
-from outdraft.models.eagle_config import EagleConfig, EagleVersion
+from outdraft.models.eagle_config import EagleConfig
 from outdraft.models.loader import (
     Place,
     fill_slots,
@@ -46,31 +46,23 @@ _OTHER_NAMES = {
 
 
 def load_eagle(
-    path: Path,
-    target: LanguageModel,
-    kernels: Kernels,
-    quantization: WeightFormat | None = None,
-    tables: TargetTables | None = None,
+    path: Path, tables: TargetTables, quantization: WeightFormat | None = None
 ) -> EagleNetwork:
     """The drafter of a checkpoint directory, ready to run, its weights packed for the device.
 
-    It has the dtype and the device of the target, whose embedding and head it may read.
-
-    Args:
-        tables: the target's, where one of both is spread over ranks. All ranks of the target call
-            this together.
+    It has the dtype, the device and the kernels of the target, whose tables it may read. All ranks
+    of the target call this together.
 
     Raises:
         ConfigError: the config is not supported, does not fit the target or cannot be divided over
             its ranks, or a tensor is missing, unknown, damaged or of another shape.
     """
-    found = tensor_places(weight_files(path), _canonical_name)
+    target, found = tables.target, tensor_places(weight_files(path), _canonical_name)
     drop_the_targets_embedding(found, target)
     raw = read_json(path / "config.json")
     config = _completed(EagleConfig.from_mapping(raw), found)
     _check_fit(config, target)
-    ids_N = take_draft_ids(config, found)
-    network = EagleNetwork(config, tables or TargetTables(target), kernels, ids_N)
+    network = EagleNetwork(config, tables, take_draft_ids(config, found))
     fill_slots(network.checkpoint_slots(), found)
     for layer in network.decoder.layers:
         network.decoder.arrange(layer)
@@ -96,7 +88,7 @@ def _completed(config: EagleConfig, found: Mapping[str, Place]) -> EagleConfig:
         o_bias=layer.o_bias or "layers.0.self_attn.o_proj.bias" in found,
         mlp_bias=layer.mlp_bias or "layers.0.mlp.gate_proj.bias" in found,
     )
-    is_normed = config.version is EagleVersion.EAGLE and "embedding_layernorm.weight" in found
+    is_normed = config.version is DraftSource.EAGLE and "embedding_layernorm.weight" in found
     layernorms = config.layernorms or is_normed
     return replace(
         config,
@@ -112,7 +104,7 @@ def _completed(config: EagleConfig, found: Mapping[str, Place]) -> EagleConfig:
 
 def _check_fit(config: EagleConfig, target: LanguageModel) -> None:
     """As `check_fit`, and whether its mask is as wide as one of the states that it reads."""
-    check_fit(config, target, reads_own_size=config.version is EagleVersion.EAGLE)
+    check_fit(config, target, reads_own_size=config.version is DraftSource.EAGLE)
     size, own_size = target.config.hidden_size, config.layer.hidden_size
     widths = [len(config.taps_of(target.config.num_layers)) * size, own_size]
     if config.mask_shape is not None and torch.Size(config.mask_shape).numel() not in widths:

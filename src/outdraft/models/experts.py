@@ -16,13 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from outdraft.core.routed_weights import RoutedWeights
-from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.data.coded_weight import CodedWeight, joined
 from outdraft.kernels.expert_ops import Activation, Experts, ExpertWeights, Gate
-from outdraft.kernels.ops import Kernels
 from outdraft.models.quantized.deferred import StoredParameter
-from outdraft.models.quantized.stand_ins import StandIns
+from outdraft.models.quantized.stand_ins import Packing
 
 _logger = logging.getLogger(__name__)
 
@@ -101,22 +99,17 @@ class _CodesOfExperts(Sequence[CodedWeight]):
 
 
 def replace_experts(
-    module: nn.Module,
-    kernels: Kernels,
-    quantization: WeightFormat | None = None,
-    stand_ins: StandIns | None = None,
-    sums: Mapping[nn.Module, RankGroup] = MappingProxyType({}),
-) -> int:
-    """Replace the experts inside a transformers model; returns how many layers of them.
+    module: nn.Module, packing: Packing, sums: Mapping[nn.Module, RankGroup] = MappingProxyType({})
+) -> None:
+    """Replace the experts inside a transformers model.
 
     Each layer is packed as it is reached and then given free, so that few weights are there twice.
     Experts whose arithmetic the kernels do not have stay the library's; a line of the log says so.
 
     Args:
-        stand_ins: has those that are codes.
         sums: for modules that have parts of their experts, the ranks that have the others.
     """
-    count, left, stand_ins = 0, dict[str, str](), stand_ins or StandIns()
+    left: dict[str, str] = {}
     for parent in present_modules(module):
         for name, child in list(parent.named_children()):
             if not _holds_experts(child):
@@ -124,13 +117,10 @@ def replace_experts(
             gate = _gate_of(child)
             if isinstance(gate, str):
                 left[type(child).__name__] = gate
-                continue
-            group = sums.get(child, ALONE)
-            setattr(parent, name, _packed(child, gate, kernels, quantization, stand_ins, group))
-            count += 1
+            else:
+                setattr(parent, name, _packed(child, gate, packing, sums.get(child, ALONE)))
     for name, why in left.items():
         _logger.warning("%s stays the transformers library's own code: %s", name, why)
-    return count
 
 
 def routed_weights(module: nn.Module, per_row: int | None) -> RoutedWeights | None:
@@ -203,14 +193,7 @@ def is_interleaved(module: Any) -> bool:
     return type(module).__name__ != _DENSE and not module.is_concatenated
 
 
-def _packed(
-    module: Any,
-    gate: Gate,
-    kernels: Kernels,
-    quantization: WeightFormat | None,
-    stand_ins: StandIns,
-    group: RankGroup,
-) -> PackedExperts:
+def _packed(module: Any, gate: Gate, packing: Packing, group: RankGroup) -> PackedExperts:
     is_dense = type(module).__name__ == _DENSE
     gate_up_XED, down_XDI = module.gate_up_proj.detach(), module.down_proj.detach()
     if is_transposed(module):
@@ -224,11 +207,11 @@ def _packed(
         if biases[0] is not None:
             biases[0] = torch.cat((biases[0][:, ::2], biases[0][:, 1::2]), dim=1)
     down_X: Sequence[Tensor | CodedWeight] = down_XDI.unbind()
-    if (stored := stand_ins.stored(module.gate_up_proj)) is not None:
+    if (stored := packing.stand_ins.stored(module.gate_up_proj)) is not None:
         gate_up_X = _CodesOfExperts(stored, is_interleaved=is_interleaved(module))
-    if (stored := stand_ins.stored(module.down_proj)) is not None:
+    if (stored := packing.stand_ins.stored(module.down_proj)) is not None:
         down_X = _CodesOfExperts(stored, is_interleaved=False)
     weights = ExpertWeights(gate_up_X, down_X, *biases, dtype=down_XDI.dtype)
-    experts = kernels.pack_experts(weights, gate, quantization)
+    experts = packing.kernels.pack_experts(weights, gate, packing.quantization)
     kind = PackedDenseExperts if is_dense else PackedExperts
     return kind(experts, len(down_XDI), gate_up_XED.nbytes + down_XDI.nbytes, group)

@@ -5,7 +5,8 @@ rank, K tapped layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ from outdraft.kernels.rank_products import PaddedProduct
 from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.models.config import ModelConfig
 from outdraft.models.decoder import Decoder, Kind, product_of
-from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, memory_bytes, numbers_of, pack_linears
 from outdraft.models.layers.norm import RMSNorm
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS
@@ -31,14 +31,7 @@ EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class CausalLM(nn.Module):
-    """A decoder-only language model over a paged cache. Weights are not initialised.
-
-    Attributes:
-        config: of the whole model.
-        shard: the part of it that this rank has, whose keys and values are in this rank's cache.
-        vocabulary: the tokens of this rank.
-        group: the ranks that it is spread over. Each of them calls the same with the same rows.
-    """
+    """As `LanguageModel`. Weights are not initialised."""
 
     def __init__(
         self,
@@ -64,7 +57,9 @@ class CausalLM(nn.Module):
         self.dtype, self.device = dtype, kind["device"]
         self.vocabulary = VocabularyShard(group, config.vocab_size)
         num_tokens = self.vocabulary.num_own
-        self.embed_tokens = Embedding(num_tokens, config.hidden_size, **kind)
+        table_VD = torch.empty(num_tokens, config.hidden_size, **kind)
+        self.embed_tokens = nn.Embedding.from_pretrained(table_VD)
+        is_tied = config.tie_word_embeddings
         self.decoder = Decoder(config, kernels, kind, group=group)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kind)
         self.lm_head = Linear(
@@ -72,23 +67,19 @@ class CausalLM(nn.Module):
             num_tokens,
             bias=False,
             **kind,
-            weight=self.embed_tokens.weight if config.tie_word_embeddings else None,
+            weight=cast("nn.Parameter", self.embed_tokens.weight) if is_tied else None,
             spread=None if group.size == 1 else partial(PaddedProduct, self.vocabulary),
         )
-        self._passes: DecoderPass | None = None
 
-    @property
+    @cached_property
     def passes(self) -> DecoderPass:
         """What the network computes, once its weights are packed."""
-        if self._passes is None:
-            embedding_VD = self.embed_tokens.weight.data
-            self._passes = self.decoder.compile_passes(
-                embedding_VD,
-                product_of(self.lm_head),
-                final_norm=self.norm,
-                shard=None if self.group.size == 1 else self.vocabulary,
-            )
-        return self._passes
+        return self.decoder.compile_passes(
+            self.embed_tokens.weight.data,
+            product_of(self.lm_head),
+            final_norm=self.norm,
+            shard=None if self.group.size == 1 else self.vocabulary,
+        )
 
     def forward(
         self, token_ids_T: Tensor, caches: Sequence[LayerCache], metadata: AttentionMetadata

@@ -34,6 +34,7 @@ from outdraft.models.quantized.placing import (
 )
 from outdraft.models.quantized.reader import read_stored
 from outdraft.models.quantized.stored import StoredWeight
+from outdraft.models.quantized.tensors import Place, StoredTensors
 from outdraft.models.slots import Slot
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -43,8 +44,6 @@ _READABLE = {"F64", "F32", "F16", "BF16"}
 _MAX_NAMED = 5  # tensors that an error names
 _WEIGHT_ONLY = "the checkpoint was made for %s: only its weights are quantised here"
 _logger = logging.getLogger(__name__)
-
-Place = tuple[Path, str]  # a safetensors file, and the name of a tensor in it
 
 
 def resolve_model_path(
@@ -105,18 +104,7 @@ def load_model(
     drafts: bool = False,
     has_random_weights: bool = False,
 ) -> CausalLM:
-    """The model of a checkpoint, ready to run, its weights packed for the device.
-
-    Args:
-        max_model_len: the longest text that it will read, where that is known.
-        group: the ranks that it is spread over; this one reads its part of the files.
-        drafts: as CausalLM.
-        has_random_weights: small ones, to try shapes and memory without a download.
-
-    Raises:
-        ConfigError: the config is not supported or cannot be divided over the group, or a tensor is
-            missing, unknown, damaged or of another shape.
-    """
+    """As load_language_model, of a family that has a network here."""
     config = ModelConfig.from_directory(path).for_context(max_model_len)
     if has_random_weights:
         check_unquantised(path, config.quantization)
@@ -230,7 +218,7 @@ def load_weights(
     their order change on the way.
 
     Raises:
-        ConfigError: as load_model.
+        ConfigError: as load_language_model.
     """
     places, stored = checkpoint.places, checkpoint.stored
     check_slots(model.checkpoint_slots(), places, stored)
@@ -282,9 +270,12 @@ def _mapped(slots: Mapping[str, Slot], places: Mapping[str, Place]) -> dict[str,
     """What the checkpoint has for these slots, or this rank's parts of it; what was read of a file
     leaves the memory with them."""
     mapped: dict[str, Tensor] = {}
-    for file, named in _by_file(slots, places):
+    names = [name for name in places if name in slots]
+    for file in dict.fromkeys(places[name][0] for name in names):
         with safe_open(file, framework="pt") as tensors:
-            mapped |= {name: _part(tensors, stored, slots[name]) for name, stored in named}
+            for name in names:
+                if places[name][0] == file:
+                    mapped[name] = _part(tensors, places[name][1], slots[name])
     return mapped
 
 
@@ -387,31 +378,18 @@ def check_slots(
                 f"weight {name!r} has shape {list(one.shape)}, but config.json asks for "
                 f"{slots[name].shape}"
             )
-    for file, named in _by_file(slots, places):
-        with safe_open(file, framework="pt") as tensors:
-            for slot, name in named:
-                tensor = tensors.get_slice(name)
-                found, expected = list(tensor.get_shape()), slots[slot].shape
-                if found != expected:
-                    raise ConfigError(
-                        f"tensor {name!r} has shape {found}, but config.json asks for {expected}"
-                    )
-                if tensor.get_dtype() not in _READABLE:
-                    raise ConfigError(
-                        f"tensor {name!r} has dtype {tensor.get_dtype()}, which is not supported; "
-                        f"supported: {', '.join(sorted(_READABLE))}"
-                    )
-
-
-def _by_file(
-    slots: Mapping[str, Slot], places: Mapping[str, Place]
-) -> Iterable[tuple[Path, list[tuple[str, str]]]]:
-    """For each file the slots that it fills, each with the name of its tensor."""
-    named: dict[Path, list[tuple[str, str]]] = {}
-    for slot, (file, name) in places.items():
-        if slot in slots:
-            named.setdefault(file, []).append((slot, name))
-    return named.items()
+    tensors = StoredTensors(places)
+    for slot, (_, name) in places.items():
+        found, expected, dtype = tensors.shape(slot), slots[slot].shape, tensors.dtype(slot)
+        if found != expected:
+            raise ConfigError(
+                f"tensor {name!r} has shape {found}, but config.json asks for {expected}"
+            )
+        if dtype not in _READABLE:
+            raise ConfigError(
+                f"tensor {name!r} has dtype {dtype}, which is not supported; "
+                f"supported: {', '.join(sorted(_READABLE))}"
+            )
 
 
 def listed(names: Sequence[str]) -> str:

@@ -24,17 +24,16 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel
 from outdraft.models.config import read_json
 from outdraft.models.counts import read_count, read_positive
 from outdraft.models.decoder import Kind
 from outdraft.models.drafter_tables import over_vocabulary
-from outdraft.models.head_checkpoint import check_target
+from outdraft.models.drafter_tensors import check_sizes
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
 from outdraft.models.loader import Place, fill_slots, read_tensor, tensor_places, weight_files
 from outdraft.models.slots import Slot, rows_of
-from outdraft.models.target_tables import BorrowedHead, TargetTables, vocabulary_linear
+from outdraft.models.target_tables import TargetTables, vocabulary_linear
 
 _ORIGINAL_FILE = "medusa_lm_head.safetensors"
 _PREFIX = "medusa_heads."  # some checkpoints of the converted form have it
@@ -69,7 +68,7 @@ class MedusaConfig:
         Raises:
             ConfigError: a value is missing, wrong, or contradicts the target.
         """
-        check_target(raw, target, hidden_key="hidden_size")
+        check_sizes(raw, target, hidden_key="hidden_size")
         num_heads = read_count(raw, "medusa_num_heads", "num_heads")
         if "medusa_num_heads" in raw:
             # The published configs often tell fewer heads than were trained in the end.
@@ -100,7 +99,7 @@ class MedusaHeads(nn.Module):
 
     token_map_E: Tensor
 
-    def __init__(self, config: MedusaConfig, tables: TargetTables, kernels: Kernels) -> None:
+    def __init__(self, config: MedusaConfig, tables: TargetTables) -> None:
         """Language model heads are spread over the ranks of the tables; the blocks are not.
 
         Raises:
@@ -108,7 +107,7 @@ class MedusaHeads(nn.Module):
         """
         super().__init__()
         target = tables.target
-        self._kernels, self._tables = kernels, tables
+        self._kernels, self._tables = target.kernels, tables
         self.config, self.num_heads = config, config.num_heads
         self.dtype, self.device = target.dtype, target.device
         kind = Kind(dtype=self.dtype, device=self.device)
@@ -124,7 +123,10 @@ class MedusaHeads(nn.Module):
         self.own_heads = nn.ModuleList(self._own_heads.values())
         # The target's head is no part of this module: it is neither counted nor packed here.
         self._lm_heads = [
-            tables.head() if name is None else self._own_heads[name] for name in config.head_names
+            (tables.head, tables.vocabulary)
+            if name is None
+            else (self._own_heads[name], self.known)
+            for name in config.head_names
         ]
         is_cut = config.num_known < config.vocab_size
         token_map_E = torch.zeros(config.num_known if is_cut else 0, dtype=torch.int64)
@@ -142,12 +144,10 @@ class MedusaHeads(nn.Module):
         states = [self._state(head, hidden_BD) for head in heads]
         states_BKD = torch.stack(states, dim=1) if len(states) > 1 else states[0][:, None]
         lm_heads = [self._lm_heads[head] for head in heads]
-        if all(lm_head is lm_heads[0] for lm_head in lm_heads):  # one read of its weights for all
-            logits_RV = self._logits(lm_heads[0], states_BKD.flatten(0, 1), shares)
+        if len({id(lm_head) for lm_head, _ in lm_heads}) == 1:  # one read of its weights for all
+            logits_RV = self._logits(*lm_heads[0], states_BKD.flatten(0, 1), shares)
             return logits_RV.unflatten(0, (-1, len(heads)))
-        each = [
-            self._logits(lm_head, states_BKD[:, k], shares) for k, lm_head in enumerate(lm_heads)
-        ]
+        each = [self._logits(*one, states_BKD[:, k], shares) for k, one in enumerate(lm_heads)]
         return torch.stack(each, dim=1)
 
     def _state(self, head: int, hidden_BD: Tensor) -> Tensor:
@@ -156,11 +156,9 @@ class MedusaHeads(nn.Module):
         return hidden_BD
 
     def _logits(
-        self, lm_head: Linear | BorrowedHead, states_RD: Tensor, shares: RequestShares
+        self, lm_head: Linear, known: VocabularyShard, states_RD: Tensor, shares: RequestShares
     ) -> Tensor:
-        """[Q, V]."""
-        is_borrowed = isinstance(lm_head, BorrowedHead)
-        known = self._tables.vocabulary if is_borrowed else self.known
+        """[Q, V]; `known`: the tokens of the head."""
         logits_QE = shares.turn(lm_head(states_RD), known.num_tokens)
         logits_QE = logits_QE.to(torch.promote_types(self.dtype, torch.float32))
         if self.config.logit_scale != 1.0:
@@ -179,12 +177,10 @@ class MedusaHeads(nn.Module):
     def weight_bytes(self) -> int:
         """Weights that drafting with all heads reads, the target's head too where it is used."""
         blocks = sum(memory_bytes(layer) for block in self._blocks for layer in block)
-        lm_heads = {id(lm_head): lm_head for lm_head in self._lm_heads}
-        # A head that all share is read once.
-        each = lm_heads.values() if len(lm_heads) == 1 else self._lm_heads
-        return blocks + sum(
-            memory_bytes(one) if isinstance(one, Linear) else one.num_bytes for one in each
-        )
+        lm_heads = [lm_head for lm_head, _ in self._lm_heads]
+        if len({id(lm_head) for lm_head in lm_heads}) == 1:  # one that all share is read once
+            lm_heads = lm_heads[:1]
+        return blocks + sum(memory_bytes(lm_head) for lm_head in lm_heads)
 
     def slots(self) -> dict[str, Slot]:
         """Where each tensor of a checkpoint belongs; only before the weights are packed."""
@@ -199,15 +195,9 @@ class MedusaHeads(nn.Module):
 
 
 def load_medusa(
-    path: Path,
-    target: LanguageModel,
-    kernels: Kernels,
-    quantization: WeightFormat | None = None,
-    tables: TargetTables | None = None,
+    path: Path, tables: TargetTables, quantization: WeightFormat | None = None
 ) -> MedusaHeads:
-    """The heads of a checkpoint directory, ready to run, in the target's dtype, on its device.
-
-    `tables`: the target's, where it or the heads are spread over ranks.
+    """The heads of a checkpoint directory, ready to run; as load_eagle.
 
     Raises:
         ConfigError: these are no Medusa heads, or not of this target; or a tensor is missing,
@@ -224,10 +214,9 @@ def load_medusa(
     original = path / _ORIGINAL_FILE
     files = [original] if original.is_file() else weight_files(path)
     places = tensor_places(files, _slot)
-    config = MedusaConfig.from_checkpoint(raw, places.keys(), target)
-    heads = MedusaHeads(config, tables or TargetTables(target), kernels)
+    heads = MedusaHeads(MedusaConfig.from_checkpoint(raw, places.keys(), tables.target), tables)
     _load(heads, places)
-    pack_linears(heads, kernels, quantization)
+    pack_linears(heads, tables.target.kernels, quantization)
     return heads.eval()
 
 

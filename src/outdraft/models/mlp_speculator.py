@@ -27,16 +27,12 @@ from torch import Tensor, nn
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
-from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
-from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel
 from outdraft.models.config import read_json
 from outdraft.models.counts import read_count
 from outdraft.models.decoder import Kind
-from outdraft.models.head_checkpoint import check_target
-from outdraft.models.layers.embedding import Embedding
+from outdraft.models.drafter_tensors import check_sizes
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
 from outdraft.models.loader import Place, fill_slots, read_tensor, tensor_places, weight_files
 from outdraft.models.slots import Slot, rows_of
@@ -85,7 +81,7 @@ class MLPSpeculatorConfig:
                 f"config.json: a speculator of architectures={names}, method="
                 f"{raw.get('method')!r} is not supported; supported: {_ARCHITECTURE}"
             )
-        check_target(raw, target, hidden_key="emb_dim")
+        check_sizes(raw, target, hidden_key="emb_dim")
         emb_dim = read_count(raw, "emb_dim")
         inner_dim = emb_dim if raw.get("inner_dim") == 0 else None
         config = cls(
@@ -129,32 +125,24 @@ class ScaleAndShift(nn.Module):
 class MLPSpeculator(nn.Module):
     """All heads of a target. Weights are not initialised."""
 
-    def __init__(
-        self,
-        config: MLPSpeculatorConfig,
-        kind: Kind,
-        kernels: Kernels,
-        group: RankGroup = ALONE,
-    ) -> None:
-        """`group`: over which the products with the vocabulary are spread.
-
-        Raises:
-            ConfigError: the vocabulary cannot be divided over the group.
-        """
+    def __init__(self, config: MLPSpeculatorConfig, tables: TargetTables) -> None:
+        """The products with the vocabulary are spread over the ranks of the tables."""
         super().__init__()
-        self._kernels = kernels
+        target = tables.target
+        self._kernels, self._tokens = target.kernels, tables.vocabulary
         self.config, self.num_heads = config, config.num_heads
-        self.dtype, self.device = kind["dtype"], kind["device"]
+        self.dtype, self.device = target.dtype, target.device
+        kind = Kind(dtype=self.dtype, device=self.device)
         inner, vocabulary = config.inner_dim, config.vocab_size
         self._emb = [
-            Embedding(vocabulary, inner, **kind) for _ in range(config.num_distinct("emb"))
+            nn.Embedding.from_pretrained(torch.empty(vocabulary, inner, **kind))
+            for _ in range(config.num_distinct("emb"))
         ]
         self._proj = [
             Linear(inner if i else config.emb_dim, inner, bias=False, **kind)
             for i in range(config.num_distinct("proj"))
         ]
         self._ln = [ScaleAndShift(inner, **kind) for _ in range(config.num_distinct("ln"))]
-        self._tokens = VocabularyShard(group, vocabulary)
         self._head = [
             vocabulary_linear(inner, self._tokens, kind) for _ in range(config.num_distinct("head"))
         ]
@@ -207,28 +195,22 @@ class MLPSpeculator(nn.Module):
 
 
 def load_mlp_speculator(
-    path: Path,
-    target: LanguageModel,
-    kernels: Kernels,
-    quantization: WeightFormat | None = None,
-    tables: TargetTables | None = None,
+    path: Path, tables: TargetTables, quantization: WeightFormat | None = None
 ) -> MLPSpeculator:
-    """The speculator of a checkpoint directory, ready to run, in the target's dtype, on its device.
-
-    `tables`: the target's, where it or the heads are spread over ranks.
+    """The speculator of a checkpoint directory, ready to run; as load_eagle.
 
     Raises:
         ConfigError: this is no MLP speculator, or not of this target; or a tensor is missing,
             unknown, damaged or of another shape.
     """
+    target = tables.target
     config = MLPSpeculatorConfig.from_mapping(read_json(path / "config.json"), target)
     places = tensor_places(weight_files(path), lambda name: name.removeprefix(_PREFIX))
     if config.tie_weights:
         _leave_out_copies(places, config)
-    kind, group = Kind(dtype=target.dtype, device=target.device), tables.group if tables else ALONE
-    speculator = MLPSpeculator(config, kind, kernels, group)
+    speculator = MLPSpeculator(config, tables)
     fill_slots(speculator.slots(), places)
-    pack_linears(speculator, kernels, quantization)
+    pack_linears(speculator, target.kernels, quantization)
     return speculator.eval()
 
 

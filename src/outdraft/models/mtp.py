@@ -15,13 +15,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.ops import Kernels
-from outdraft.models.base import LanguageModel, StateNetwork
+from outdraft.models.base import StateNetwork
 from outdraft.models.config import ModelConfig, read_config
 from outdraft.models.eagle import EagleNetwork
-from outdraft.models.eagle_config import EagleConfig, EagleVersion
+from outdraft.models.eagle_config import EagleConfig
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import fill_slots, tensor_places, weight_files
 from outdraft.models.target_tables import TargetTables
@@ -38,30 +38,21 @@ _logger = logging.getLogger(__name__)
 
 
 def load_mtp(
-    path: Path,
-    target: LanguageModel,
-    kernels: Kernels,
-    quantization: WeightFormat | None = None,
-    tables: TargetTables | None = None,
+    path: Path, tables: TargetTables, quantization: WeightFormat | None = None
 ) -> StateNetwork:
-    """The first such layer of the target's checkpoint, ready to run, its weights packed.
-
-    Args:
-        path: of the target.
-        tables: as in load_eagle.
+    """The first such layer of the target's checkpoint at `path`, ready to run; as load_eagle.
 
     Raises:
         ConfigError: the checkpoint has no such layer, the layer cannot be divided over its ranks,
             or a tensor is missing, unknown, damaged or of another shape.
     """
-    tables = tables or TargetTables(target)
-    count = num_layers(path, target.config.architecture)
+    count = num_layers(path, tables.target.config.architecture)
     if count > 1:
         _logger.info("%s has %d MTP layers: the first one makes all drafts", path, count)
-    if not isinstance(target, CausalLM):
-        load = import_module("outdraft.models.transformers_mtp").load_library_mtp
-        return load(path, target, kernels, quantization, tables)
-    return _load_mimo(path, target, kernels, quantization, tables)
+    if isinstance(tables.target, CausalLM):
+        return _load_mimo(path, tables.target.config, tables, quantization)
+    load = import_module("outdraft.models.transformers_mtp").load_library_mtp
+    return load(path, tables, quantization)
 
 
 def num_layers(path: Path, architecture: str) -> int:
@@ -82,16 +73,12 @@ def num_layers(path: Path, architecture: str) -> int:
 
 
 def _load_mimo(
-    path: Path,
-    target: CausalLM,
-    kernels: Kernels,
-    quantization: WeightFormat | None,
-    tables: TargetTables,
+    path: Path, target: ModelConfig, tables: TargetTables, quantization: WeightFormat | None
 ) -> EagleNetwork:
-    prefix = target.config.mtp_prefix
+    prefix = target.mtp_prefix
     if prefix is None:
         raise ConfigError(
-            f"config.json of {path} names {FIELD}, but {target.config.architecture} has no MTP "
+            f"config.json of {path} names {FIELD}, but {target.architecture} has no MTP "
             "layers that outdraft knows: those of MiMoForCausalLM are known, and those of "
             "families that the transformers library computes"
         )
@@ -99,13 +86,13 @@ def _load_mimo(
     found = tensor_places(weight_files(path), lambda name: _canonical_name(name, first))
     if not found:
         raise ConfigError(f"config.json of {path} names {FIELD}, but it has no tensors {first}*")
-    network = EagleNetwork(mtp_config(target.config), tables, kernels, None)
+    network = EagleNetwork(mtp_config(target), tables, None)
     fill_slots(network.checkpoint_slots(), found)
     fc = network.entry.fc
     assert fc is not None
     assert fc.weight is not None
     # The layout reads the state before the token, EAGLE the token before the state.
-    fc.weight.data.copy_(fc.weight.data.roll(target.config.hidden_size, dims=1))
+    fc.weight.data.copy_(fc.weight.data.roll(target.hidden_size, dims=1))
     for layer in network.decoder.layers:
         network.decoder.arrange(layer)
     network.pack(quantization)
@@ -115,7 +102,7 @@ def _load_mimo(
 def mtp_config(target: ModelConfig) -> EagleConfig:
     """What such a layer is, like the target's last one."""
     return EagleConfig(
-        version=EagleVersion.MTP,
+        version=DraftSource.MTP,
         layer=replace(target, num_layers=1, windows=target.windows[-1:]),
         draft_vocab_size=target.vocab_size,
         target_hidden_size=target.hidden_size,

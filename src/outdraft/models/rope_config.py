@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from outdraft.core.errors import ConfigError, did_you_mean
-from outdraft.models.counts import read_count, read_positive
+from outdraft.models.counts import read_count, read_object, read_positive
 
 
 class RopeKind(StrEnum):
@@ -89,7 +89,7 @@ def read_rope(raw: Mapping[str, Any], head_size: int) -> RopeConfig:
     Raises:
         ConfigError: a value is missing, wrong or unknown.
     """
-    values = {**_parameters(raw, "rope_scaling"), **_parameters(raw, "rope_parameters")}
+    values = read_object(raw, "rope_scaling") | read_object(raw, "rope_parameters")
     theta = read_positive(values, "rope_theta", read_positive(raw, "rope_theta", 10000.0))
     values.pop("rope_theta", None)
     old_name = values.pop("type", None)
@@ -111,14 +111,6 @@ def read_rope(raw: Mapping[str, Any], head_size: int) -> RopeConfig:
     rope = replace(rope, context_len=_longest_context(rope, max_positions))
     _check_turned(rope, head_size)
     return rope
-
-
-def _parameters(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The object under this key, or none."""
-    value = raw.get(key) or {}
-    if not isinstance(value, dict):
-        raise ConfigError(f"config.json: {key} must be an object, got {value!r:.80}")
-    return value  # pyright: ignore[reportUnknownVariableType]  # keys of a JSON object are str
 
 
 def _rope_fields(kind: RopeKind, values: Mapping[str, Any]) -> dict[str, Any]:

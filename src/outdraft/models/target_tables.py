@@ -1,10 +1,9 @@
 """What a drafter reads of its target: the embedding and the head, as the drafter's ranks have them.
 
-Dimension key: R rows, D hidden, V vocabulary, N tokens of this rank, S the most that one has.
+Dimension key: D hidden, N tokens of this rank.
 """
 
-from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from torch import Tensor
@@ -13,11 +12,10 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import QUANTIZATIONS
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.ops import Product
 from outdraft.kernels.rank_products import PaddedProduct
 from outdraft.models.base import LanguageModel
 from outdraft.models.config import ModelConfig
-from outdraft.models.decoder import Kind, product_of
+from outdraft.models.decoder import Kind
 from outdraft.models.layers.linear import Linear, memory_bytes
 from outdraft.models.llama import EMBEDDING_NAME, HEAD_NAME
 from outdraft.models.loader import fill_slots, open_checkpoint, tensor_places, weight_files
@@ -32,33 +30,16 @@ def vocabulary_linear(num_inputs: int, shard: VocabularyShard, kind: Kind) -> Li
     return Linear(num_inputs, shard.num_own, bias=False, **kind, spread=spread)
 
 
-@dataclass(frozen=True, slots=True)
-class BorrowedHead:
-    """A head that is no part of the drafter.
-
-    Attributes:
-        product: to logits of this rank's tokens, padded with -inf.
-        num_bytes: of the weights that it reads.
-    """
-
-    product: Product
-    num_bytes: int
-
-    def __call__(self, states_RD: Tensor) -> Tensor:
-        """[R, S]."""
-        return self.product(states_RD)
-
-
 class TargetTables:
     """The embedding and the head of a target, for a drafter.
 
     A drafter over as many ranks as the target reads the target's own. One over fewer ranks needs
     larger parts than these ranks have of the target: they are read anew from the target's
-    checkpoint, and count as the drafter's.
+    checkpoint when they are asked for, and count as the drafter's.
 
     Attributes:
         group: the ranks of the drafter.
-        copied_bytes: what was read anew.
+        copied_bytes: what was read anew so far.
         path: of the target's checkpoint; None: nobody said it.
     """
 
@@ -73,26 +54,14 @@ class TargetTables:
         self.target, self.group, self.copied_bytes = target, group, 0
         self.vocabulary = VocabularyShard(group, target.config.vocab_size)
         self.path = path
-        self._embedding_ND: Tensor | None = None
-        self._head: BorrowedHead | None = None
-
-    def embedding(self) -> Tensor:
-        """[N, D]: the vectors of this rank's tokens."""
-        if self._embedding_ND is None:
-            self._embedding_ND = self._found_embedding()
-        return self._embedding_ND
-
-    def head(self) -> BorrowedHead:
-        """As the target's, of its number format."""
-        if self._head is None:
-            self._head = self._found_head()
-        return self._head
 
     @property
     def _are_the_targets(self) -> bool:
         return self.group.size == self.target.group.size
 
-    def _found_embedding(self) -> Tensor:
+    @cached_property
+    def embedding_ND(self) -> Tensor:
+        """The vectors of this rank's tokens."""
         own = self.target.embed_tokens.weight.data
         if self._are_the_targets:
             return own
@@ -101,10 +70,13 @@ class TargetTables:
         self.copied_bytes += table_ND.nbytes
         return table_ND
 
-    def _found_head(self) -> BorrowedHead:
+    @cached_property
+    def head(self) -> Linear:
+        """To logits of this rank's tokens, padded with -inf; packed, of the target's number format.
+        No part of the drafter: a module that keeps it would count it as its own."""
         own = self.target.lm_head
         if self._are_the_targets:
-            return BorrowedHead(product_of(own), memory_bytes(own))
+            return own
         config = self.target.config
         kind = Kind(dtype=self.target.dtype, device=self.target.device)
         head = vocabulary_linear(config.hidden_size, self.vocabulary, kind)
@@ -112,7 +84,7 @@ class TargetTables:
         self._read(name, rows_of(self.vocabulary, head.weight))
         head.pack(self.target.kernels, own.format if own.format in QUANTIZATIONS else None)
         self.copied_bytes += memory_bytes(head)
-        return BorrowedHead(product_of(head), memory_bytes(head))
+        return head
 
     def _read(self, name: str, slot: Slot) -> None:
         assert self.path is not None, "the target has other ranks than the drafter"

@@ -12,45 +12,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.expert_ops import ExpertWeights, Gate
 from outdraft.kernels.ops import Kernels
 from outdraft.models.experts import ACTIVATIONS, PackedExperts, present_modules
 from outdraft.models.layers.linear import Linear
-from outdraft.models.quantized.stand_ins import StandIns
+from outdraft.models.quantized.stand_ins import Packing
 
-_READ_TOGETHER = (("q_proj", "k_proj", "v_proj"),)
+_READ_TOGETHER = ("q_proj", "k_proj", "v_proj")
 
 
-def fuse_layers(
-    model: nn.Module,
-    kernels: Kernels,
-    quantization: WeightFormat | None = None,
-    group: RankGroup = ALONE,
-    stand_ins: StandIns | None = None,
-) -> None:
-    """Replace norms, feed-forward blocks, and products that read the same rows.
+def fuse_layers(model: nn.Module, packing: Packing, group: RankGroup = ALONE) -> None:
+    """Replace norms, feed-forward blocks, and products that read the same rows. Codes of several
+    formats stay products of their own.
 
     Args:
         group: the ranks over which the products are spread already.
-        stand_ins: what of the weights is codes; those of other formats stay products of their own.
     """
-    stand_ins = stand_ins or StandIns()
     for module in present_modules(model):
         for name, part in list(module.named_children()):
-            found = _norm(part, kernels)
+            found = _norm(part, packing.kernels)
             if found is None and group.size == 1:  # else parts of a block are to be summed
-                found = _block(part, kernels, quantization, stand_ins)
+                found = _block(part, packing)
             if found is not None:
                 setattr(module, name, found)
-        for names in _READ_TOGETHER:
-            parts = [getattr(module, name, None) for name in names]
-            is_one = all(type(part) is nn.Linear for part in parts)
-            if is_one and stand_ins.can_join([part.weight for part in parts if part]):
-                fused = _FusedProducts(_joined(parts, kernels, quantization, stand_ins), parts)
-                for index, name in enumerate(names):
-                    setattr(module, name, _FusedPart(fused, index))
+        parts = [getattr(module, name, None) for name in _READ_TOGETHER]
+        is_one = all(type(part) is nn.Linear for part in parts)
+        if is_one and packing.stand_ins.can_join([part.weight for part in parts if part]):
+            fused = _FusedProducts(_joined(parts, packing), parts)
+            for index, name in enumerate(_READ_TOGETHER):
+                setattr(module, name, _FusedPart(fused, index))
 
 
 class FusedNorm(nn.Module):
@@ -125,9 +116,7 @@ def _norm(part: nn.Module, kernels: Kernels) -> FusedNorm | None:
     return fused if _is_same(part(x_2D), fused(x_2D)) else None
 
 
-def _block(
-    part: Any, kernels: Kernels, quantization: WeightFormat | None, stand_ins: StandIns
-) -> FusedBlock | None:
+def _block(part: Any, packing: Packing) -> FusedBlock | None:
     names = ("gate_proj", "up_proj", "down_proj")
     products: list[Any] = [getattr(part, name, None) for name in names]
     if not all(type(one) is nn.Linear and getattr(one, "bias", None) is None for one in products):
@@ -135,7 +124,7 @@ def _block(
     activation = ACTIVATIONS.get(type(getattr(part, "act_fn", None)).__name__)
     if activation is None:
         return None
-    kept = [one.weight for one in products]
+    kept, stand_ins = [one.weight for one in products], packing.stand_ins
     if not stand_ins.can_join(kept[:2]):
         return None
     gate, up, down = (weight.detach() for weight in kept)
@@ -148,13 +137,11 @@ def _block(
         [stand_ins.coded(kept[2:]) or down],
         dtype=down.dtype,
     )
-    experts = kernels.pack_experts(weights, Gate(activation), quantization)
+    experts = packing.kernels.pack_experts(weights, Gate(activation), packing.quantization)
     return FusedBlock(PackedExperts(experts, 1, gate.nbytes + up.nbytes + down.nbytes))
 
 
-def _joined(
-    parts: list[Any], kernels: Kernels, quantization: WeightFormat | None, stand_ins: StandIns
-) -> Linear:
+def _joined(parts: list[Any], packing: Packing) -> Linear:
     weight = parts[0].weight
     biases = [part.bias for part in parts]
     sizes = [part.out_features for part in parts]
@@ -166,10 +153,7 @@ def _joined(
         for to, bias in zip(linear.bias.data.split(sizes), biases, strict=True):
             to.copy_(bias) if bias is not None else to.zero_()
     weights = [part.weight for part in parts]
-    if (coded := stand_ins.coded(weights)) is not None:
-        linear.pack_codes(kernels, coded, weight.dtype)
-    else:
-        linear.pack(kernels, quantization, [weight.detach() for weight in weights])
+    packing.pack(linear, weights, [weight.detach() for weight in weights])
     return linear
 
 

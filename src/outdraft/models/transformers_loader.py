@@ -37,9 +37,8 @@ from outdraft.models.expert_parts import divide_experts
 from outdraft.models.experts import replace_experts
 from outdraft.models.loader import check_unquantised, listed, tensor_places, weight_files
 from outdraft.models.quantized.config import read_quantization
-from outdraft.models.quantized.deferred import StoredParameter
 from outdraft.models.quantized.placing import kept_already
-from outdraft.models.quantized.stand_ins import StandIns
+from outdraft.models.quantized.stand_ins import Packing, StandIns
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS, ModelShape
 from outdraft.models.transformers_attention import (
     NAME,
@@ -108,7 +107,7 @@ def load_transformers_model(
     drafts: bool = False,
     has_random_weights: bool = False,
 ) -> TransformersModel:
-    """As load_model.
+    """As load_language_model, of any family that the library has.
 
     Args:
         group: each of its ranks reads its part of what they divide; what is quantised it reads
@@ -134,7 +133,8 @@ def load_transformers_model(
     model = text_part(model)
     spreads, sums = divide(model, group), divide_experts(model, group)
     stand_ins = StandIns()
-    stand_ins.put(model, keeps_codes if torch.device(device).type == "cpu" else _keeps_nothing)
+    has_tiles = torch.device(device).type == "cpu"
+    stand_ins.put(model, keeps_codes if has_tiles else lambda *_: False)
     if quantization is not None and stand_ins.kept:
         raise kept_already(quantization, stand_ins.kept[0])
     nn.Module.to(model, device).eval().requires_grad_(False)
@@ -151,9 +151,10 @@ def load_transformers_model(
     if left_out := leave_out_unreached(model, reached):
         _logger.info("%s: texts do not meet %s: left out", path, ", ".join(left_out))
     shape = _shape(path, config, list(attention.values()), moves)
-    replace_experts(model, kernels, quantization, stand_ins, sums)
-    fuse_layers(model, kernels, quantization, group, stand_ins)
-    pack_products(model, kernels, quantization, spreads, stand_ins)
+    packing = Packing(kernels, quantization, stand_ins)
+    replace_experts(model, packing, sums)
+    fuse_layers(model, packing, group)
+    pack_products(model, packing, spreads)
     stand_ins.read_rest(model)
     if checkpoint is not None:
         for line in checkpoint.summary(stand_ins.kept, stand_ins.given_up):
@@ -296,11 +297,6 @@ def _source(
         checkpoint = QuantisedCheckpoint(tensor_places(weight_files(path)), {})
     tensors = checkpoint.presented(dtype, keeps_codes=device.type == "cpu", is_cut=group.size > 1)
     return {"pretrained_model_name_or_path": None, "state_dict": tensors}
-
-
-def _keeps_nothing(_module: nn.Module, _name: str, _stored: StoredParameter) -> bool:
-    """For devices without tiles."""
-    return False
 
 
 def plain_config(config: PretrainedConfig) -> PretrainedConfig:

@@ -74,7 +74,7 @@ class TransformersModel(nn.Module):
     def forward(
         self, token_ids_T: Tensor, caches: Sequence[LayerCache], metadata: AttentionMetadata
     ) -> Tensor:
-        """As CausalLM."""
+        """As LanguageModel."""
         return self.forward_tapped(token_ids_T, caches, metadata, ())[0]
 
     def forward_tapped(
@@ -85,7 +85,7 @@ class TransformersModel(nn.Module):
         taps: Sequence[int],
         wanted_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As CausalLM. The hidden states are those that the family's head reads."""
+        """As LanguageModel. The hidden states are those that the family's head reads."""
         layers = {
             module: (cache, form)
             for (module, form), cache in zip(self._attention.items(), caches, strict=True)
@@ -112,7 +112,7 @@ class TransformersModel(nn.Module):
         return hidden_RD, tapped_TKD
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """As CausalLM."""
+        """As LanguageModel."""
         logits_RV = self._head(inputs_embeds=hidden_RD[None]).logits[0]
         logits_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
         if self.group.size == 1:
@@ -121,7 +121,7 @@ class TransformersModel(nn.Module):
         return self.vocabulary.padded(logits_RV[:, : self.vocabulary.num_own])
 
     def checked_best_tokens(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
-        """As CausalLM."""
+        """As LanguageModel."""
         logits_RV = self.logits(hidden_RD)
         if self.group.size > 1:
             return self.vocabulary.best_tokens(logits_RV)
@@ -158,12 +158,12 @@ class TransformersModel(nn.Module):
 
     @property
     def memory_bytes(self) -> int:
-        """As CausalLM."""
+        """As LanguageModel."""
         return memory_bytes(self)
 
     @property
     def numbers(self) -> str:
-        """As CausalLM."""
+        """As LanguageModel."""
         return numbers_of(self, self.dtype)
 
 

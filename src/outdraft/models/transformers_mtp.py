@@ -24,10 +24,11 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
-from outdraft.kernels.ops import Kernels
+from outdraft.models.decoder import product_of
 from outdraft.models.experts import replace_experts
 from outdraft.models.layers.linear import memory_bytes
 from outdraft.models.loader import tensor_places, weight_files
+from outdraft.models.quantized.stand_ins import Packing
 from outdraft.models.shape import DRAFT_RANKS, ModelShape
 from outdraft.models.target_tables import TargetTables
 from outdraft.models.transformers_attention import (
@@ -86,8 +87,8 @@ class LibraryMtp(nn.Module):
         self._turn = turn
         self._leaves_threads = leaves_threads(self.kernels, layer)
         self._module, self._form = attention[0], attention[1].form
-        self._tables, self._head = tables, tables.head()
-        self._embedding_VD = tables.embedding()
+        self._tables, self._head = tables, product_of(tables.head)
+        self._embedding_VD = tables.embedding_ND
 
     def features(self, hidden_TD: Tensor, tapped_TKS: Tensor) -> Tensor:
         """[T, D]: the target's states as they are."""
@@ -129,15 +130,11 @@ class LibraryMtp(nn.Module):
     @property
     def weight_bytes(self) -> int:
         """Weights that one step of a draft reads at most, the target's head included."""
-        return memory_bytes(self) + self._head.num_bytes
+        return memory_bytes(self) + memory_bytes(self._tables.head)
 
 
 def load_library_mtp(
-    path: Path,
-    target: TransformersModel,
-    kernels: Kernels,
-    quantization: WeightFormat | None,
-    tables: TargetTables,
+    path: Path, tables: TargetTables, quantization: WeightFormat | None
 ) -> LibraryMtp:
     """The first such layer of the target's checkpoint, ready to run, its weights packed.
 
@@ -145,8 +142,9 @@ def load_library_mtp(
         ConfigError: the library knows no such layers of the family, a tensor is missing or unknown,
             or the drafter is to be spread over ranks.
     """
-    config, group = read_config(path), tables.group
-    if group.size > 1:
+    config, target = read_config(path), tables.target
+    assert isinstance(target, TransformersModel)
+    if tables.group.size > 1:
         raise ConfigError(
             f"{DRAFT_RANKS} must be 1 for the MTP layers of {target.config.architecture}: every "
             "rank has whole ones"
@@ -173,9 +171,8 @@ def load_library_mtp(
     masks = makes_window_masks((kind, type(module)))
     attention = with_windows(attention, mtp_config, 0, masks)
     holder = nn.ModuleDict({"layer": layer})
-    replace_experts(holder, kernels, quantization)
-    fuse_layers(holder, kernels, quantization)
-    pack_products(holder, kernels, quantization)
+    for replace in (replace_experts, fuse_layers, pack_products):
+        replace(holder, Packing(target.kernels, quantization))
     shard = layer_shape(target.config, attention)
     return LibraryMtp(layer, turn, (module, attention), tables, shard)
 

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.ops import Kernels
 from outdraft.kernels.rank_products import Spread
 from outdraft.models.experts import keeps_codes as experts_keep_codes
 from outdraft.models.experts import present_modules
 from outdraft.models.layers.linear import Linear
 from outdraft.models.quantized.deferred import StoredParameter
-from outdraft.models.quantized.stand_ins import StandIns
+from outdraft.models.quantized.stand_ins import Packing
 from outdraft.models.transformers_operations import catch_operations, is_router
 
 
@@ -39,10 +37,8 @@ class FlatLinear(nn.Module):
 
 def pack_products(
     model: nn.Module,
-    kernels: Kernels,
-    quantization: WeightFormat | None = None,
+    packing: Packing,
     spreads: Mapping[nn.Module, Spread] = MappingProxyType({}),
-    stand_ins: StandIns | None = None,
 ) -> None:
     """Replace all products by packed ones, each as it is reached, so that few are there twice.
 
@@ -56,13 +52,11 @@ def pack_products(
         for name, part in list(module.named_children()):
             if _is_product(part):
                 is_tied = id(part.weight) in embeddings
-                linear = _packed(
-                    part, kernels, quantization, is_tied, spreads.get(part), stand_ins or StandIns()
-                )
+                linear = _packed(part, packing, spreads.get(part), is_tied=is_tied)
                 setattr(module, name, FlatLinear(linear))
     for module in model.modules():
         if is_router(module):
-            catch_operations(module, kernels)
+            catch_operations(module, packing.kernels)
 
 
 def keeps_codes(module: nn.Module, name: str, stored: StoredParameter) -> bool:
@@ -85,12 +79,7 @@ def _is_product(part: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
 
 
 def _packed(
-    part: nn.Linear | Conv1D,
-    kernels: Kernels,
-    quantization: WeightFormat | None,
-    is_tied: bool,
-    spread: Spread | None,
-    stand_ins: StandIns,
+    part: nn.Linear | Conv1D, packing: Packing, spread: Spread | None, *, is_tied: bool
 ) -> Linear:
     """`is_tied`: the weight is a table of embeddings too, which stays as it is."""
     weight_ED = part.weight.data
@@ -108,10 +97,7 @@ def _packed(
     )
     if linear.bias is not None:
         linear.bias.data.copy_(bias)
-    if (coded := stand_ins.coded([part.weight])) is not None:
-        linear.pack_codes(kernels, coded, weight_ED.dtype)
-    else:
-        linear.pack(kernels, quantization)
+    packing.pack(linear, [part.weight])
     if not is_tied and not isinstance(part, Conv1D):
         part.weight = None  # pyright: ignore[reportAttributeAccessIssue]  # it is packed now
     return linear

@@ -19,9 +19,9 @@ from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.device.state_window import StateWindow
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kv.cache import KVCache
-from outdraft.models.dflash import DFlashNetwork
-from outdraft.models.dflash_loader import load_dflash
+from outdraft.models.dflash import DFlashNetwork, load_dflash
 from outdraft.models.loader import load_model
+from outdraft.models.target_tables import TargetTables
 from tests.drafting.same_drafts import check_same_drafts
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import TINY
@@ -70,7 +70,7 @@ def network(
     tiny_target(folder)
     target = load_model(folder / "target", torch.float32, "cpu", cpu_kernels())
     path = random_head(request.param, folder / "target", folder / "drafter")
-    return load_dflash(path, target, cpu_kernels())
+    return load_dflash(path, TargetTables(target))
 
 
 def propose(network: DFlashNetwork, case: Case) -> ModelDrafts:

@@ -18,6 +18,7 @@ from outdraft.kernels.draft_ops import Frontier, ModelDrafts
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.medusa import load_medusa
 from outdraft.models.mlp_speculator import load_mlp_speculator
+from outdraft.models.target_tables import TargetTables
 from tests.drafting.drafting import NUM_STATE_ROWS, SEEDED, check_drafts, sampling_batch, texts
 from tests.kernels.tables import kernels_for
 from tests.models.head_checkpoints import (
@@ -51,13 +52,11 @@ class Drafter:
             self.tensors = medusa_tensors(NUM_HEADS, known=KNOWN)
             config = medusa_config(NUM_HEADS, truncated_vocab_size=KNOWN)
             tensors = self.tensors | {"token_map": TOKEN_MAP}
-            self.heads: Any = load_medusa(
-                write(folder, config, tensors), target, reference_kernels()
-            )
+            self.heads: Any = load_medusa(write(folder, config, tensors), TargetTables(target))
         else:
             self.tensors = mlp_tensors(NUM_HEADS)
             path = write(folder, mlp_config(NUM_HEADS, scale_input=True), self.tensors)
-            self.heads = load_mlp_speculator(path, target, reference_kernels())
+            self.heads = load_mlp_speculator(path, TargetTables(target))
         self.arrays = {name: tensor.double().numpy() for name, tensor in self.tensors.items()}
 
     def proposer(self, *, samples: bool = True) -> DeviceProposer:

@@ -24,9 +24,9 @@ from outdraft.drafting.device.proposer import DeviceProposer, Drafter
 from outdraft.drafting.device.state_window import HEAD_WINDOW
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.draft_ops import ModelDrafts
-from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.medusa import load_medusa
 from outdraft.models.mlp_speculator import load_mlp_speculator
+from outdraft.models.target_tables import TargetTables
 from tests.drafting.small_networks import BLOCK_SIZE, random_window, small_network
 from tests.folders import new_folder
 from tests.kernels.tables import kernels_for
@@ -65,9 +65,9 @@ def heads(kind: str):
     target = tiny_target(folder, torch.float32)
     if kind == "medusa":
         path = write(folder, medusa_config(NUM_DRAFTS), medusa_tensors(NUM_DRAFTS))
-        return load_medusa(path, target, reference_kernels())
+        return load_medusa(path, TargetTables(target))
     path = write(folder, mlp_config(NUM_DRAFTS), mlp_tensors(NUM_DRAFTS))
-    return load_mlp_speculator(path, target, reference_kernels())
+    return load_mlp_speculator(path, TargetTables(target))
 
 
 def drafter_of(kind: str, max_rows: int) -> Drafter:

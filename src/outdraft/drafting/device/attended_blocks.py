@@ -21,7 +21,6 @@ from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kv.cache import KVCache
 from outdraft.models.llama import CausalLM
-from outdraft.models.queries import layer_queries
 
 LEAST_BLOCKS = 4  # of a budget
 RECENT_SHARE = 4  # one block of so many is for the newest tokens
@@ -156,7 +155,7 @@ class AttendedBlocks:
         mass_BP = torch.zeros(table_BP.shape, device=device)
         for place, layer in enumerate(self.layers):
             stream_BD = streams_BKD[:, place].contiguous()
-            q_BHC = layer_queries(self._target.decoder, layer, stream_BD, computed_B - 1)
+            q_BHC = self._target.decoder.queries(layer, stream_BD, computed_B - 1)
             mass_BP += self._target.kernels.block_mass(
                 q_BHC,
                 self._cache.layers[layer].k_PSGC,

@@ -62,7 +62,7 @@ class LastHidden:
         tokens = settled_tokens(asks, [HEAD_WINDOW - 1] * len(asks))
         if not tokens:
             return kept_ND.index_select(0, places_B), None
-        before = [self._place(asks[token.owner], token.distance) for token in tokens]
+        before = [self._place(asks[owner], distance) for owner, distance in tokens]
         settled = SettledRows.of(asks, tokens, before, kept_ND, token_ids_SL)
         return kept_ND.index_select(0, places_B), settled
 

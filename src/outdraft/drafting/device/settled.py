@@ -27,18 +27,9 @@ from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.draft_ops import Growth, ModelDrafts
 from outdraft.sampling.processors import process_drafts
 
-
-@dataclass(frozen=True, slots=True)
-class SettledToken:
-    """A token that the drafter is compared with.
-
-    Attributes:
-        owner: place of its text in the batch.
-        distance: how many tokens before the end of the text it stands; 1: it is the newest one.
-    """
-
-    owner: int
-    distance: int
+# A token that the drafter is compared with: the place of its text in the batch, and how many tokens
+# before the end of the text it stands; 1: it is the newest one.
+SettledToken = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +65,8 @@ class SettledRows:
             tokens: at least one.
             rows: where in states_XD the state behind the token before each of them is.
         """
-        owners = [token.owner for token in tokens]
-        positions = [asks[token.owner].num_tokens - token.distance for token in tokens]
+        owners = [owner for owner, _ in tokens]
+        positions = [asks[owner].num_tokens - distance for owner, distance in tokens]
         texts = [asks[owner].state_row for owner in owners]
         columns_4R = np.array([rows, owners, positions, texts], dtype=np.int64)
         rows_R, owners_R, positions_R, texts_R = to_device([*columns_4R], token_ids_SL.device)
@@ -91,7 +82,7 @@ def settled_tokens(asks: Sequence[DraftModelAsk], most: Sequence[int]) -> list[S
     for owner, ask in enumerate(asks):
         if ask.max_taught:
             count = min(ask.max_taught, most[owner], left)
-            found += [SettledToken(owner, distance) for distance in range(1, count + 1)]
+            found += [(owner, distance) for distance in range(1, count + 1)]
             left -= count
     return found
 
@@ -111,7 +102,7 @@ def settled_rows(
     tokens = settled_tokens(asks, [span.num_causal - 1 for span in spans])
     if not tokens:
         return None
-    rows = [newest[token.owner] - token.distance for token in tokens]
+    rows = [newest[owner] - distance for owner, distance in tokens]
     return SettledRows.of(asks, tokens, rows, states_TD, token_ids_SL)
 
 

@@ -79,9 +79,7 @@ class TextReader:
         self.network.kernels.copy_rows(self._window.features_NF, states.places_T, features_TF)
         if not states.reads:
             return
-        asks = [read.text for read in states.reads]
-        row_len = states.token_ids_SL.shape[1]
-        spans = [self._span(ask, row_len, self._num_unread(ask)) for ask in asks]
+        spans = self._spans([read.text for read in states.reads], states.token_ids_SL)
         rows: list[int] = []
         for read, span in zip(states.reads, spans, strict=True):
             rows += range(read.first_row, read.first_row + span.num_causal)
@@ -90,8 +88,7 @@ class TextReader:
     def unread(self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor) -> UnreadTexts:
         """What is left to read in one pass; of long backlogs the rest is read now."""
         asks = self._caught_up(asks, token_ids_SL)
-        row_len = token_ids_SL.shape[1]
-        spans = [self._span(ask, row_len, self._num_unread(ask)) for ask in asks]
+        spans = self._spans(asks, token_ids_SL)
         unread = self._unread(asks, spans, token_ids_SL)
         if any(ask.max_taught for ask in asks):
             return replace(unread, wants_states=True)
@@ -119,10 +116,7 @@ class TextReader:
         one repeated.
         """
         asks = self._caught_up(asks, token_ids_SL)
-        row_len = token_ids_SL.shape[1]
-        spans = [
-            self._span(ask, row_len, self._num_unread(ask), range(len(ask.masks))) for ask in asks
-        ]
+        spans = self._spans(asks, token_ids_SL)
         most, num_rows, rows = max(num_last), 0, list[int]()
         for span, count in zip(spans, num_last, strict=True):
             num_rows += span.num_rows
@@ -137,6 +131,13 @@ class TextReader:
     def _num_unread(self, ask: DraftModelAsk) -> int:
         """Tokens of the text to read."""
         return ask.num_tokens - self.network.lag - ask.num_computed
+
+    def _spans(self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor) -> list[Span]:
+        """All that is left to read, and the mask tokens behind it."""
+        row_len = token_ids_SL.shape[1]
+        return [
+            self._span(ask, row_len, self._num_unread(ask), range(len(ask.masks))) for ask in asks
+        ]
 
     def _span(
         self, ask: DraftModelAsk, row_len: int, count: int, behind: Sequence[int] = ()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.data.coded_weight import CodedWeight, joined
 from outdraft.models.quantized.placing import common_tile
 from outdraft.models.quantized.stored import StoredWeight
@@ -77,11 +78,8 @@ class StoredParameter:
                 part_ED.copy_(numbers_ED if weight.is_plain else numbers_ED.to(kept))
         return found
 
-    def _tile(self, expert: int) -> Any:
-        tiles = [weight.tile for weight in self.rows_X[expert]]
-        if any(tile is None for tile in tiles):
-            return None
-        return common_tile([tile for tile in tiles if tile is not None])
+    def _tile(self, expert: int) -> WeightFormat | None:
+        return common_tile([weight.tile for weight in self.rows_X[expert]])
 
 
 class DeferredTensor(Tensor):

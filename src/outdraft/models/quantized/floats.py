@@ -49,9 +49,7 @@ def float_weight(tensors: StoredTensors, module: str, scheme: WeightScheme) -> S
         shape=(num_outputs, num_inputs),
         label=f"{scheme.storage}, 8-bit floats, a scale for each {kind}",
         group_inputs=num_inputs,
-        tile=None,
         reason=_NO_TILES,
-        scale_bytes=4,
         read=partial(_read, tensors, name, scale_name, block, is_one),
     )
 
@@ -101,9 +99,7 @@ def float_stacks(
                 shape=(shape[0], shape[1]),
                 label=f"{scheme.storage}, 8-bit floats of experts",
                 group_inputs=shape[1],
-                tile=None,
                 reason=_NO_TILES,
-                scale_bytes=4,
                 read=partial(_read_at, tensors, name, scales, scheme.block or (1, 1), index),
             )
             for index in range(num_experts)

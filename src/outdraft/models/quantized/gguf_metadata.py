@@ -21,7 +21,6 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-_PLAIN = ("F16", "BF16", "F32")  # the dtype of a file is that of its smallest plain matrices
 # Keys of scaled frequencies, with the values at which they change nothing.
 _UNSCALED = {
     "rope.scaling.attn_factor": 1.0,
@@ -35,6 +34,7 @@ _END_TEXTS = {
     *("<|endoftext|>", "<|end_of_text|>"),
 }
 _CONTROL = 3  # the type of a token
+# Plain numbers; the dtype of a file is that of its smallest plain matrices.
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
 
@@ -86,7 +86,8 @@ def config_of_gguf(path: Path) -> dict[str, Any]:
         if key.startswith(f"{name}.")
     }
     kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) == 2}
-    plain = next((kind for kind in _PLAIN if kind in kinds), "BF16")
+    plain = next((kind for kind in _DTYPES if kind in kinds), "BF16")
+    is_plain = kinds <= _DTYPES.keys()
     rope = _rope(of_model)
     config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[name]],
@@ -95,7 +96,7 @@ def config_of_gguf(path: Path) -> dict[str, Any]:
         "tie_word_embeddings": HEAD not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "rope_parameters": rope,
-        "torch_dtype": _DTYPES[plain] if kinds <= set(_PLAIN) else "bfloat16",
+        "torch_dtype": _DTYPES[plain] if is_plain else "bfloat16",
         "bos_token_id": values.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _ends(values),
     }
@@ -109,7 +110,7 @@ def config_of_gguf(path: Path) -> dict[str, Any]:
             "short_factor": factors,
             "attention_factor": 1.0,
         }
-    if not kinds <= set(_PLAIN):
+    if not is_plain:
         config["quantization_config"] = {"quant_method": "gguf"}
     return config
 

@@ -95,7 +95,6 @@ def _stored(tensor: "ReaderTensor", num_heads: int | None) -> StoredWeight:
         group_inputs=_GROUP,
         tile=tile,
         reason=reason,
-        scale_bytes=4,
         is_plain=is_plain,
         read=partial(_read, tensor, shape, order_E),
     )
@@ -113,16 +112,7 @@ def _read(
     kind = tensor.tensor_type.name
     if len(shape) == 2 and kind in _CODES:
         codes = _CODES[kind](np.ascontiguousarray(tensor.data).view(np.uint8), shape)
-        if order_E is None:
-            return codes
-        shifts_EN = None if codes.shifts_EN is None else codes.shifts_EN[order_E]
-        return GroupedCodes(
-            codes.bits,
-            codes.group_inputs,
-            codes.codes_ED[order_E],
-            codes.scales_EN[order_E],
-            shifts_EN,
-        )
+        return codes if order_E is None else codes.part(order_E, slice(0, shape[1]))
     numbers = _numbers(tensor, kind).reshape(shape)
     return numbers if order_E is None else numbers[order_E]
 

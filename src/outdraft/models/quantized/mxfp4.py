@@ -55,7 +55,6 @@ def _stack(tensors: StoredTensors, name: str) -> StoredStack:
             label=f"MXFP4, 4-bit floats, a scale for {_GROUP} inputs",
             group_inputs=_GROUP,
             tile=WeightFormat.INT8_G32,
-            reason="",
             scale_bytes=2,
             read=partial(_read, tensors, name, index),
         )

@@ -17,9 +17,6 @@ from outdraft.models.layers.linear import Linear
 from outdraft.models.quantized.stored import CUT_GROUP, StoredWeight
 from outdraft.models.slots import Slot
 
-TURNED = "its heads turn in part, so their order changes"
-_PLAIN_NEIGHBOUR = "a part of the same product is not quantised"
-
 
 @dataclass(frozen=True, slots=True)
 class Placing:
@@ -62,17 +59,15 @@ def place(
     quantised = {name: one for name, one in found.items() if not one[0].is_plain}
     if not quantised:
         return Placing(found, None)
-    reason = next((one.reason for one, _ in quantised.values() if one.tile is None), None)
-    if reason is None and len(quantised) < len(names):
-        reason = _PLAIN_NEIGHBOUR
-    if reason is None and is_turned:
-        reason = TURNED
-    cuts = (stored.cuts_a_group(_part(slot)[1]) for stored, slot in quantised.values())
-    if reason is None and any(cuts):
-        reason = CUT_GROUP
-    if reason is not None:
-        return Placing(found, None, reason)
-    tile = common_tile([one.tile for one, _ in quantised.values() if one.tile is not None])
+    if numbers := [one for one, _ in quantised.values() if one.tile is None]:
+        return Placing(found, None, numbers[0].reason)
+    if len(quantised) < len(names):
+        return Placing(found, None, "a part of the same product is not quantised")
+    if is_turned:
+        return Placing(found, None, "its heads turn in part, so their order changes")
+    if any(one.cuts_a_group(_part(slot)[1]) for one, slot in quantised.values()):
+        return Placing(found, None, CUT_GROUP)
+    tile = common_tile([one.tile for one, _ in quantised.values()])
     if tile is None:
         return Placing(found, None, "parts of the same product have other numbers of bits")
     return Placing(found, tile)
@@ -160,9 +155,10 @@ def told(kept: Counter[tuple[str, str]], given_up: Counter[tuple[str, str]]) -> 
     ]
 
 
-def common_tile(tiles: Sequence[WeightFormat]) -> WeightFormat | None:
-    """The format that can keep the codes of all."""
-    if len({tile.is_int8 for tile in tiles}) > 1:
+def common_tile(every: Sequence[WeightFormat | None]) -> WeightFormat | None:
+    """The format that can keep the codes of all; None: one has no tile, or they do not fit."""
+    tiles = [tile for tile in every if tile is not None]
+    if len(tiles) < len(every) or len({tile.is_int8 for tile in tiles}) > 1:
         return None
     if len(set(tiles)) == 1:
         return tiles[0]

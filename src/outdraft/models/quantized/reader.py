@@ -5,7 +5,6 @@ Any network can read them: a weight has the name of the module with ".weight" be
 
 import re
 from collections.abc import Container, Mapping
-from pathlib import Path
 
 from outdraft.core.errors import ConfigError
 from outdraft.models.quantized.config import Quantization, Storage, WeightScheme
@@ -13,7 +12,7 @@ from outdraft.models.quantized.floats import FLOAT8, float_stacks, float_weight
 from outdraft.models.quantized.integers import integer_weight
 from outdraft.models.quantized.mxfp4 import mxfp4_stacks, parts_of
 from outdraft.models.quantized.stored import StoredStack, StoredWeight
-from outdraft.models.quantized.tensors import StoredTensors
+from outdraft.models.quantized.tensors import Place, StoredTensors
 
 _OF_WEIGHT = (
     *("weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point"),
@@ -32,8 +31,6 @@ _MARKS = {
     Storage.AWQ: "qweight",
     Storage.FP8: "weight",
 }
-
-Place = tuple[Path, str]
 
 
 def read_stored(

@@ -4,11 +4,15 @@ Dimension key: D inputs, E outputs.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.data.coded_weight import CodedWeight
+from outdraft.kernels.ops import Kernels
+from outdraft.models.layers.linear import Linear
 from outdraft.models.quantized.deferred import DeferredTensor, StoredParameter
 from outdraft.models.quantized.placing import common_tile
 from outdraft.models.quantized.stored import StoredWeight
@@ -71,8 +75,7 @@ class StandIns:
         if not kept:
             return True
         tiles = [weight.tile for one in kept for weight in one.rows_X[0]]
-        known = [tile for tile in tiles if tile is not None]
-        return len(kept) == len(weights) and common_tile(known) is not None
+        return len(kept) == len(weights) and common_tile(tiles) is not None
 
     def coded(self, weights: Sequence[Tensor]) -> CodedWeight | None:
         """The codes of weights one below the other; None: they are numbers."""
@@ -90,6 +93,28 @@ class StandIns:
                 if (stored := self.stored(weight)) is not None:
                     part.register_parameter(name, nn.Parameter(stored.numbers(), False))
                     del self._found[id(weight)]
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How the products of a network are packed; those that are codes stay so.
+
+    Attributes:
+        stand_ins: has those that are codes.
+    """
+
+    kernels: Kernels
+    quantization: WeightFormat | None = None
+    stand_ins: StandIns = field(default_factory=StandIns)
+
+    def pack(
+        self, linear: Linear, weights: Sequence[Tensor], parts_ED: Sequence[Tensor] = ()
+    ) -> None:
+        """Make a product of these weights of the network, one below the other; as Linear.pack."""
+        if (coded := self.stand_ins.coded(weights)) is not None:
+            linear.pack_codes(self.kernels, coded, weights[0].dtype)
+        else:
+            linear.pack(self.kernels, self.quantization, parts_ED)
 
 
 def _weights_of(stored: StoredParameter) -> list[StoredWeight]:

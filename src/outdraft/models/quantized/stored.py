@@ -40,19 +40,17 @@ class GroupedCodes:
         """float32 [E, D]."""
         return decoded(self.codes_ED, self.scales_EN, self.shifts_EN, self.group_inputs)
 
-    def part(self, rows: slice, columns: slice) -> "GroupedCodes":
-        """Some outputs, or some inputs, which begin with a group."""
+    def part(self, rows: slice | Tensor, columns: slice) -> "GroupedCodes":
+        """Some outputs, or outputs in that order, and some inputs, which begin with a group."""
         first, end = 0, 1
         if self.scales_EN.shape[1] > 1:
             assert columns.start % self.group_inputs == 0, "a group is cut"
             first, end = columns.start // self.group_inputs, -(-columns.stop // self.group_inputs)
-        shifts_EN = None if self.shifts_EN is None else self.shifts_EN[rows, first:end]
-        return GroupedCodes(
-            self.bits,
-            self.group_inputs,
-            self.codes_ED[rows, columns],
-            self.scales_EN[rows, first:end],
-            shifts_EN,
+        return replace(
+            self,
+            codes_ED=self.codes_ED[rows, columns],
+            scales_EN=self.scales_EN[rows, first:end],
+            shifts_EN=None if self.shifts_EN is None else self.shifts_EN[rows, first:end],
         )
 
     def coded(self, tile: WeightFormat) -> CodedWeight:
@@ -93,9 +91,9 @@ class StoredWeight:
     shape: tuple[int, ...]
     label: str
     group_inputs: int
-    tile: WeightFormat | None
-    reason: str
-    scale_bytes: int
+    tile: WeightFormat | None = None
+    reason: str = ""
+    scale_bytes: int = 4
     is_plain: bool = False
     read: Callable[[], GroupedCodes | Tensor]
     read_part: Callable[[slice, slice], Tensor] | None = None

@@ -8,14 +8,16 @@ from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 
+Place = tuple[Path, str]  # a safetensors file, and the name of a tensor in it
+
 
 class StoredTensors:
-    """What some safetensors files hold. `places`: for each name a file, and the name in it.
+    """What some safetensors files hold, by the names of `places`.
 
     Threads may read at the same time.
     """
 
-    def __init__(self, places: Mapping[str, tuple[Path, str]]) -> None:
+    def __init__(self, places: Mapping[str, Place]) -> None:
         self._places = places
         self._headers: dict[Path, dict[str, tuple[list[int], str]]] = {}
 
@@ -61,7 +63,7 @@ class StoredTensors:
             self._headers[file] = _header_of(file)
         return self._headers[file][stored]
 
-    def _place(self, name: str) -> tuple[Path, str]:
+    def _place(self, name: str) -> Place:
         if name not in self._places:
             raise ConfigError(f"the checkpoint lacks the tensor {name!r} of a quantised weight")
         return self._places[name]
