@@ -9,10 +9,10 @@ import torch
 
 from outdraft.attention.base import AttentionForm, AttentionSizes
 from outdraft.config.engine import SchedulerConfig
+from outdraft.core.draft import STATE_WINDOW
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.tree_shape import TreeShape
 from outdraft.distributed.group import RankGroup, gathered_sum
-from outdraft.drafting.device.state_window import STATE_WINDOW
 from outdraft.engine import build, memory_plan
 from outdraft.engine.build import build_engine
 from outdraft.engine.memory import (

@@ -13,12 +13,9 @@ from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.recorded import RecordedRequest, RecordedStep
 from outdraft.core.sampling import SamplingParams
-from outdraft.drafting.device import state_window
 from outdraft.engine.drafters import host_proposers
 from outdraft.engine.llm import LLM
 from outdraft.planning.replay import (
-    HEAD_WINDOW,
-    STATE_WINDOW,
     Replayed,
     Traffic,
     replay,
@@ -227,11 +224,6 @@ def test_heads_have_no_more_lengths_than_the_trace_has_levels():
     costs = table, plain_run(traffic, table)
     runs = score(traffic, network(method="medusa"), lambda chosen: (), costs, FIXED).runs
     assert [run.length for run in runs] == [0, 1, 2, 3, 4, None]
-
-
-def test_networks_find_as_many_states_as_in_the_engine():
-    assert STATE_WINDOW == state_window.STATE_WINDOW
-    assert HEAD_WINDOW == state_window.HEAD_WINDOW
 
 
 def test_two_replays_say_the_same():

@@ -20,6 +20,16 @@ MAX_TAUGHT = 8  # of a text
 MAX_TAUGHT_ROWS = 32  # of all texts of a step
 FEWEST_TAUGHT = 4  # fewer of a text are not worth a product of their own
 
+# Newest tokens of a text whose states of the target are kept for a network that reads them. A step
+# settles MAX_DRAFTS + 1 of a text at most, and all of them must find room; a window of two such
+# steps always holds more than one. Behind 16 states EAGLE-3 accepts nine tenths of what it accepts
+# with the whole text (docs/log.md).
+STATE_WINDOW = 2 * (MAX_DRAFTS + 1)
+
+# Heads keep one state of a step, so a smaller window holds those of several: the newest one, which
+# they draft with, and those that are compared with the text.
+HEAD_WINDOW = 1 + MAX_TAUGHT
+
 
 class DraftSource(StrEnum):
     """Who guessed a token."""

@@ -16,7 +16,7 @@ from outdraft.config.speculation import (
     SourceConfig,
     SuffixConfig,
 )
-from outdraft.core.draft import MAX_DRAFTS, DraftSource
+from outdraft.core.draft import HEAD_WINDOW, MAX_DRAFTS, STATE_WINDOW, DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
@@ -28,7 +28,7 @@ from outdraft.drafting.device.network_drafter import NetworkDrafter
 from outdraft.drafting.device.parallel_drafting import ParallelDrafter, mask_token_id
 from outdraft.drafting.device.proposer import DeviceProposer, Drafter
 from outdraft.drafting.device.self_drafter import SPARSE_WINDOW, SelfDrafter
-from outdraft.drafting.device.state_window import HEAD_WINDOW, STATE_WINDOW, StateWindow
+from outdraft.drafting.device.state_window import StateWindow
 from outdraft.drafting.device.translated_model import DraftModel, TranslatedModel
 from outdraft.drafting.device.vocabulary_map import VocabularyMap
 from outdraft.drafting.host.ngram import NgramProposer

@@ -20,7 +20,7 @@ from outdraft.control.controller import Controller
 from outdraft.control.costs import CostCurve, CostTable
 from outdraft.control.fixed import FixedLength
 from outdraft.control.policy import LengthPolicy
-from outdraft.core.draft import MAX_DRAFTS, MAX_TAUGHT, DraftSource
+from outdraft.core.draft import HEAD_WINDOW, MAX_DRAFTS, STATE_WINDOW, DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.plan import ModelDrafting
 from outdraft.core.recorded import RecordedRequest
@@ -39,8 +39,6 @@ from outdraft.scheduling.scheduler import Scheduler
 
 NO_COSTS = CostTable(CostCurve((1,), (1.0,)))  # every step takes as long
 MAX_POOL_TOKENS = 1 << 20  # that the prefix cache may remember at least
-# Tokens, as the engine's, which imports torch.
-STATE_WINDOW, HEAD_WINDOW = 2 * (MAX_DRAFTS + 1), 1 + MAX_TAUGHT
 READ_STATES = (DraftSource.EAGLE, DraftSource.EAGLE3, DraftSource.MTP, *BLOCK_SOURCES)
 
 ProposersMaker = Callable[[SpeculationConfig], Sequence[HostProposer]]

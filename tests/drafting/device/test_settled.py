@@ -14,14 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outdraft.core.draft import MAX_TAUGHT, MAX_TAUGHT_ROWS, DraftSource
+from outdraft.core.draft import HEAD_WINDOW, MAX_TAUGHT, MAX_TAUGHT_ROWS, DraftSource
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.head_drafter import MedusaDrafter, MLPSpeculatorDrafter
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.network_drafter import NetworkDrafter
 from outdraft.drafting.device.parallel_drafting import ParallelDrafter
 from outdraft.drafting.device.proposer import DeviceProposer, Drafter
-from outdraft.drafting.device.state_window import HEAD_WINDOW
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.models.medusa import load_medusa

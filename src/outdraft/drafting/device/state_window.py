@@ -8,16 +8,7 @@ Dimension key: S state rows, W tokens of a window, T rows, F numbers of a featur
 
 import torch
 
-from outdraft.core.draft import MAX_DRAFTS, MAX_TAUGHT
-
-# Tokens. A step settles MAX_DRAFTS + 1 of a text at most, and all of them must find room; a window
-# of two such steps always holds more than one. Behind 16 states EAGLE-3 accepts nine tenths of what
-# it accepts with the whole text (docs/log.md).
-STATE_WINDOW = 2 * (MAX_DRAFTS + 1)
-
-# Heads keep one state of a step, so a smaller window holds those of several: the newest one, which
-# they draft with, and those that are compared with the text.
-HEAD_WINDOW = 1 + MAX_TAUGHT
+from outdraft.core.draft import STATE_WINDOW
 
 
 class StateWindow:
