@@ -131,7 +131,6 @@ def match(choices_R: Tensor, drafts: DraftBatch) -> Verdict:
         choices_R.contiguous(),
         drafts.token_ids_BN.contiguous(),
         drafts.num_drafts_B.contiguous(),
-        drafts.laid_out_B.contiguous(),
         verdict.token_ids_BN1,
         verdict.num_emitted_B,
         verdict.rows_BN,

@@ -66,7 +66,6 @@ def traverse_chains(
         drafts.token_ids_BN.contiguous(),
         drafts.is_sampled_BN.contiguous().view(torch.uint8),
         drafts.num_drafts_B.contiguous(),
-        drafts.laid_out_B.contiguous(),
     ]
     ids_BN, num_drafts_B = given[1], given[3]
     seeds_B, num_tokens_B = seeds_B.contiguous(), num_tokens_B.contiguous()
