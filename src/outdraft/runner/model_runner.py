@@ -46,7 +46,6 @@ from outdraft.runner.grammar_masks import (
 from outdraft.runner.inferring import inferring
 from outdraft.runner.logprobs import (
     LogprobRows,
-    Scores,
     emitted_logprobs,
     prompt_logprobs,
     wants_logprobs,
@@ -63,7 +62,7 @@ from outdraft.runner.step_rows import (
 )
 from outdraft.runner.timing import PhaseClock
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.logprobs import gather_in_slices
+from outdraft.sampling.logprobs import Scores, gather_in_slices
 from outdraft.sampling.processors import Paths
 from outdraft.verification.verifier import Verifier
 

@@ -74,7 +74,7 @@ def to_host(
         tensors += [one for one in (margins_BL, taught_B2) if one is not None]
     for rows in (emitted, prompt):
         if rows is not None:
-            tensors += _log_tensors(rows)
+            tensors += [rows.token_ids_J, *rows.scores]
     rest = margins_BL is not None, taught_B2 is not None, emitted, prompt
     if device.type == "cpu":
         return StepCopies(tensors, (), known, *rest, None)
@@ -179,10 +179,6 @@ def _extras(copies: StepCopies, tensors: Sequence[Tensor]) -> _Extras:
     if copies.prompt is not None:
         prompts = _log_rows(copies.prompt.counts, arrays)
     return _Extras(margins, taught, emitted, prompts)
-
-
-def _log_tensors(rows: LogprobRows) -> list[Tensor]:
-    return [rows.token_ids_J, rows.logprobs_J, rows.ranks_J, rows.top_ids_JK, rows.top_logprobs_JK]
 
 
 def _as_int64(tensor: Tensor) -> Tensor:
