@@ -5,7 +5,7 @@ K best tokens.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -57,11 +57,8 @@ def joined_logprobs(
         packed_JC = torch.cat([emitted.token_ids_J[:, None], _packed(emitted.scores, most)], dim=1)
     rank_counts = [sum([counts[place] for place in part]) for part in shares.ranks]
     packed_JC = group.join_rows(packed_JC, rank_counts)
-    firsts: dict[int, int] = {}
-    first = 0
-    for place in shares.by_rank:
-        firsts[place] = first
-        first += counts[place]
+    starts = accumulate([counts[place] for place in shares.by_rank], initial=0)
+    firsts = dict(zip(shares.by_rank, starts, strict=False))
     rows = [row for b, count in enumerate(counts) for row in range(firsts[b], firsts[b] + count)]
     (order,) = to_device([np.array(rows, dtype=np.int64)], device)
     packed_JC = packed_JC.index_select(0, order)
