@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.rows import to_device
-from outdraft.core.plan import NO_DRAFT, DraftChoice, StepPlan, Work
+from outdraft.core.plan import NO_DRAFT, StepPlan, Work
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.draft_ops import ModelDrafts
@@ -23,7 +23,8 @@ from outdraft.runner.slots import RequestSlot
 
 
 def draft_ask(work: Work, slot: RequestSlot) -> DraftModelAsk:
-    choice = _choice(work)
+    choice = work.drafts
+    assert choice is not None
     return DraftModelAsk(
         state_row=work.slot,
         num_tokens=work.num_tokens,
@@ -136,8 +137,3 @@ def _is_sampled(is_sampled_BK: Tensor | None, token_ids_BK: Tensor) -> Tensor:
 def _none_sampled(shape: torch.Size, device: torch.device) -> Tensor:
     """bool [B, K]; nobody writes to it."""
     return torch.zeros(shape, dtype=torch.bool, device=device)
-
-
-def _choice(work: Work) -> DraftChoice:
-    assert work.drafts is not None
-    return work.drafts
