@@ -79,7 +79,7 @@ class SamplingBatch:
         stops: the tokens that min_tokens forbids.
         has_grammar: some request's output keeps to a grammar: what it allows comes with each step.
         any_shares_noise: some of `shares_noise_B` is true.
-        any_draws: some of `draws_B` is true.
+        any_draws, all_draw: some of `draws_B` are true, or all.
         max_top_k: at least the largest top_k in use, one of few numbers: a GPU makes graphs for
             each; 0 when no sampled request has one.
     """
@@ -101,9 +101,9 @@ class SamplingBatch:
     stops: TokenSets | None
     bias: TokenValues | None
     all_greedy: bool
-    any_greedy: bool
     any_shares_noise: bool
     any_draws: bool
+    all_draw: bool
     has_grammar: bool
     needs_penalties: bool
     needs_min_p: bool
@@ -154,9 +154,9 @@ class SamplingBatch:
             stops=_token_sets([one.stop_ids for one in rules], device),
             bias=_token_values([one.logit_bias for one in rules], device),
             all_greedy=not sampled,
-            any_greedy=len(sampled) < len(rules),
             any_shares_noise=any(shares),
             any_draws=len(sampled) > sum(shares),
+            all_draw=len(sampled) - sum(shares) == len(rules),
             has_grammar=any(one.has_grammar for one in rules),
             needs_penalties=any(one.has_penalties for one in rules),
             needs_min_p=any(one.min_p > 0 for one in sampled),
@@ -200,10 +200,6 @@ class SamplingBatch:
     def _copied(self) -> "dict[tuple[int, int], SamplingBatch]":
         """As `with_copies`."""
         return {}
-
-    @property
-    def all_draw(self) -> bool:
-        return not (self.any_greedy or self.any_shares_noise)
 
     @property
     def needs_history(self) -> bool:
