@@ -38,11 +38,8 @@ def verify(
     if not (draws and is_plain):
         return verification.verify(processed_RV, drafts, sampling, num_tokens_B, rule, source=noise)
     judged = traverse_chains(processed_RV, drafts, sampling.seeds_B, num_tokens_B)
-    if drafts.all_sampled and sampling.all_draw:
-        return judged
     step = verification.Step(processed_RV, drafts, sampling, num_tokens_B, noise)
-    is_sampled_B = (drafts.is_sampled_BN & drafts.is_draft_BN).any(1)
-    return step.merged(is_sampled_B & sampling.draws_B, judged)
+    return step.beside_matched(judged)
 
 
 def traverse_chains(
