@@ -13,6 +13,7 @@ from outdraft.kernels.reference.table import reference_kernels
 
 pytest.importorskip("triton", reason="needs triton")
 from outdraft.kernels.triton import drafting, texts
+from tests.kernels.test_triton_traversal import moved
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 each_device = pytest.mark.parametrize("device", DEVICES)
@@ -73,15 +74,7 @@ def test_chains_are_matched_as_far_as_the_target_agrees(device: str, width: int)
         any_sampled=False,
     )
     choices_R = torch.tensor(rng.integers(0, 2, int(drafts.num_rows_B.sum()) + 2))
-    sent = DraftBatch(
-        drafts.token_ids_BN.to(device),
-        drafts.parents_BN.to(device),
-        numbers_B.to(device),
-        None,
-        drafts.is_sampled_BN.to(device),
-        is_chain=True,
-        any_sampled=False,
-    )
+    sent = moved(drafts, device)
     got, want = drafting.match(choices_R.to(device), sent), REFERENCE.match(choices_R, drafts)
     assert torch.equal(got.token_ids_BN1.cpu(), want.token_ids_BN1)
     assert torch.equal(got.num_emitted_B.cpu(), want.num_emitted_B)

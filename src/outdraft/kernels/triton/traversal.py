@@ -15,7 +15,7 @@ from torch import Tensor
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
 from outdraft.kernels.data.noise import Purpose
 from outdraft.kernels.reference import verification
-from outdraft.kernels.reference.noise import LN2, LOG_SERIES, ROUNDS, SQRT2
+from outdraft.kernels.reference.noise import ROUNDS
 from outdraft.kernels.triton import noise
 from outdraft.kernels.triton import traverse_kernels as kernels
 
@@ -124,11 +124,7 @@ def traverse_chains(
         int(Purpose.RECOVER),
         int(Purpose.SAMPLE),
         TILE=_TILE // 4,
-        ROUNDS=ROUNDS,
-        LN2=LN2,
-        SQRT2=SQRT2,
-        SERIES=LOG_SERIES,
-        enable_fp_fusion=False,  # a fused sum would round less: other bits of noise
+        **noise.GUMBEL,
     )
     verdict = Verdict(
         ids_BN.new_empty(number, width + 1), ids_BN.new_empty(number), torch.empty_like(ids_BN)
