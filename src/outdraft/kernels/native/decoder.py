@@ -231,11 +231,6 @@ class NativeDecoder:
             weakref.finalize(first, self._unbind, key).atexit = False
         return handle
 
-    @property
-    def num_bound(self) -> int:
-        """How many engines' caches it knows."""
-        return len(self._bound)
-
     def _unbind(self, key: tuple[int, ...]) -> None:
         self._destroy(self._bound.pop(key))
 
