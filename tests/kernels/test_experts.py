@@ -3,6 +3,8 @@
 Dimension key: as in expert_ops.py.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,8 +13,8 @@ from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.data.coded_weight import CodedWeight
-from outdraft.kernels.expert_ops import Activation, ExpertWeights, Gate
-from outdraft.kernels.native.experts import NativeExpertKernels
+from outdraft.kernels.expert_ops import Activation, ExpertWeights, Gate, PackExperts
+from outdraft.kernels.native.experts import NativeExpertKernels, NativeExperts
 from outdraft.kernels.native.library import open_library, usable_instruction_sets
 from outdraft.kernels.native.linear import NativeLinear
 from outdraft.kernels.native.team import Team
@@ -169,10 +171,11 @@ def instruction_set(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def native(instruction_set: str, num_threads: int) -> NativeExpertKernels:
+def native(instruction_set: str, num_threads: int) -> PackExperts:
     library = open_library(instruction_set)
     assert library is not None
-    return NativeExpertKernels(NativeLinear(Team(library, num_threads)))
+    linear = NativeLinear(Team(library, num_threads))
+    return partial(NativeExperts, NativeExpertKernels(linear))
 
 
 @pytest.mark.parametrize("quantization", [None, WeightFormat.INT8, WeightFormat.INT4_G32_ZERO])
@@ -187,7 +190,7 @@ def test_many_rows_have_the_same_bits_with_any_number_of_threads_and_rows(
     ids_TK[:400, 0] = 5  # more rows than meet a tile at a time
     found = []
     for num_threads in (1, 2, 4):
-        experts = native(instruction_set, num_threads).pack_experts(weights, GATE, quantization)
+        experts = native(instruction_set, num_threads)(weights, GATE, quantization)
         found.append(experts(x_TD, ids_TK, weights_TK))
         for part in (slice(0, 1), slice(390, 397), slice(100, 690)):
             few_TD = experts(x_TD[part], ids_TK[part], weights_TK[part])
@@ -199,7 +202,7 @@ def test_many_rows_have_the_same_bits_with_any_number_of_threads_and_rows(
 def test_more_tiles_than_units_are_all_computed(instruction_set):
     torch.manual_seed(0)
     weights = random_weights((40, 33, 32 * 40 + 5), torch.float32)
-    experts = native(instruction_set, 2).pack_experts(weights, GATE)
+    experts = native(instruction_set, 2)(weights, GATE)
     x_TD, ids_TK, weights_TK = torch.randn(40, 33), torch.arange(40)[:, None], torch.ones(40, 1)
     want_TD = ReferenceExperts(weights, GATE, None)(x_TD, ids_TK, weights_TK)
     torch.testing.assert_close(experts(x_TD, ids_TK, weights_TK), want_TD, rtol=0, atol=1e-4)
@@ -209,14 +212,14 @@ def test_more_tiles_than_units_are_all_computed(instruction_set):
 def test_an_id_out_of_range_is_refused_by_every_table(instruction_set, wrong):
     weights = random_weights((3, 8, 8), torch.float32)
     ids_TK = torch.tensor([[0, 1], [2, wrong]])
-    for pack in (native(instruction_set, 1).pack_experts, ReferenceExperts):
+    for pack in (native(instruction_set, 1), ReferenceExperts):
         with pytest.raises(IndexError, match="from 0 to 3"):
             pack(weights, GATE, None)(torch.randn(2, 8), ids_TK, torch.ones(2, 2))
 
 
 def test_no_rows_and_rows_without_experts_give_nothing(instruction_set):
     weights = random_weights((3, 8, 8), torch.float32)
-    for pack in (native(instruction_set, 1).pack_experts, ReferenceExperts):
+    for pack in (native(instruction_set, 1), ReferenceExperts):
         experts = pack(weights, GATE, None)
         no_ids_0K = torch.zeros((0, 2), dtype=torch.int64)
         assert experts(torch.randn(0, 8), no_ids_0K, torch.rand(0, 2)).shape == (0, 8)
@@ -247,7 +250,7 @@ def test_codes_of_experts_stay_as_they_are(instruction_set, tile: WeightFormat):
     )
     rows = torch.randn(9, D), torch.randint(0, X, (9, 2)), torch.rand(9, 2)
     want_TD = ReferenceExperts(numbers, GATE)(*rows)
-    for pack in (native(instruction_set, 1).pack_experts, ReferenceExperts):
+    for pack in (native(instruction_set, 1), ReferenceExperts):
         experts = pack(codes, GATE)
         assert experts.format is tile
         torch.testing.assert_close(experts(*rows), want_TD, rtol=1e-2, atol=1e-2)
@@ -263,7 +266,7 @@ def test_gate_and_up_may_come_in_parts_and_across(instruction_set):
         dtype=torch.float32,
     )
     x_TD, ids_TK, weights_TK = torch.randn(9, 24), torch.randint(0, 3, (9, 2)), torch.rand(9, 2)
-    pack = native(instruction_set, 1).pack_experts
+    pack = native(instruction_set, 1)
     for gate in (GATE, Gate(Activation.CLAMPED)):
         got_TD = pack(parts, gate)(x_TD, ids_TK, weights_TK)
         assert torch.equal(got_TD, pack(whole, gate)(x_TD, ids_TK, weights_TK))

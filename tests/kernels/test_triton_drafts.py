@@ -13,6 +13,7 @@ from outdraft.kernels.reference.table import reference_kernels
 
 pytest.importorskip("triton", reason="needs triton")
 from outdraft.kernels.triton import drafting, texts
+from tests.kernels.test_triton_traversal import moved
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 each_device = pytest.mark.parametrize("device", DEVICES)
@@ -58,13 +59,9 @@ def test_the_lower_id_of_a_tie_is_drawn(device: str):
 
 @each_device
 @pytest.mark.parametrize("width", [0, 1, 5, 8])
-@pytest.mark.parametrize("has_laid_out", [False, True])
-def test_chains_are_matched_as_far_as_the_target_agrees(
-    device: str, width: int, *, has_laid_out: bool
-):
+def test_chains_are_matched_as_far_as_the_target_agrees(device: str, width: int):
     rng, number = np.random.default_rng(width), 300 if width == 1 else 9
     numbers_B = torch.tensor(rng.integers(0, width + 1, number))
-    laid_out_B = numbers_B + torch.tensor(rng.integers(0, 3, number)) if has_laid_out else None
     places_N = torch.arange(width)
     ids_BN = torch.tensor(rng.integers(0, 2, (number, width)))
     drafts = DraftBatch(
@@ -75,19 +72,9 @@ def test_chains_are_matched_as_far_as_the_target_agrees(
         is_sampled_BN=torch.zeros(number, width, dtype=torch.bool),
         is_chain=True,
         any_sampled=False,
-        num_laid_out_B=laid_out_B,
     )
     choices_R = torch.tensor(rng.integers(0, 2, int(drafts.num_rows_B.sum()) + 2))
-    sent = DraftBatch(
-        drafts.token_ids_BN.to(device),
-        drafts.parents_BN.to(device),
-        numbers_B.to(device),
-        None,
-        drafts.is_sampled_BN.to(device),
-        is_chain=True,
-        any_sampled=False,
-        num_laid_out_B=None if laid_out_B is None else laid_out_B.to(device),
-    )
+    sent = moved(drafts, device)
     got, want = drafting.match(choices_R.to(device), sent), REFERENCE.match(choices_R, drafts)
     assert torch.equal(got.token_ids_BN1.cpu(), want.token_ids_BN1)
     assert torch.equal(got.num_emitted_B.cpu(), want.num_emitted_B)

@@ -47,9 +47,6 @@ def test_verdicts_are_those_of_the_reference(device, vocab_size, most, seed):
     """A coin or a token that is decided by rounding may fall either way."""
     rng = np.random.default_rng(seed)
     step = Chains(rng, 12, most, vocab_size, num_padding=seed)
-    if seed:
-        laid_out_B = step.drafts.num_drafts_B.clone()
-        step.drafts = replace(step.drafts, num_laid_out_B=laid_out_B)
     assert step.drafts.is_chain
     allowed = step.allowed(REFERENCE, Rule.TRAVERSAL)
     kernels = with_triton(REFERENCE, has_graphs=False)
@@ -59,27 +56,6 @@ def test_verdicts_are_those_of_the_reference(device, vocab_size, most, seed):
     step.num_tokens_B = step.num_tokens_B.to(device)
     got = step.verdicts(kernels, Rule.TRAVERSAL, torch.float32)
     assert all(one in ones for one, ones in zip(got, allowed, strict=True))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_where_rows_are_laid_out_that_are_no_drafts(device):
-    """A live rule left them out when the rows were planned already."""
-    step = Chains(np.random.default_rng(5), 6, 4, 11)
-    shorter_B = step.drafts.num_drafts_B // 2
-    laid_out_B = step.drafts.num_drafts_B
-    step.drafts = replace(step.drafts, num_drafts_B=shorter_B, num_laid_out_B=laid_out_B)
-    arguments = step.logits_RV, step.drafts, step.sampling, step.num_tokens_B
-    want = REFERENCE.verify(*arguments, Rule.TRAVERSAL)
-    got = traversal.verify(
-        step.logits_RV.to(device),
-        moved(step.drafts, device),
-        moved(step.sampling, device),
-        step.num_tokens_B.to(device),
-        Rule.TRAVERSAL,
-    )
-    assert torch.equal(got.token_ids_BN1.cpu(), want.token_ids_BN1)
-    assert torch.equal(got.num_emitted_B.cpu(), want.num_emitted_B)
-    assert torch.equal(got.rows_BN.cpu(), want.rows_BN)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -23,11 +23,13 @@ class RandomRules:
     """Gives rules to chains of the network, and checks what the engine is told of them.
 
     Attributes:
-        num_short: drafts that are shorter than planned.
+        num_told: drafts that came with margins.
+        num_short: those of them that are shorter than planned.
     """
 
     def __init__(self, llm: LLM, seed: int) -> None:
-        self.rng, self.num_short = np.random.default_rng(seed), 0
+        self.rng = np.random.default_rng(seed)
+        self.num_told = self.num_short = 0
         scheduler = llm.engine.scheduler
         self._schedule, self._commit = scheduler.schedule, scheduler.commit
         scheduler.schedule, scheduler.commit = self.schedule, self.commit
@@ -50,6 +52,7 @@ class RandomRules:
             num_left_out = work.num_drafts - len(outcome.drafted_ids)
             num_levels = work.drafts.num_model_drafts - num_left_out
             assert len(outcome.margins) == num_levels + (num_left_out > 0)
+            self.num_told += 1
             self.num_short += num_left_out > 0
         return self._commit(step, result)
 
@@ -61,6 +64,14 @@ class RandomRules:
         price = float(self.rng.choice([0.0, 0.2, 0.5, 0.8]))
         stop = LiveStop(tuple(weights.tolist()), tuple(biases.tolist()), price, cap)
         return replace(choice, stop=stop)
+
+
+class LookingRules(RandomRules):
+    """Gives rules that tell margins and end nothing, as where the host would have to wait."""
+
+    def _with_rule(self, choice: DraftChoice, cap: int) -> DraftChoice:
+        zeros = (0.0,) * choice.num_model_drafts
+        return replace(choice, stop=LiveStop(zeros, zeros, 0.0)) if zeros else choice
 
 
 class ComparedRules(RandomRules):

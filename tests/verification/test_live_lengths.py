@@ -12,14 +12,9 @@ import torch
 
 from outdraft.core.draft import Draft
 from outdraft.core.plan import LiveStop
-from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.reference.verification import reject_tokens, traverse
-from outdraft.sampling.processors import Paths
-from outdraft.verification.verifier import Verifier
-from tests.kernels.tables import kernels_for
 from tests.reference.verification import all_sequences
-from tests.sampling_batches import batch_of_params
 from tests.verification.enumeration import V, bias, chains_emit, random_model
 from tests.verification.live_lengths import live_lengths
 
@@ -92,52 +87,3 @@ def test_the_probability_of_the_drawn_token_would_be_seen(rule):
     law = emitted(rule, target, proposer, chains, lengths_B)
     assert sum(law.values()) == pytest.approx(1, abs=1e-12)
     assert bias(law, target) > 0.05
-
-
-@pytest.mark.parametrize("method", ["block", "token", "drafter_invariant"])
-@pytest.mark.parametrize("seed", range(4))
-def test_rows_that_were_laid_out_for_more_drafts_change_no_verdict(method, seed):
-    """Where the host cannot know how many drafts there are, rows of the others hold anything."""
-    rng = np.random.default_rng(seed)
-    params = [
-        SamplingParams(temperature=0.0),
-        SamplingParams(temperature=1.0),
-        SamplingParams(temperature=0.8, presence_penalty=0.5),
-        SamplingParams(temperature=1.0, seed=4),
-    ]
-    width, size, num_requests = 4, 6, 8
-    laid_out = rng.integers(0, width + 1, num_requests)
-    made = rng.integers(0, laid_out + 1)
-    sampling = batch_of_params(
-        [params[at % 4] for at in range(num_requests)],
-        seeds=range(num_requests),
-        vocab_size=size,
-        device="cpu",
-        shares_noise=method == "drafter_invariant",
-    )
-    ids_BN = torch.tensor(rng.integers(0, size, (num_requests, width)))
-    places_N = torch.arange(width)
-    q_BNV = torch.tensor(rng.dirichlet(np.ones(size), (num_requests, width))).float()
-    drafts = replace(
-        DraftBatch.from_drafts([Draft.chain(range(width))] * num_requests, "cpu"),
-        token_ids_BN=ids_BN.masked_fill(places_N >= torch.tensor(made)[:, None], -1),
-        num_drafts_B=torch.tensor(made),
-        probs_BNV=q_BNV,
-        is_sampled_BN=sampling.draws_B[:, None].expand(-1, width),
-        any_sampled=True,
-    )
-    history_BL = torch.tensor(rng.integers(0, size, (num_requests, 5)))
-    lens_B = torch.full((num_requests,), 5)
-    paths = Paths(history_BL, lens_B - 2, lens_B, None)
-    verifier = Verifier(kernels_for(torch.float64), method)
-    rows = [rng.normal(0, 2, (count + 1, size)) for count in laid_out]
-    needed = [own[: count + 1] for own, count in zip(rows, made, strict=True)]
-
-    want = verifier.verify(torch.tensor(np.concatenate(needed)), drafts, sampling, paths)
-    whole = replace(drafts, num_laid_out_B=torch.tensor(laid_out))
-    got = verifier.verify(torch.tensor(np.concatenate(rows)), whole, sampling, paths)
-
-    assert (made < laid_out).any()
-    assert torch.equal(got.token_ids_BN1, want.token_ids_BN1)
-    assert torch.equal(got.num_emitted_B, want.num_emitted_B)
-    assert torch.equal(got.rows_BN, want.rows_BN)

@@ -1,7 +1,6 @@
 """Typical acceptance: the walk is its plain twin's, and it is not exact."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -113,11 +112,3 @@ def test_typical_acceptance_is_not_exact_and_accepts_more():
         is_exact = p_value(ids_BL, exact_joint(PLAIN)) > ALPHA
         assert is_exact == (method == "block")
     assert rates["block"] < rates["lossy_typical"]
-
-
-def test_bounds_are_checked_and_belong_to_their_method():
-    for wrong in ((0.0, 0.3), (0.09, 0.0), (1.5, 0.3), (float("nan"), 0.3)):
-        with pytest.raises(ValueError, match="must be above 0"):
-            TypicalAcceptance(*wrong)
-    with pytest.raises(ValueError, match="no part in verification by 'block'"):
-        Verifier(kernels_for(torch.float32), "block", TypicalAcceptance())

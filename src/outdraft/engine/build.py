@@ -148,9 +148,7 @@ def warm_up(engine: Engine) -> None:
 
 
 def _verifier(kernels: Kernels, config: SpeculationConfig) -> Verifier:
-    bounds: TypicalAcceptance | None = None
-    if not config.is_lossless:
-        bounds = TypicalAcceptance(config.posterior_threshold, config.posterior_alpha)
+    bounds = TypicalAcceptance(config.posterior_threshold, config.posterior_alpha)
     return Verifier(kernels, config.rejection_sample_method, bounds)
 
 

@@ -1,8 +1,6 @@
 """Joins the drafts of a step: those of the host, and those of the network.
 
-A live rule may end a network's draft early. On a CPU the host then knows it before rows are laid
-out: `as_drafted` leaves the rows out. On other devices the host would have to wait for it, so the
-rows stay, and verification looks at none of them.
+A live rule may end a network's draft early, before rows are laid out: `as_drafted` leaves them out.
 
 Dimension key: B requests that sample, M of them that the model drafts for, N drafts, L levels, V
 vocabulary.
@@ -17,8 +15,7 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.rows import to_device
-from outdraft.core.plan import NO_DRAFT, DraftChoice, StepPlan, Work
-from outdraft.drafting.device import live_stop
+from outdraft.core.plan import NO_DRAFT, StepPlan, Work
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.draft_ops import ModelDrafts
@@ -26,7 +23,8 @@ from outdraft.runner.slots import RequestSlot
 
 
 def draft_ask(work: Work, slot: RequestSlot) -> DraftModelAsk:
-    choice = _choice(work)
+    choice = work.drafts
+    assert choice is not None
     return DraftModelAsk(
         state_row=work.slot,
         num_tokens=work.num_tokens,
@@ -46,8 +44,9 @@ def num_host_rows(works: Sequence[Work]) -> int:
 
 
 def as_drafted(plan: StepPlan, drafts: DraftBatch) -> StepPlan:
-    """The plan without the rows that live rules have left out, where they need not stay."""
-    if drafts.margins_BL is None or drafts.num_laid_out_B is not None:
+    """The plan without the rows that live rules have left out; waits for the drafts if one may."""
+    choices = [work.drafts for work in plan.works if work.drafts is not None]
+    if not any(choice.stop is not None and choice.stop.may_end for choice in choices):
         return plan
     numbers = drafts.num_drafts_B.tolist()
     if numbers == [work.num_drafts for work in plan.works if work.samples]:
@@ -86,7 +85,6 @@ def joined_drafts(
             any_sampled=made.is_sampled_BK is not None,
             all_sampled=made.all_sampled,
             sampled_trees=not made.is_chain,
-            num_laid_out_B=_laid_out_B(made, works, device),
             margins_BL=made.margins_BL,
             taught_B2=made.taught_B2,
         )
@@ -123,7 +121,6 @@ def joined_drafts(
         is_chain=host.is_chain and made.is_chain,
         any_sampled=made.is_sampled_BK is not None,
         sampled_trees=not made.is_chain,
-        num_laid_out_B=_laid_out_B(made, works, device),
         margins_BL=margins_BL,
         taught_B2=taught_B2,
     )
@@ -140,17 +137,3 @@ def _is_sampled(is_sampled_BK: Tensor | None, token_ids_BK: Tensor) -> Tensor:
 def _none_sampled(shape: torch.Size, device: torch.device) -> Tensor:
     """bool [B, K]; nobody writes to it."""
     return torch.zeros(shape, dtype=torch.bool, device=device)
-
-
-def _laid_out_B(made: ModelDrafts, works: Sequence[Work], device: torch.device) -> Tensor | None:
-    """The rows that the plan has, where the host cannot know how many live rules leave."""
-    if made.margins_BL is None or live_stop.host_sees(device):
-        return None
-    planned = np.array([work.num_drafts for work in works])
-    (num_laid_out_B,) = to_device([planned], device)
-    return num_laid_out_B
-
-
-def _choice(work: Work) -> DraftChoice:
-    assert work.drafts is not None
-    return work.drafts

@@ -15,12 +15,9 @@ from outdraft.attention.rows import to_device
 from outdraft.core.plan import Work
 from outdraft.kernels.data.drafts import DraftBatch, Verdict, row_index_BN1
 from outdraft.runner.slots import RequestSlot, Slots
-from outdraft.sampling.logprobs import gather_logprobs
+from outdraft.sampling.logprobs import Scores, concatenated, gather_logprobs
 
 PROMPT_ROWS = 32  # whose logits exist at the same time: a long prompt must not take all memory
-
-# logprob_R, rank_R, top_ids_RK, top_logprobs_RK, as gather_logprobs gives them
-Scores = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +26,13 @@ class LogprobRows:
 
     Attributes:
         counts: rows of each work of the step, in order; their sum is J.
-        token_ids_J, ranks_J, top_ids_JK: int64. logprobs_J, top_logprobs_JK: float32.
+        token_ids_J: int64.
+        scores: of these tokens.
     """
 
     counts: tuple[int, ...]
     token_ids_J: Tensor
-    logprobs_J: Tensor
-    ranks_J: Tensor
-    top_ids_JK: Tensor
-    top_logprobs_JK: Tensor
+    scores: Scores
 
 
 def wants_logprobs(slots: Sequence[RequestSlot]) -> bool:
@@ -72,7 +67,7 @@ def emitted_logprobs(
     return LogprobRows(
         tuple(counts.get(b, 0) for b in range(len(slots))),
         chosen_J,
-        *gather_logprobs(logits_RV[flat_J], chosen_J, most),
+        gather_logprobs(logits_RV[flat_J], chosen_J, most),
     )
 
 
@@ -106,8 +101,7 @@ def prompt_logprobs(
             rows_J.split(PROMPT_ROWS), next_J.split(PROMPT_ROWS), strict=True
         )
     ]
-    logprobs_J, ranks_J, top_ids_JK, top_logprobs_JK = map(torch.cat, zip(*slices, strict=True))
-    return LogprobRows(tuple(counts), next_J, logprobs_J, ranks_J, top_ids_JK, top_logprobs_JK)
+    return LogprobRows(tuple(counts), next_J, concatenated(slices))
 
 
 def wants_prompt_logprobs(works: Sequence[Work], slots: Slots) -> bool:

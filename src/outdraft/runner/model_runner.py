@@ -46,7 +46,6 @@ from outdraft.runner.grammar_masks import (
 from outdraft.runner.inferring import inferring
 from outdraft.runner.logprobs import (
     LogprobRows,
-    Scores,
     emitted_logprobs,
     prompt_logprobs,
     wants_logprobs,
@@ -54,7 +53,7 @@ from outdraft.runner.logprobs import (
 )
 from outdraft.runner.results import StepCopies, VerifiedRows, to_host, work_results
 from outdraft.runner.slots import RequestSlot
-from outdraft.runner.states import spread_rows, state_places, target_states
+from outdraft.runner.states import chunk_reads, spread_rows, state_places
 from outdraft.runner.step_rows import (
     StepTexts,
     read_by_parts,
@@ -63,7 +62,7 @@ from outdraft.runner.step_rows import (
 )
 from outdraft.runner.timing import PhaseClock
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.logprobs import gather_in_slices
+from outdraft.sampling.logprobs import Scores, gather_in_slices
 from outdraft.sampling.processors import Paths
 from outdraft.verification.verifier import Verifier
 
@@ -394,8 +393,8 @@ class ModelRunner:
                 self.proposer.drafter.state_window,
                 self.model.kernels,
             )
-        texts_SL = self.state.token_ids_SL
-        return target_states(works, self._slots, places, hidden_TD, tapped_TKD, texts_SL)
+        reads = chunk_reads(works, self._slots)
+        return TargetStates(hidden_TD, tapped_TKD, *places, self.state.token_ids_SL, reads)
 
     def _scored(self, hidden_RD: Tensor, chosen_R: Tensor, num_top: int) -> Scores:
         """As `gather_logprobs`, behind the hidden states."""

@@ -6,13 +6,8 @@ from typing import NoReturn, Protocol
 
 from outdraft.core.allowed import AllowedTokens, Drafted
 from outdraft.core.plan import StepPlan, StepResult
-from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.kv.cache import KVCache
-from outdraft.models.base import LanguageModel
-from outdraft.runner.device_state import DeviceState
 from outdraft.runner.model_runner import LaunchedStep, ModelRunner, PendingStep
 from outdraft.runner.same_steps import SameSteps
-from outdraft.verification.verifier import Verifier
 
 
 class OtherRanks(Protocol):
@@ -48,32 +43,10 @@ class ParallelRunner:
     ) -> None:
         """`same_steps`: checks that the ranks never part; all ranks have one, or none has."""
         self.own = own
+        self.model, self.cache, self.state = own.model, own.cache, own.state
+        self.proposer, self.num_draft_groups = own.proposer, own.num_draft_groups
         self._others = others
         self._same_steps = same_steps
-
-    @property
-    def model(self) -> LanguageModel:
-        return self.own.model
-
-    @property
-    def cache(self) -> KVCache:
-        return self.own.cache
-
-    @property
-    def state(self) -> DeviceState:
-        return self.own.state
-
-    @property
-    def verifier(self) -> Verifier:
-        return self.own.verifier
-
-    @property
-    def proposer(self) -> DeviceProposer | None:
-        return self.own.proposer
-
-    @property
-    def num_draft_groups(self) -> int:
-        return self.own.num_draft_groups
 
     def launch(self, plan: StepPlan) -> PendingStep | LaunchedStep:
         """As ModelRunner.launch, on all ranks.

@@ -4,7 +4,8 @@ Dimension key: B requests that sample, N most drafts of one of them, R flat rows
 `data.drafts`, L levels of a network, J rows of log-probabilities.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -74,7 +75,7 @@ def to_host(
         tensors += [one for one in (margins_BL, taught_B2) if one is not None]
     for rows in (emitted, prompt):
         if rows is not None:
-            tensors += _log_tensors(rows)
+            tensors += [rows.token_ids_J, *rows.scores]
     rest = margins_BL is not None, taught_B2 is not None, emitted, prompt
     if device.type == "cpu":
         return StepCopies(tensors, (), known, *rest, None)
@@ -168,21 +169,13 @@ def _extras(copies: StepCopies, tensors: Sequence[Tensor]) -> _Extras:
     """`tensors`: those behind what was verified."""
     if not tensors:
         return _NO_EXTRAS
-    arrays = [one.numpy() for one in tensors]
-    margins = taught = emitted = prompts = None
-    if copies.has_margins:
-        margins, arrays = _margins(arrays[0]), arrays[1:]
-    if copies.has_taught:
-        taught, arrays = [(row[0], row[1]) for row in arrays[0].tolist()], arrays[1:]
-    if copies.emitted is not None:
-        emitted, arrays = _log_rows(copies.emitted.counts, arrays[:5]), arrays[5:]
-    if copies.prompt is not None:
-        prompts = _log_rows(copies.prompt.counts, arrays)
-    return _Extras(margins, taught, emitted, prompts)
-
-
-def _log_tensors(rows: LogprobRows) -> list[Tensor]:
-    return [rows.token_ids_J, rows.logprobs_J, rows.ranks_J, rows.top_ids_JK, rows.top_logprobs_JK]
+    arrays = (one.numpy() for one in tensors)
+    return _Extras(
+        _margins(next(arrays)) if copies.has_margins else None,
+        [(row[0], row[1]) for row in next(arrays).tolist()] if copies.has_taught else None,
+        _log_rows(copies.emitted.counts, arrays) if copies.emitted is not None else None,
+        _log_rows(copies.prompt.counts, arrays) if copies.prompt is not None else None,
+    )
 
 
 def _as_int64(tensor: Tensor) -> Tensor:
@@ -211,23 +204,11 @@ def _leading(row: Sequence[int]) -> tuple[int, ...]:
     return tuple([value for value in row if value >= 0])
 
 
-def _log_rows(counts: Sequence[int], arrays: Sequence[np.ndarray]) -> list[list[TokenLogprobs]]:
-    token_ids, logprobs, ranks, top_ids, top_logprobs = arrays
+def _log_rows(counts: Sequence[int], arrays: Iterator[np.ndarray]) -> list[list[TokenLogprobs]]:
+    """Those of each work, of the next five arrays."""
+    token_ids, logprobs, ranks, top_ids, top_logprobs = itertools.islice(arrays, 5)
     if logprobs.dtype == np.int64:  # the bits of what travelled in one piece
         logprobs, top_logprobs = logprobs.view(np.float64), top_logprobs.view(np.float64)
-    rows = [
-        TokenLogprobs(
-            int(token_ids[j]),
-            float(logprobs[j]),
-            int(ranks[j]),
-            tuple(top_ids[j].tolist()),
-            tuple(top_logprobs[j].tolist()),
-        )
-        for j in range(len(token_ids))
-    ]
-    result: list[list[TokenLogprobs]] = []
-    start = 0
-    for count in counts:
-        result.append(rows[start : start + count])
-        start += count
-    return result
+    best = map(tuple, top_ids.tolist()), map(tuple, top_logprobs.tolist())
+    rows = map(TokenLogprobs, token_ids.tolist(), logprobs.tolist(), ranks.tolist(), *best)
+    return [list(itertools.islice(rows, count)) for count in counts]

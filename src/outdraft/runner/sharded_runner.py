@@ -32,7 +32,7 @@ from outdraft.models.base import LanguageModel
 from outdraft.runner.device_state import DeviceState
 from outdraft.runner.drafts import draft_ask, host_drafts, joined_drafts, num_host_rows
 from outdraft.runner.grammar_masks import GrammarMasks
-from outdraft.runner.logprobs import LogprobRows, Scores, emitted_logprobs, wants_logprobs
+from outdraft.runner.logprobs import LogprobRows, emitted_logprobs, wants_logprobs
 from outdraft.runner.model_runner import LaunchedStep, ModelRunner, TargetPass
 from outdraft.runner.results import VerifiedRows
 from outdraft.runner.shares import (
@@ -50,6 +50,7 @@ from outdraft.runner.slots import RequestSlot
 from outdraft.runner.spread_scores import joined_logprobs, joined_scores
 from outdraft.runner.step_rows import StepTexts
 from outdraft.sampling.batch import SamplingBatch
+from outdraft.sampling.logprobs import Scores
 from outdraft.verification.verifier import Verifier
 
 

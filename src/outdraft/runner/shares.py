@@ -217,26 +217,15 @@ def owned_states(states: TargetStates, works: Sequence[Work], owner: int) -> Tar
     Args:
         works: of the step, in the order of its rows.
     """
-    kept: list[int] = []
-    rows: list[np.ndarray] = []
-    shifts: list[int] = []
-    firsts: dict[int, int] = {}
-    start = own = 0
-    for place, work in enumerate(works):
-        if work.owner == owner:
-            kept.append(place)
-            rows.append(np.arange(start, start + work.num_rows))
-            shifts.append(own - start)
-            firsts[start] = own
-            own += work.num_rows
-        start += work.num_rows
-    if len(kept) == len(works):
+    is_own_W = np.array([work.owner == owner for work in works], dtype=np.bool_)
+    if is_own_W.all():
         return states
-    arrays = [
-        np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64),
-        np.array(kept, dtype=np.int64),
-        np.array(shifts, dtype=np.int64),
-    ]
+    counts_W = np.array([work.num_rows for work in works])
+    own_counts_W, starts_W = counts_W[is_own_W], (counts_W.cumsum() - counts_W)[is_own_W]
+    own_starts_W = own_counts_W.cumsum() - own_counts_W
+    firsts = dict(zip(starts_W.tolist(), own_starts_W.tolist(), strict=True))
+    rows, kept = np.flatnonzero(is_own_W.repeat(counts_W)), np.flatnonzero(is_own_W)
+    arrays = [rows, kept, own_starts_W - starts_W]
     rows_T, kept_W, shifts_W = to_device(arrays, states.places_T.device)
     return TargetStates(
         states.hidden_TD.index_select(0, rows_T),

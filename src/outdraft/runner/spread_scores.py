@@ -5,7 +5,7 @@ K best tokens.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.distributed.group import RankGroup
-from outdraft.runner.logprobs import LogprobRows, Scores
+from outdraft.runner.logprobs import LogprobRows
 from outdraft.runner.shares import Shares
 from outdraft.runner.slots import RequestSlot
-from outdraft.sampling.logprobs import gather_in_slices
+from outdraft.sampling.logprobs import Scores, gather_in_slices
 
 
 def joined_scores(
@@ -54,25 +54,16 @@ def joined_logprobs(
     most = max(slot.rules.logprobs or 0 for slot in slots)
     packed_JC = torch.zeros(0, 3 + 2 * most, dtype=torch.int64, device=device)
     if emitted is not None:
-        scores = (
-            emitted.logprobs_J,
-            emitted.ranks_J,
-            emitted.top_ids_JK,
-            emitted.top_logprobs_JK,
-        )
-        packed_JC = torch.cat([emitted.token_ids_J[:, None], _packed(scores, most)], dim=1)
+        packed_JC = torch.cat([emitted.token_ids_J[:, None], _packed(emitted.scores, most)], dim=1)
     rank_counts = [sum([counts[place] for place in part]) for part in shares.ranks]
     packed_JC = group.join_rows(packed_JC, rank_counts)
-    firsts: dict[int, int] = {}
-    first = 0
-    for place in shares.by_rank:
-        firsts[place] = first
-        first += counts[place]
+    starts = accumulate([counts[place] for place in shares.by_rank], initial=0)
+    firsts = dict(zip(shares.by_rank, starts, strict=False))
     rows = [row for b, count in enumerate(counts) for row in range(firsts[b], firsts[b] + count)]
     (order,) = to_device([np.array(rows, dtype=np.int64)], device)
     packed_JC = packed_JC.index_select(0, order)
     scores = _unpacked(packed_JC[:, 1:].contiguous(), most)
-    return LogprobRows(tuple(counts), packed_JC[:, 0].contiguous(), *scores)
+    return LogprobRows(tuple(counts), packed_JC[:, 0].contiguous(), scores)
 
 
 def _packed(scores: Scores, num_top: int) -> Tensor:
@@ -87,4 +78,4 @@ def _packed(scores: Scores, num_top: int) -> Tensor:
 def _unpacked(packed_JC: Tensor, num_top: int) -> Scores:
     bits_JC, ranks_J1, ids_JK = packed_JC.split([1 + num_top, 1, num_top], dim=1)
     floats_JC = bits_JC.contiguous().view(torch.float64).float()
-    return floats_JC[:, 0], ranks_J1[:, 0], ids_JK, floats_JC[:, 1:]
+    return Scores(floats_JC[:, 0], ranks_J1[:, 0], ids_JK, floats_JC[:, 1:])

@@ -10,26 +10,11 @@ from torch import Tensor
 from outdraft.attention.base import AttentionMetadata
 from outdraft.core.plan import Work
 from outdraft.drafting.device.model_drafts import DraftModelAsk
-from outdraft.drafting.device.target_states import ChunkRead, TargetStates
+from outdraft.drafting.device.target_states import ChunkRead
 from outdraft.kernels.data.drafts import Verdict
 from outdraft.kernels.ops import Kernels, PlacedRows
 from outdraft.kernels.step_ops import StatePlaces
 from outdraft.runner.slots import Slots
-
-
-def target_states(
-    works: Sequence[Work],
-    slots: Slots,
-    places: StatePlaces,
-    hidden_TD: Tensor,
-    tapped_TKD: Tensor,
-    token_ids_SL: Tensor,
-) -> TargetStates:
-    """
-    Args:
-        token_ids_SL: the texts, with their new tokens.
-    """
-    return TargetStates(hidden_TD, tapped_TKD, *places, token_ids_SL, _reads(works, slots))
 
 
 def state_places(
@@ -59,7 +44,8 @@ def spread_rows(states_RD: Tensor, rows_R: Tensor, num_rows: int) -> Tensor:
     return states_RD.new_zeros((num_rows, states_RD.shape[1])).index_copy_(0, rows_R, states_RD)
 
 
-def _reads(works: Sequence[Work], slots: Slots) -> list[ChunkRead]:
+def chunk_reads(works: Sequence[Work], slots: Slots) -> list[ChunkRead]:
+    """What a drafter reads of the works now."""
     reads: list[ChunkRead] = []
     first = 0
     for work in works:

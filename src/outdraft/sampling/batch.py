@@ -79,7 +79,7 @@ class SamplingBatch:
         stops: the tokens that min_tokens forbids.
         has_grammar: some request's output keeps to a grammar: what it allows comes with each step.
         any_shares_noise: some of `shares_noise_B` is true.
-        any_draws: some of `draws_B` is true.
+        any_draws, all_draw: some of `draws_B` are true, or all.
         max_top_k: at least the largest top_k in use, one of few numbers: a GPU makes graphs for
             each; 0 when no sampled request has one.
     """
@@ -101,9 +101,9 @@ class SamplingBatch:
     stops: TokenSets | None
     bias: TokenValues | None
     all_greedy: bool
-    any_greedy: bool
     any_shares_noise: bool
     any_draws: bool
+    all_draw: bool
     has_grammar: bool
     needs_penalties: bool
     needs_min_p: bool
@@ -131,14 +131,18 @@ class SamplingBatch:
         shares = [not one.is_greedy and (shares_noise or one.has_own_seed) for one in rules]
         top_ks = [_top_k(one, vocab_size) for one in rules]
         ints = [
-            (*_ints(one, vocab_size), int(share)) for one, share in zip(rules, shares, strict=True)
+            (top_k, one.min_tokens, one.is_greedy, share)
+            for one, top_k, share in zip(rules, top_ks, shares, strict=True)
         ]
-        ints_CB = _columns(ints, 4, np.int64, device)
-        floats_CB = _columns([_floats(one) for one in rules], 6, np.float32, device)
-        seeds_B = torch.tensor([one.seed for one in rules], dtype=torch.int64)
+        floats = [_floats(one) for one in rules]
+        seeds = np.array([one.seed for one in rules], dtype=np.int64)
+        device = torch.device(device)
+        seeds_B, ints_CB, floats_CB = to_device(
+            [seeds, _columns(ints, 4, np.int64), _columns(floats, 6, np.float32)], device
+        )
         return cls(
             vocab_size=vocab_size,
-            seeds_B=seeds_B.to(device, non_blocking=True),
+            seeds_B=seeds_B,
             top_k_B=ints_CB[0],
             min_tokens_B=ints_CB[1],
             is_greedy_B=ints_CB[2] != 0,
@@ -154,9 +158,9 @@ class SamplingBatch:
             stops=_token_sets([one.stop_ids for one in rules], device),
             bias=_token_values([one.logit_bias for one in rules], device),
             all_greedy=not sampled,
-            any_greedy=len(sampled) < len(rules),
             any_shares_noise=any(shares),
             any_draws=len(sampled) > sum(shares),
+            all_draw=len(sampled) - sum(shares) == len(rules),
             has_grammar=any(one.has_grammar for one in rules),
             needs_penalties=any(one.has_penalties for one in rules),
             needs_min_p=any(one.min_p > 0 for one in sampled),
@@ -200,10 +204,6 @@ class SamplingBatch:
     def _copied(self) -> "dict[tuple[int, int], SamplingBatch]":
         """As `with_copies`."""
         return {}
-
-    @property
-    def all_draw(self) -> bool:
-        return not (self.any_greedy or self.any_shares_noise)
 
     @property
     def needs_history(self) -> bool:
@@ -256,10 +256,6 @@ def _rounded_top_k(top_ks: Sequence[int], vocab_size: int) -> int:
     return min(1 << (largest - 1).bit_length(), vocab_size) if largest else 0
 
 
-def _ints(rules: TokenRules, vocab_size: int) -> tuple[int, ...]:
-    return _top_k(rules, vocab_size), rules.min_tokens, int(rules.is_greedy)
-
-
 def _floats(rules: TokenRules) -> tuple[float, ...]:
     return (
         1.0 if rules.is_greedy else max(rules.temperature, _LEAST_TEMPERATURE),
@@ -271,47 +267,34 @@ def _floats(rules: TokenRules) -> tuple[float, ...]:
     )
 
 
-def _columns(
-    rows: Sequence[Sequence[float]],
-    number: int,
-    dtype: type[np.generic],
-    device: torch.device | str,
-) -> Tensor:
-    """[C, B] on the device, of B rows of C numbers: one upload."""
-    columns_CB = np.ascontiguousarray(np.array(rows, dtype=dtype).reshape(len(rows), number).T)
-    return torch.from_numpy(columns_CB).to(device, non_blocking=True)
+def _columns(rows: Sequence[Sequence[float]], number: int, dtype: type[np.generic]) -> np.ndarray:
+    """[C, B], of B rows of C numbers."""
+    return np.ascontiguousarray(np.array(rows, dtype=dtype).reshape(len(rows), number).T)
 
 
-def _token_sets(sets: Sequence[Sequence[int]], device: torch.device | str) -> TokenSets | None:
+def _token_sets(sets: Sequence[Sequence[int]], device: torch.device) -> TokenSets | None:
     distinct = [list(dict.fromkeys(ids)) for ids in sets]  # no wider than the vocabulary
     width = max(map(len, distinct), default=0)
     if width == 0:
         return None
     padded = [[*ids, *(ids[:1] or [0]) * (width - len(ids))] for ids in distinct]
-    return TokenSets(
-        ids_BE=torch.tensor(padded, dtype=torch.int64).to(device, non_blocking=True),
-        is_set_B=torch.tensor([len(ids) > 0 for ids in sets]).to(device, non_blocking=True),
-    )
+    is_set = [len(ids) > 0 for ids in sets]
+    return TokenSets(*to_device([np.array(padded, dtype=np.int64), np.array(is_set)], device))
 
 
 def _token_values(
-    values: Sequence[Sequence[tuple[int, float]]], device: torch.device | str
+    values: Sequence[Sequence[tuple[int, float]]], device: torch.device
 ) -> TokenValues | None:
     width = max(map(len, values), default=0)
     if width == 0:
         return None
     filled = [[*one, *[(0, 0.0)] * (width - len(one))] for one in values]
-    ids = [[token_id for token_id, _ in one] for one in filled]
-    padded = [[value for _, value in one] for one in filled]
-    return TokenValues(
-        ids_BE=torch.tensor(ids, dtype=torch.int64).to(device, non_blocking=True),
-        values_BE=torch.tensor(padded, dtype=torch.float32).to(device, non_blocking=True),
-    )
+    ids = np.array([[token_id for token_id, _ in one] for one in filled], dtype=np.int64)
+    padded = np.array([[value for _, value in one] for one in filled], dtype=np.float32)
+    return TokenValues(*to_device([ids, padded], device))
 
 
-def _bad_words(
-    words: Sequence[Sequence[Sequence[int]]], device: torch.device | str
-) -> BadWords | None:
+def _bad_words(words: Sequence[Sequence[Sequence[int]]], device: torch.device) -> BadWords | None:
     width = max(map(len, words), default=0)
     if width == 0:
         return None
@@ -324,6 +307,4 @@ def _bad_words(
             prefix[request, at, length - len(word) + 1 :] = word[:-1]
             prefix_lens[request, at] = len(word) - 1
             last[request, at] = word[-1]
-    return BadWords(
-        *(torch.from_numpy(x).to(device, non_blocking=True) for x in (prefix, prefix_lens, last))
-    )
+    return BadWords(*to_device([prefix, prefix_lens, last], device))

@@ -45,6 +45,5 @@ def _draft(work: Work, place: int, drafted: Drafted) -> tuple[Sequence[int], Seq
     if not drafted.num_drafts[place]:  # a live rule ended it before its first draft
         return (), ()
     assert drafted.drafts_2BN is not None
-    token_ids, parents = drafted.drafts_2BN[:, place, : drafted.num_drafts[place]]
-    num_drafts = int((token_ids >= 0).sum())
-    return token_ids[:num_drafts].tolist(), parents[:num_drafts].tolist()
+    token_ids, parents = drafted.drafts_2BN[:, place, : drafted.num_drafts[place]].tolist()
+    return token_ids, parents

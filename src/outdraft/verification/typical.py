@@ -25,18 +25,10 @@ class TypicalAcceptance:
     even where the target would mostly have chosen another token. THE OUTPUT IS NOT DISTRIBUTED AS
     THE TARGET'S: it is shifted towards the proposer, and no test of exactness holds for it. It is
     for users who ask for speed at the price of the model's own distribution.
-
-    Raises:
-        ValueError: a value is out of its range.
     """
 
     posterior_threshold: float = POSTERIOR_THRESHOLD
     posterior_alpha: float = POSTERIOR_ALPHA
-
-    def __post_init__(self) -> None:
-        for name in ("posterior_threshold", "posterior_alpha"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be above 0 and at most 1, got {getattr(self, name)}")
 
     def least_log_prob(self, log_p_RV: Tensor) -> Tensor:
         """[R]: the log-probability that a draft behind each row must exceed."""

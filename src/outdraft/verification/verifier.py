@@ -42,13 +42,7 @@ class Verifier:
     def __init__(
         self, kernels: Kernels, method: RejectionMethod, typical: TypicalAcceptance | None = None
     ) -> None:
-        """`typical`: the bounds of "lossy_typical"; None: the paper's.
-
-        Raises:
-            ValueError: bounds for another method.
-        """
-        if typical is not None and method != "lossy_typical":
-            raise ValueError(f"typical acceptance has no part in verification by {method!r}")
+        """`typical`: the bounds of "lossy_typical"; None: the paper's."""
         self.method: RejectionMethod = method
         self._kernels = kernels
         self._typical = typical or TypicalAcceptance()

@@ -6,9 +6,6 @@ have different numbers of drafts: `[B, N]` tensors are padded, while logits are 
 after request, root first. Everything here is arithmetic on small integer tensors; nothing waits
 for the device.
 
-A live rule may end a draft on the device when the host has laid out rows for all of it already.
-Then these rows stay where they are, and what is read there counts for nothing.
-
 Dimension key: B requests, N at least as many as the most drafts of any request, N1 = N + 1 rows
 with the root, R flat rows, K = N places of a path, L levels of a network, V vocabulary.
 """
@@ -48,8 +45,6 @@ class DraftBatch:
             verified as trees even where one came out as a chain. False: they are chains. Where
             chains have another rule ("token"), the final shape must not decide which rule applies,
             since it may depend on what was drawn.
-        num_laid_out_B: int64; flat rows of each request beside its root, where these are more than
-            its drafts. None: as many.
         margins_BL: float32, of the levels of the network that a live rule looked at, then NaN.
             None: there was no rule.
         taught_B2: as in ModelDrafts.
@@ -64,7 +59,6 @@ class DraftBatch:
     any_sampled: bool
     all_sampled: bool = False
     sampled_trees: bool = False
-    num_laid_out_B: Tensor | None = None
     margins_BL: Tensor | None = None
     taught_B2: Tensor | None = None
 
@@ -110,12 +104,7 @@ class DraftBatch:
     @property
     def num_rows_B(self) -> Tensor:
         """int64: flat rows of each request."""
-        return self.laid_out_B + 1
-
-    @property
-    def laid_out_B(self) -> Tensor:
-        """int64: flat rows of each request beside its root."""
-        return self.num_drafts_B if self.num_laid_out_B is None else self.num_laid_out_B
+        return self.num_drafts_B + 1
 
 
 class Rule(IntEnum):

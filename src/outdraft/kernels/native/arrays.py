@@ -22,6 +22,11 @@ def address_of(tensor: Tensor, dtype: torch.dtype) -> int:
     return tensor.data_ptr()
 
 
+def addresses(*tensors: Tensor) -> list[int]:
+    """Where contiguous tensors of the right dtypes begin; the caller must keep them alive."""
+    return [tensor.data_ptr() for tensor in tensors]
+
+
 def array_address(array: np.ndarray) -> int:
     """Where a contiguous array lies; others are refused. A third of the time of `ctypes.data`."""
     return ctypes.addressof(ctypes.c_char.from_buffer(array.data)) if array.size else 0

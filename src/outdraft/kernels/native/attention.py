@@ -14,7 +14,6 @@ from outdraft.attention.base import (
     LayerCache,
     with_dense_rows,
 )
-from outdraft.core.errors import ConfigError
 from outdraft.kernels.native.arrays import address_of
 from outdraft.kernels.native.team import Team
 
@@ -63,11 +62,7 @@ class NativeAttention:
         weakref.finalize(self, destroy, self._memory)
 
     def write(self, k_TGC: Tensor, v_TGE: Tensor, cache: LayerCache, slots_T: Tensor) -> None:
-        """As `AttentionBackend`.
-
-        Raises:
-            ConfigError: a dtype that the library does not read.
-        """
+        """As `AttentionBackend`."""
         for new_TGC, cached_PSGC in ((k_TGC, cache.k_PSGC), (v_TGE, cache.v_PSGE)):
             new_TGC = with_dense_rows(new_TGC)
             self._write(
@@ -88,11 +83,7 @@ class NativeAttention:
         metadata: AttentionMetadata,
         form: AttentionForm,
     ) -> Tensor:
-        """As `AttentionBackend`.
-
-        Raises:
-            ConfigError: a dtype that the library does not read.
-        """
+        """As `AttentionBackend`."""
         q_THC = with_dense_rows(q_THC)
         num_rows, num_heads, key_size = q_THC.shape
         _, block_size, num_kv_heads, value_size = cache.v_PSGE.shape
@@ -137,9 +128,5 @@ class NativeAttention:
 
 
 def _is_bf16(tensor: Tensor) -> bool:
-    if tensor.dtype not in (torch.float32, torch.bfloat16):
-        raise ConfigError(
-            f"native attention reads float32 and bfloat16, not {tensor.dtype}: "
-            "use the reference attention for other dtypes"
-        )
+    assert tensor.dtype in (torch.float32, torch.bfloat16), f"not {tensor.dtype}"
     return tensor.dtype is torch.bfloat16

@@ -13,7 +13,7 @@ from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTex
 from outdraft.kernels.native.arrays import address_of
 from outdraft.kernels.native.drafting import NativeGrowth, NativeTask
 from outdraft.kernels.native.library import Library
-from outdraft.kernels.native.linear import NativeProduct
+from outdraft.kernels.native.linear import weights_of
 from outdraft.kernels.native.unread_texts import UnreadArrays, UnreadOf
 from outdraft.kernels.ops import Product
 
@@ -56,7 +56,7 @@ class NativeBlocks:
         features_TD = features_TD.contiguous()
         is_valid = self._write_context(
             decoder,
-            _weights(product),
+            weights_of(product),
             features_TD.data_ptr(),
             address_of(positions_T, torch.int64),
             address_of(slots_T, torch.int64),
@@ -93,15 +93,10 @@ def _block(spec: BlockSpec, dtype: torch.dtype) -> _Block:
         spec.first_draft,
         spec.mask_token_id,
         spec.is_causal,
-        _weights(spec.context),
+        weights_of(spec.context),
         None if embedding_VM is None else address_of(embedding_VM, dtype),
-        None if spec.pairs is None else _weights(spec.pairs),
-        None if spec.confidence is None else _weights(spec.confidence),
+        None if spec.pairs is None else weights_of(spec.pairs),
+        None if spec.confidence is None else weights_of(spec.confidence),
         spec.confidence_reads_token,
         0 if embedding_VM is None else embedding_VM.shape[1],
     )
-
-
-def _weights(product: Product) -> int:
-    assert isinstance(product, NativeProduct)
-    return product.handle

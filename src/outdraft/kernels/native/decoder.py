@@ -19,7 +19,7 @@ from outdraft.kernels.native.arrays import address_of, index_array
 from outdraft.kernels.native.attention import limit
 from outdraft.kernels.native.block_drafting import NativeBlocks
 from outdraft.kernels.native.drafting import NativeGrowth
-from outdraft.kernels.native.linear import NativeProduct
+from outdraft.kernels.native.linear import weights_of
 from outdraft.kernels.native.ranks import RankLink, shares_memory
 from outdraft.kernels.native.step import NativeStep
 from outdraft.kernels.native.team import Team
@@ -86,7 +86,7 @@ class NativeDecoder:
                 _Layer(
                     *map(self._vector, (each.input_norm_D, each.post_norm_D)),
                     *map(self._vector, (each.q_norm_C, each.k_norm_C)),
-                    *map(_weights, (each.qkv, each.o, each.gate_up, each.down)),
+                    *map(weights_of, (each.qkv, each.o, each.gate_up, each.down)),
                     *map(self._vector, map(_sum_bias, (each.o, each.down))),
                     limit(each.window),
                 )
@@ -228,17 +228,10 @@ class NativeDecoder:
             handle = self._create(ctypes.byref(self._native_spec), array, first.shape[1])
             self._bound[key] = handle
             # Before the memory of the caches is given back, no late helper may read it.
-            end = weakref.finalize(first, _unbind, self, key)
-            end.atexit = False
+            weakref.finalize(first, self._unbind, key).atexit = False
         return handle
 
-    @property
-    def num_bound(self) -> int:
-        """How many engines' caches it knows."""
-        return len(self._bound)
-
-    def unbind(self, key: tuple[int, ...]) -> None:
-        """Forget caches."""
+    def _unbind(self, key: tuple[int, ...]) -> None:
         self._destroy(self._bound.pop(key))
 
     def _settle(self) -> None:
@@ -281,8 +274,8 @@ class NativeDecoder:
             leaves_out_first=entry is not None and entry.leaves_out_first,
             token_norm=self._vector(entry and entry.token_norm_D),
             state_norm=self._vector(entry and entry.state_norm_D),
-            fc=_weights(entry.fc) if entry is not None and entry.fc is not None else None,
-            head=_weights(spec.head),
+            fc=weights_of(entry.fc) if entry is not None and entry.fc is not None else None,
+            head=weights_of(spec.head),
             head_norm=self._vector(spec.head_norm_D),
             draft_ids=None
             if spec.draft_ids_N is None
@@ -338,15 +331,3 @@ def _num_kept_rows(task: StepTask) -> int:
 def _sum_bias(product: Product) -> Tensor | None:
     """[D]: what is added to a sum over ranks."""
     return product.bias_E if isinstance(product, SummedProduct) else None
-
-
-def _weights(product: Product) -> int:
-    """Those of this rank."""
-    if isinstance(product, SummedProduct | PaddedProduct):
-        product = product.own
-    assert isinstance(product, NativeProduct)
-    return product.handle
-
-
-def _unbind(decoder: NativeDecoder, key: tuple[int, ...]) -> None:
-    decoder.unbind(key)

@@ -6,7 +6,7 @@ Dimension key: B requests that draft, K drafts, L levels, V vocabulary.
 import ctypes
 import functools
 from collections.abc import Callable
-from ctypes import c_double, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_int64, c_void_p
 from dataclasses import replace
 
 import numpy as np
@@ -26,7 +26,7 @@ from outdraft.kernels.draft_ops import (
     UnreadTexts,
     side_shares,
 )
-from outdraft.kernels.native.arrays import Addresses, address_of, array_address
+from outdraft.kernels.native.arrays import Addresses, address_of, addresses, array_address
 from outdraft.kernels.native.library import Library
 from outdraft.kernels.native.ranks import RankLink
 from outdraft.kernels.native.shares import SharesOf, shares_of
@@ -44,7 +44,7 @@ class NativeDrafting:
 
         self._draw_level = library.function(
             "draw_level",
-            [*[c_int64] * 5, ctypes.POINTER(_Worth), *[c_void_p] * 12],
+            [*[c_int64] * 5, POINTER(_Worth), *[c_void_p] * 12],
             releases_gil=True,
         )
 
@@ -70,12 +70,8 @@ class NativeDrafting:
             task.num_rows,
             task.first_above,
             ctypes.byref(worth),
-            *(one.data_ptr() for one in given),
-            level.token_ids_BF.data_ptr(),
-            level.origins_BF.data_ptr(),
-            level.is_drawn_BF.data_ptr(),
-            level.probs_BFV.data_ptr(),
-            level.weight_BF.data_ptr(),
+            *addresses(*given, level.token_ids_BF, level.origins_BF, level.is_drawn_BF),
+            *addresses(level.probs_BFV, level.weight_BF),
         )
         return level
 
@@ -91,15 +87,11 @@ class NativeDrafting:
             num_requests,
             width,
             first_row,
-            ancestors_BF.data_ptr(),
-            contexts_B.data_ptr(),
-            num_drafts_B.data_ptr(),
+            *addresses(ancestors_BF, contexts_B, num_drafts_B),
             address_of(start.block_table_BP, torch.int32),
             start.block_table_BP.shape[1],
             start.block_size,
-            ancestors_T.data_ptr(),
-            positions_T.data_ptr(),
-            slots_T.data_ptr(),
+            *addresses(ancestors_T, positions_T, slots_T),
         )
         return ancestors_T, positions_T, slots_T
 
@@ -171,9 +163,9 @@ class NativeGrowth:
     """Whole drafts: of a decoder in one call, of what else says what may follow level by level."""
 
     def __init__(self, library: Library) -> None:
-        task, handle, address = ctypes.POINTER(NativeTask), c_void_p, c_void_p
-        function, unread = library.function, ctypes.POINTER(UnreadOf)
-        of_draft = [handle, task, unread, ctypes.POINTER(SharesOf)]
+        task, handle, address = POINTER(NativeTask), c_void_p, c_void_p
+        function, unread = library.function, POINTER(UnreadOf)
+        of_draft = [handle, task, unread, POINTER(SharesOf)]
         self._draft = function("decoder_draft", of_draft, c_int64, releases_gil=True)
         self._create = function("growth_create", [task], handle)
         of_level = [handle, address, address]

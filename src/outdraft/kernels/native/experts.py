@@ -43,22 +43,16 @@ class NativeExpertKernels:
             releases_gil=True,
         )
 
-    def pack_experts(
-        self, weights: ExpertWeights, gate: Gate, quantization: WeightFormat | None = None
-    ) -> "NativeExperts":
-        """As `expert_ops.PackExperts`, for float32 and bfloat16 on the CPU."""
-        return NativeExperts(self, weights, gate, quantization)
-
 
 class NativeExperts:
-    """As `expert_ops.Experts`."""
+    """As `expert_ops.Experts`, for float32 and bfloat16 on the CPU."""
 
     def __init__(
         self,
         functions: NativeExpertKernels,
         weights: ExpertWeights,
         gate: Gate,
-        quantization: WeightFormat | None,
+        quantization: WeightFormat | None = None,
     ) -> None:
         linear, dtype = functions.linear, weights.dtype
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.kernels.native.team import Team
+from outdraft.kernels.ops import Product
+from outdraft.kernels.rank_products import PaddedProduct, SummedProduct
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # Dtype of csrc/linear.h
 _FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}  # Format of csrc/linear.h
@@ -150,6 +152,14 @@ class NativeProduct:
             num_rows,
         )
         return out_TE
+
+
+def weights_of(product: Product) -> int:
+    """The address of the `LinearWeights` of a product, of this rank's where it is spread."""
+    if isinstance(product, SummedProduct | PaddedProduct):
+        product = product.own
+    assert isinstance(product, NativeProduct)
+    return product.handle
 
 
 def _format(kept: WeightFormat) -> int:

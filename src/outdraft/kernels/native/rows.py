@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import Span
+from outdraft.kernels.native.arrays import addresses
 from outdraft.kernels.native.library import Library
 from outdraft.kernels.ops import PlacedRows
 
@@ -134,10 +135,7 @@ class NativeRows:
         self._shape_rows(
             len(draft_index_T),
             parents_BN.shape[1],
-            parents_BN.data_ptr(),
-            draft_index_T.data_ptr(),
-            positions_T.data_ptr(),
-            ancestors_T.data_ptr(),
+            *addresses(parents_BN, draft_index_T, positions_T, ancestors_T),
         )
         return positions_T, ancestors_T
 
@@ -161,15 +159,9 @@ class NativeRows:
             *kept_rows_BN.shape,
             row_len,
             window,
-            rows.query_start_B1.data_ptr(),
-            rows.context_lens_B.data_ptr(),
-            rows.num_causal_B.data_ptr(),
-            state_index_T.data_ptr(),
-            root_rows_B.data_ptr(),
-            kept_rows_BN.data_ptr(),
-            places_T.data_ptr(),
-            last_rows_W.data_ptr(),
-            last_places_W.data_ptr(),
+            *addresses(rows.query_start_B1, rows.context_lens_B, rows.num_causal_B),
+            *addresses(state_index_T, root_rows_B, kept_rows_BN),
+            *addresses(places_T, last_rows_W, last_places_W),
         )
         return places_T, last_rows_W, last_places_W
 
@@ -198,24 +190,12 @@ class NativeRows:
         self, texts_SL: Tensor, drafts_BN: Tensor, state_index_T: Tensor, draft_index_T: Tensor
     ) -> Tensor:
         ids_T = torch.empty_like(state_index_T)
-        self._read_token_ids(
-            ids_T.shape[0],
-            texts_SL.data_ptr(),
-            drafts_BN.data_ptr(),
-            state_index_T.data_ptr(),
-            draft_index_T.data_ptr(),
-            ids_T.data_ptr(),
-        )
+        tensors = texts_SL, drafts_BN, state_index_T, draft_index_T, ids_T
+        self._read_token_ids(ids_T.shape[0], *addresses(*tensors))
         return ids_T
 
     def append_token_ids(
         self, texts_SL: Tensor, state_rows_B: Tensor, starts_B: Tensor, token_ids_BN: Tensor
     ) -> None:
-        self._append_token_ids(
-            *token_ids_BN.shape,
-            texts_SL.shape[1],
-            texts_SL.data_ptr(),
-            state_rows_B.data_ptr(),
-            starts_B.data_ptr(),
-            token_ids_BN.data_ptr(),
-        )
+        sizes, tensors = token_ids_BN.shape, (texts_SL, state_rows_B, starts_B, token_ids_BN)
+        self._append_token_ids(*sizes, texts_SL.shape[1], *addresses(*tensors))

@@ -91,7 +91,6 @@ class NativeStep:
             tapped_TKD = torch.empty((counts.num_rows, len(taps), size), dtype=dtype)
         drafts, columns = task.drafts, (None, None, None)
         if drafts is not None:
-            assert drafts.num_laid_out_B is None, "on a CPU rows are laid out when drafts are known"
             parts = drafts.token_ids_BN, drafts.parents_BN, drafts.num_drafts_B
             columns = tuple([at(part, torch.int64) for part in parts])
         chooses, rules, choice = _NOTHING, _NO_RULES, None

@@ -9,7 +9,7 @@ from outdraft.kernels.native.attention import NativeAttention
 from outdraft.kernels.native.block_mass import NativeBlockMass
 from outdraft.kernels.native.decoder import compile_decoder
 from outdraft.kernels.native.drafting import NativeDrafting, NativeGrowth
-from outdraft.kernels.native.experts import NativeExpertKernels
+from outdraft.kernels.native.experts import NativeExpertKernels, NativeExperts
 from outdraft.kernels.native.heads import NativeHeads
 from outdraft.kernels.native.library import Library
 from outdraft.kernels.native.linear import NativeLinear
@@ -71,7 +71,7 @@ def native_kernels(library: Library, num_threads: int) -> Kernels:
         block_mass=NativeBlockMass(team),
         pack_linear=linear.pack_linear,
         pack_codes=linear.pack_codes,
-        pack_experts=NativeExpertKernels(linear).pack_experts,
+        pack_experts=partial(NativeExperts, NativeExpertKernels(linear)),
         compile_decoder=partial(compile_decoder, team),
         draw_level=drafting.draw_level,
         grow=NativeGrowth(library).grow,

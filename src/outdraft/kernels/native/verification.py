@@ -94,7 +94,6 @@ def _blank(drafts: DraftBatch) -> Verdict:
 
 
 def _tree_addresses(drafts: DraftBatch, at: Addresses) -> list[int]:
-    assert drafts.num_laid_out_B is None, "on a CPU rows are laid out when the drafts are known"
     columns = (drafts.token_ids_BN, drafts.parents_BN, drafts.num_drafts_B)
     return [at(column, torch.int64) for column in columns]
 

@@ -78,11 +78,7 @@ def verify(
         return step.matched()
     is_tokens = rule == Rule.TOKEN and not drafts.sampled_trees
     judge = reject_tokens if is_tokens else traverse
-    judged = judge(processed_RV, drafts, step.coins(), step.draw)
-    if drafts.all_sampled and sampling.all_draw:
-        return judged
-    is_sampled_B = (drafts.is_sampled_BN & drafts.is_draft_BN).any(1)
-    return step.merged(is_sampled_B & sampling.draws_B, judged)
+    return step.beside_matched(judge(processed_RV, drafts, step.coins(), step.draw))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +127,14 @@ class Step:
         is_greedy_R = self.sampling.is_greedy_B[request_R]
         chosen_R = choose(self.processed_RV, keys, is_greedy_R, self.source.gumbel)
         return match(chosen_R, self.drafts)
+
+    def beside_matched(self, judged: Verdict) -> Verdict:
+        """What a rule judged of requests that draw and have sampled drafts."""
+        drafts, sampling = self.drafts, self.sampling
+        if drafts.all_sampled and sampling.all_draw:
+            return judged
+        is_sampled_B = (drafts.is_sampled_BN & drafts.is_draft_BN).any(1)
+        return self.merged(is_sampled_B & sampling.draws_B, judged)
 
     def merged(self, takes_judged_B: Tensor, judged: Verdict) -> Verdict:
         """What was judged of some requests, what was matched of the others."""

@@ -187,13 +187,12 @@ def draw_whole(
 
 @triton.jit(
     do_not_specialize=["width"],
-    do_not_specialize_on_alignment=["choices", "token_ids", "num_drafts", "num_laid_out"],
+    do_not_specialize_on_alignment=["choices", "token_ids", "num_drafts"],
 )
 def match_chains(
     choices,  # int64 [R]
     token_ids,  # int64 [B, N]
     num_drafts,
-    num_laid_out,
     to_token_ids,  # int64 [B, N + 1]
     to_num_emitted,  # int64 [B]
     to_rows,  # int64 [B, N]
@@ -202,7 +201,7 @@ def match_chains(
 ):
     """As `ops.Match`, of chains. Grid: [B]."""
     request = tl.program_id(0).to(tl.int64)
-    root = first_row_of(num_laid_out, tl.program_id(0))
+    root = first_row_of(num_drafts, tl.program_id(0))
     number = tl.load(num_drafts + request)
     place_N = tl.arange(0, WIDTH)
     choice_N = tl.load(choices + root + place_N, mask=place_N <= number, other=-1)

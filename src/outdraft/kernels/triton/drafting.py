@@ -23,9 +23,8 @@ from outdraft.kernels.draft_ops import (
     LevelTask,
 )
 from outdraft.kernels.reference import drawn_level, verification
-from outdraft.kernels.reference.noise import LN2, LOG_SERIES, ROUNDS, SQRT2
 from outdraft.kernels.triton import draft_kernels as kernels
-from outdraft.kernels.triton.noise import gumbel
+from outdraft.kernels.triton.noise import GUMBEL, gumbel
 
 _TILE = 256  # blocks of four ids
 
@@ -80,12 +79,8 @@ def draw_level(logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnL
         task.first_above << PARENT_SHIFT,
         int(Purpose.DRAFT),
         TILE=_TILE,
-        ROUNDS=ROUNDS,
-        LN2=LN2,
-        SQRT2=SQRT2,
-        SERIES=LOG_SERIES,
         LOW=drawn_level.LOW,
-        enable_fp_fusion=False,  # a fused sum would round less: other bits of noise
+        **GUMBEL,
     )
     level = DrawnLevel(
         token_ids_BF=torch.empty(num_requests, 1, dtype=torch.int64, device=device),
@@ -131,7 +126,6 @@ def match(choices_R: Tensor, drafts: DraftBatch) -> Verdict:
         choices_R.contiguous(),
         drafts.token_ids_BN.contiguous(),
         drafts.num_drafts_B.contiguous(),
-        drafts.laid_out_B.contiguous(),
         verdict.token_ids_BN1,
         verdict.num_emitted_B,
         verdict.rows_BN,

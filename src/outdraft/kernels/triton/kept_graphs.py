@@ -30,10 +30,6 @@ class MadeGraphs(Generic[Made]):
         self._made: dict[object, Made] = {}
         self._is_full = False  # and that was said
 
-    @property
-    def num_made(self) -> int:
-        return len(self._made)
-
     def find(self, launches: object, sizes: object, make: Callable[[], Made]) -> Made | None:
         """The graph, which `make` makes; None: the launches are new, or there are too many graphs.
 
@@ -66,9 +62,6 @@ class OfCaches(Generic[Kept]):
 
     def __init__(self, make: Callable[[], Kept]) -> None:
         self._make, self._by_keys = make, WeakIdKeyDictionary()
-
-    def __len__(self) -> int:
-        return len(self._by_keys)
 
     def of(self, keys_PSGC: Tensor) -> Kept:
         """`keys_PSGC`: of the cache's first layer."""

@@ -13,6 +13,14 @@ from outdraft.kernels.data.noise import NoiseKeys
 from outdraft.kernels.reference.noise import LN2, LOG_SERIES, ROUNDS, SQRT2
 from outdraft.kernels.triton import noise_kernels as kernels
 
+# What kernels that make Gumbel noise are compiled for. A fused sum would round less: other bits.
+GUMBEL = {
+    "ROUNDS": ROUNDS,
+    "LN2": LN2,
+    "SQRT2": SQRT2,
+    "SERIES": LOG_SERIES,
+    "enable_fp_fusion": False,
+}
 _TILE = 256  # blocks of four tokens, or rows
 
 
@@ -22,15 +30,7 @@ def gumbel(keys: NoiseKeys, vocab_size: int) -> Tensor:
     noise_RV = torch.empty(num_rows, vocab_size, device=keys.seeds_R.device)
     if num_rows:
         kernels.gumbel_rows[(num_rows, triton.cdiv(vocab_size, 4 * _TILE))](
-            *_columns(keys),
-            noise_RV,
-            vocab_size,
-            TILE=_TILE,
-            ROUNDS=ROUNDS,
-            LN2=LN2,
-            SQRT2=SQRT2,
-            SERIES=LOG_SERIES,
-            enable_fp_fusion=False,  # a fused sum would round less: other bits
+            *_columns(keys), noise_RV, vocab_size, TILE=_TILE, **GUMBEL
         )
     return noise_RV
 

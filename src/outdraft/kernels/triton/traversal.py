@@ -15,7 +15,7 @@ from torch import Tensor
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
 from outdraft.kernels.data.noise import Purpose
 from outdraft.kernels.reference import verification
-from outdraft.kernels.reference.noise import LN2, LOG_SERIES, ROUNDS, SQRT2
+from outdraft.kernels.reference.noise import ROUNDS
 from outdraft.kernels.triton import noise
 from outdraft.kernels.triton import traverse_kernels as kernels
 
@@ -38,11 +38,8 @@ def verify(
     if not (draws and is_plain):
         return verification.verify(processed_RV, drafts, sampling, num_tokens_B, rule, source=noise)
     judged = traverse_chains(processed_RV, drafts, sampling.seeds_B, num_tokens_B)
-    if drafts.all_sampled and sampling.all_draw:
-        return judged
     step = verification.Step(processed_RV, drafts, sampling, num_tokens_B, noise)
-    is_sampled_B = (drafts.is_sampled_BN & drafts.is_draft_BN).any(1)
-    return step.merged(is_sampled_B & sampling.draws_B, judged)
+    return step.beside_matched(judged)
 
 
 def traverse_chains(
@@ -66,7 +63,6 @@ def traverse_chains(
         drafts.token_ids_BN.contiguous(),
         drafts.is_sampled_BN.contiguous().view(torch.uint8),
         drafts.num_drafts_B.contiguous(),
-        drafts.laid_out_B.contiguous(),
     ]
     ids_BN, num_drafts_B = given[1], given[3]
     seeds_B, num_tokens_B = seeds_B.contiguous(), num_tokens_B.contiguous()
@@ -128,11 +124,7 @@ def traverse_chains(
         int(Purpose.RECOVER),
         int(Purpose.SAMPLE),
         TILE=_TILE // 4,
-        ROUNDS=ROUNDS,
-        LN2=LN2,
-        SQRT2=SQRT2,
-        SERIES=LOG_SERIES,
-        enable_fp_fusion=False,  # a fused sum would round less: other bits of noise
+        **noise.GUMBEL,
     )
     verdict = Verdict(
         ids_BN.new_empty(number, width + 1), ids_BN.new_empty(number), torch.empty_like(ids_BN)

@@ -34,7 +34,7 @@ _TINY = tl.constexpr(2.2250738585072014e-308)
 # One kernel serves drafts of all widths, and small tensors wherever they begin: each that is
 # compiled on the way takes longer than hundreds of steps.
 _NUMBERS = ["size", "width"]
-_SMALL = ["token_ids", "is_sampled", "num_drafts", "num_laid_out", "bases", "sums", "weights"]
+_SMALL = ["token_ids", "is_sampled", "num_drafts", "bases", "sums", "weights"]
 _TOLD = ["weights", "left", "num_drafts", "num_tokens", "seeds", "to_num_accepted", "to_left"]
 _OF_VERDICTS = ["token_ids", "num_accepted", "to_token_ids", "to_num_emitted", "to_rows"]
 
@@ -68,7 +68,6 @@ def weigh_rows(
     token_ids,  # int64 [B, N]
     is_sampled,  # uint8 [B, N]
     num_drafts,
-    num_laid_out,
     bases,  # float32 [R]
     sums,
     weights,  # float64 [B, N + 1]
@@ -79,7 +78,7 @@ def weigh_rows(
 ):
     """The softmax of each row, and its weight before its child is refused. Grid: [B]."""
     request = tl.program_id(0).to(tl.int64)
-    root = first_row_of(num_laid_out, tl.program_id(0))
+    root = first_row_of(num_drafts, tl.program_id(0))
     number = tl.load(num_drafts + request)
     weight = tl.full((), 1.0, tl.float64)
     for place in range(number + 1):
@@ -137,7 +136,6 @@ def sum_left(
     token_ids,
     is_sampled,
     num_drafts,
-    num_laid_out,
     bases,
     sums,
     weights,
@@ -150,7 +148,7 @@ def sum_left(
     request, place, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     if place >= tl.load(num_drafts + request):
         return
-    row = first_row_of(num_laid_out, tl.program_id(0)) + place
+    row = first_row_of(num_drafts, tl.program_id(0)) + place
     id_V = split * TILE + tl.arange(0, TILE)
     left_V = _left(
         logits,
@@ -239,7 +237,6 @@ def draw_last(
     token_ids,
     is_sampled,
     num_drafts,
-    num_laid_out,
     num_tokens,
     seeds,
     bases,
@@ -262,7 +259,7 @@ def draw_last(
     """The last token's best candidate of each split. Grid: [B, Q]."""
     request, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     accepted, number = tl.load(num_accepted + request), tl.load(num_drafts + request)
-    row = first_row_of(num_laid_out, tl.program_id(0)) + accepted
+    row = first_row_of(num_drafts, tl.program_id(0)) + accepted
     block_W = (split * TILE + tl.arange(0, TILE)).to(tl.int64)
     zeros_W = tl.zeros_like(block_W)
     words = philox(

@@ -106,9 +106,8 @@ def _num_rows(rows_RX: Tensor, drafts: DraftBatch) -> int:
 
 
 def _bare(drafts: DraftBatch) -> DraftBatch:
-    """The same without what verification does not look at, and as if rows were laid out that are no
-    drafts: that is one kind less."""
-    return replace(drafts, margins_BL=None, taught_B2=None, num_laid_out_B=drafts.laid_out_B)
+    """The same without what verification does not look at."""
+    return replace(drafts, margins_BL=None, taught_B2=None)
 
 
 def _first(verdict: Verdict, num_requests: int) -> Verdict:

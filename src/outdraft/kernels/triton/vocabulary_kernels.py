@@ -14,12 +14,12 @@ NO_ID = tl.constexpr(1 << 62)  # behind all others
 
 
 @triton.jit
-def first_row_of(num_laid_out, request):
+def first_row_of(num_drafts, request):
     """int64: the flat row of a request's root."""
     root = tl.full((), 0, tl.int64)
     for first in range(0, request, 128):
         before_B = first + tl.arange(0, 128)
-        root += tl.sum(tl.load(num_laid_out + before_B, mask=before_B < request, other=-1) + 1)
+        root += tl.sum(tl.load(num_drafts + before_B, mask=before_B < request, other=-1) + 1)
     return root
 
 
