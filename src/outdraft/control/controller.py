@@ -9,7 +9,7 @@ is drafted, the engine itself compares its live survival with the decision's pri
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from outdraft.control.answers import Answers, question
+from outdraft.control.answers import Answers, Question, question
 from outdraft.control.choosing import MOST_ALIKE, chosen_plan, gain_of, pays_anew
 from outdraft.control.costs import CostTable
 from outdraft.control.drift import Costs
@@ -27,6 +27,7 @@ from outdraft.control.standing import MAX_STEPS, Standing, StandingDecisions
 PLAIN_SHARE = 0.005  # of the time that decisions against drafts may take
 LONGEST_PLAIN = 256  # steps that one holds for where it takes long beside a step
 RELEASE = 0.05  # gain beyond what was predicted at an alarm that ends the patience
+REUSED = 8  # steps that a decision to draft holds for if nothing else changes
 SETTLED = 4  # decisions that nothing is offered before one stands for steps to come
 HOPE = 0.5  # share of the doubt about chances that drafts begin with
 LINGERING = 8  # steps without the network's drafts before it counts as off
@@ -69,6 +70,7 @@ class Controller:
         self._is_answered = False  # the step that was decided last, by one of them
         self._deciding_s = 0.0  # on average, and to learn
         self._disturbance = Disturbance()
+        self._known: tuple[Question, Standing] | None = None
         self._reused = 0
         self._num_poor = 0  # decisions against drafts since the last one for them
         self._standing = StandingDecisions()
@@ -259,13 +261,17 @@ class Controller:
             self._held = answer
             self._reused += 1
             return self._settle_again(facts, answer.decision)
-        decision = self._decide(facts)
-        self._held = Standing(decision, len(facts.requests), facts.prompt_rows > 0)
-        self._reused = 0
-        is_common = facts.has_offers and decision.reason in (Reason.GAIN, Reason.NO_GAIN)
-        is_common |= decision.reason is Reason.NOTHING_OFFERED
-        if is_common and self._is_dear(decision):
-            self._answers.put(key, self._held, facts, self._num_steps)
+        decision = self._reusable(facts, key)
+        if decision is None:
+            decision = self._decide(facts)
+            self._held = Standing(decision, len(facts.requests), facts.prompt_rows > 0)
+            is_lasting = decision.reason not in EXPERIMENTS
+            self._known = (key, self._held) if is_lasting and not facts.has_offers else None
+            self._reused = 0
+            is_common = facts.has_offers and decision.reason in (Reason.GAIN, Reason.NO_GAIN)
+            is_common |= decision.reason is Reason.NOTHING_OFFERED
+            if is_common and self._is_dear(decision):
+                self._answers.put(key, self._held, facts, self._num_steps)
         return self._settle(facts, decision)
 
     def _tries(self, facts: StepFacts) -> bool:
@@ -317,6 +323,7 @@ class Controller:
             self._disturbance.observe(outcome.target_s, decision.target_s, outcome.deciding_s)
         if decision.reason is Reason.NETWORK_PROBE:
             self.probe.observe(excess, outcome.excess_s)
+            self._known = None
         if decision.reason is Reason.GAIN:
             regime.lessons.observe(outcome.deciding_s)
             self._last_lesson = self._num_steps
@@ -339,7 +346,7 @@ class Controller:
 
     def _lost(self, regime: Regime) -> None:
         """The guard says that drafts lose time."""
-        self._is_drafting, self._welcomes = False, False
+        self._is_drafting, self._welcomes, self._known = False, False, None
         self._standing.clear(drafts=True)
         self._answers.clear()
         regime.lessons.renew()
@@ -357,6 +364,18 @@ class Controller:
                 gained, plain_tokens, decision.gain, passed.num_steps, passed.squares
             ):
                 self._lost(regime)
+
+    def _reusable(self, facts: StepFacts, key: Question) -> Decision | None:
+        """The last decision, if nothing has changed since and it is not old."""
+        if self._known is None or self._known[0] != key:
+            return None
+        held = self._known[1]
+        known = held.decision
+        if self._reused >= (REUSED if known.grants else self._most_plain(facts, known)):
+            return None
+        self._reused += 1
+        self._held = held
+        return known
 
     def _stand(self, facts: StepFacts, decision: Decision) -> None:
         """Let a decision against drafts stand for the steps to come.
