@@ -38,8 +38,8 @@ def demo(
     """
     *texts, warm_up = held_out(prompts)
     use_physical_cores(os.environ)
-    from outdraft.bench.side_by_side import are_identical
-    from outdraft.cli.comparison import PLAIN, as_json, compare, method_configs
+    from outdraft.bench.side_by_side import PLAIN, are_identical
+    from outdraft.cli.comparison import as_json, compare, method_configs
     from outdraft.cli.demo_view import DemoView
 
     started_s = time.monotonic()

@@ -97,7 +97,7 @@ def closest_name(name: str, known: Iterable[str]) -> str | None:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint to append to an "unknown name" message, with the closest known name first."""
-    names = sorted(known)
+    names = sorted(map(str, known))  # the repr of an enum's member is no name
     close = closest_name(name, names)
     hint = f"did you mean {close!r}? " if close is not None else ""
     return f"{hint}known: {', '.join(names)}"

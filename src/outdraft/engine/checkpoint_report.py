@@ -79,7 +79,7 @@ def report(config: EngineConfig) -> dict[str, str]:
     """For each kind of weight what it is kept as, and how many bytes that takes; for people.
 
     Raises:
-        ConfigError: as load_model; the weights themselves are not read.
+        ConfigError: as load_language_model; the weights themselves are not read.
     """
     path = resolve_model_path(config.model, config.revision)
     raw, device = read_config(path), choose_device(config.device)
@@ -94,10 +94,8 @@ def report(config: EngineConfig) -> dict[str, str]:
     else:
         shape = ModelConfig.from_directory(path)
         model = CausalLM(shape, kernels, dtype)  # its memory is not touched
-        weights, table_bytes = (
-            _own_weights(path, model, has_tiles),
-            model.embed_tokens.weight.nbytes,
-        )
+        weights = _own_weights(path, model, has_tiles)
+        table_bytes = model.embed_tokens.weight.nbytes
     rows: dict[tuple[str, str], list[int]] = {}  # bytes of each weight
     for product, kept_as, num_bytes in weights:
         rows.setdefault((product, kept_as), []).append(num_bytes)

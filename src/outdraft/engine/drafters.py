@@ -137,7 +137,7 @@ def load_drafter(
     if config.source in (DraftSource.EAGLE, DraftSource.EAGLE3):
         eagle = load_eagle(path, tables, kept)
         version = eagle.config.version
-        if version is not config.source:
+        if version != config.source:
             raise ConfigError(f"{path} holds {version}, but the method is {config.source}")
         mask = eagle.config.mask_token_id if eagle.has_mask_state else None
         layers, size = eagle.shard, eagle.feature_size
@@ -165,7 +165,7 @@ def load_drafter(
 
 def _loaded_blocks(network: DFlashNetwork, config: DraftNetworkConfig) -> LoadedDrafter:
     shape = network.config
-    if shape.kind is not config.source:
+    if shape.kind != config.source:
         raise ConfigError(f"{config.model} holds {shape.kind}, but the method is {config.source}")
     return LoadedDrafter(
         network,

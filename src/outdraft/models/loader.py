@@ -269,13 +269,15 @@ def placings_of(
 def _mapped(slots: Mapping[str, Slot], places: Mapping[str, Place]) -> dict[str, Tensor]:
     """What the checkpoint has for these slots, or this rank's parts of it; what was read of a file
     leaves the memory with them."""
+    by_file: dict[Path, list[str]] = {}
+    for name, (file, _) in places.items():
+        if name in slots:
+            by_file.setdefault(file, []).append(name)
     mapped: dict[str, Tensor] = {}
-    names = [name for name in places if name in slots]
-    for file in dict.fromkeys(places[name][0] for name in names):
+    for file, names in by_file.items():
         with safe_open(file, framework="pt") as tensors:
             for name in names:
-                if places[name][0] == file:
-                    mapped[name] = _part(tensors, places[name][1], slots[name])
+                mapped[name] = _part(tensors, places[name][1], slots[name])
     return mapped
 
 

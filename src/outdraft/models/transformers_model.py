@@ -31,7 +31,7 @@ from outdraft.models.transformers_products import FlatLinear
 
 
 class TransformersModel(nn.Module):
-    """As CausalLM, for other families. All products are packed.
+    """As LanguageModel, for other families. All products are packed.
 
     Attributes:
         config, shard: the shape of this rank's part, with the whole vocabulary.

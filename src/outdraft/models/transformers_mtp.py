@@ -171,8 +171,10 @@ def load_library_mtp(
     masks = makes_window_masks((kind, type(module)))
     attention = with_windows(attention, mtp_config, 0, masks)
     holder = nn.ModuleDict({"layer": layer})
-    for replace in (replace_experts, fuse_layers, pack_products):
-        replace(holder, Packing(target.kernels, quantization))
+    packing = Packing(target.kernels, quantization)
+    replace_experts(holder, packing)
+    fuse_layers(holder, packing)
+    pack_products(holder, packing)
     shard = layer_shape(target.config, attention)
     return LibraryMtp(layer, turn, (module, attention), tables, shard)
 

@@ -5,7 +5,6 @@ costs nothing, which is what this engine does.
 """
 
 import itertools
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -174,7 +173,11 @@ def break_even_concurrency(predictor: Predictor, tokens_of: Sequence[float]) -> 
         return 0
     if low >= _MOST_REQUESTS:
         return None
-    return low + bisect_left(range(low + 1, 2 * low), True, key=lambda more: not pays(more))
+    high = low * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if pays(middle) else (low, middle)
+    return low
 
 
 def break_even_acceptance(predictor: Predictor, num_requests: int, max_length: int) -> float | None:

@@ -169,13 +169,12 @@ def _extras(copies: StepCopies, tensors: Sequence[Tensor]) -> _Extras:
     """`tensors`: those behind what was verified."""
     if not tensors:
         return _NO_EXTRAS
-    arrays = (one.numpy() for one in tensors)
-    return _Extras(
-        _margins(next(arrays)) if copies.has_margins else None,
-        [(row[0], row[1]) for row in next(arrays).tolist()] if copies.has_taught else None,
-        _log_rows(copies.emitted.counts, arrays) if copies.emitted is not None else None,
-        _log_rows(copies.prompt.counts, arrays) if copies.prompt is not None else None,
-    )
+    arrays = (one.numpy() for one in tensors)  # in this order:
+    margins = _margins(next(arrays)) if copies.has_margins else None
+    taught = [(row[0], row[1]) for row in next(arrays).tolist()] if copies.has_taught else None
+    emitted = _log_rows(copies.emitted.counts, arrays) if copies.emitted is not None else None
+    prompts = _log_rows(copies.prompt.counts, arrays) if copies.prompt is not None else None
+    return _Extras(margins, taught, emitted, prompts)
 
 
 def _as_int64(tensor: Tensor) -> Tensor:

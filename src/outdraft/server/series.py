@@ -21,6 +21,8 @@ class Series:
         self._model_name = model_name
         self._known = known
         self._metrics: dict[str, Any] = {}
+        # To look up a metric by its labels takes the library longer than to count.
+        self._bound: dict[tuple[str, tuple[object, ...]], Any] = {}
 
     def define(self, kind: type[Counter | Gauge | Histogram], table: Table, **options: Any) -> None:
         """Add metrics of a kind, which has the options."""
@@ -40,5 +42,9 @@ class Series:
     def observe(self, name: str, value: float) -> None:
         self._of(name, ()).observe(value)
 
-    def _of(self, name: str, labels: Sequence[object]) -> Any:
-        return self._metrics[name].labels(self._model_name, *map(str, labels))
+    def _of(self, name: str, labels: tuple[object, ...]) -> Any:
+        bound = self._bound.get((name, labels))
+        if bound is None:
+            bound = self._metrics[name].labels(self._model_name, *map(str, labels))
+            self._bound[name, labels] = bound
+        return bound

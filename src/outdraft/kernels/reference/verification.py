@@ -129,7 +129,8 @@ class Step:
         return match(chosen_R, self.drafts)
 
     def beside_matched(self, judged: Verdict) -> Verdict:
-        """What a rule judged of requests that draw and have sampled drafts."""
+        """What a rule judged of requests that draw and have sampled drafts; of the others, what was
+        matched."""
         drafts, sampling = self.drafts, self.sampling
         if drafts.all_sampled and sampling.all_draw:
             return judged
