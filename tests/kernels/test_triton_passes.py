@@ -45,8 +45,8 @@ from outdraft.kernels.triton.graphs import GraphedPasses, PassSizes
 from outdraft.kernels.triton.select import with_triton
 
 EVERY = [(kind, has_graphs) for kind in KINDS for has_graphs in (False, True)]
-# The interpreter takes a minute where rows are rounded up for graphs, so it reads some of those.
-GRAPHED = ("windows", "fused")
+# The interpreter takes up to a minute where rows are rounded up for graphs.
+GRAPHED = ("fused",)
 CASES = [
     *some(
         [("cpu", *case) for case in EVERY],

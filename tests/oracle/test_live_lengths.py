@@ -79,7 +79,7 @@ def test_rows_that_were_not_drafted_are_not_computed(method: str):
         run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))
     num_computed = sum(one.num_rows for one in passes)
     stats, left_out = llm.engine.stats, stops.num_wanted - stops.num_drafted
-    assert num_computed == stats.num_rows == sum(plan.num_rows for plan in planned) - left_out
+    assert num_computed == stats.num_rows == sum(one.plan.num_rows for one in planned) - left_out
     assert left_out > 0
 
 

@@ -27,7 +27,7 @@ class Scores(NamedTuple):
 
 
 def gather_logprobs(raw_logits_RV: Tensor, chosen_R: Tensor, num_top: int) -> Scores:
-    """Of chosen ids and of the best K = num_top, at most V."""
+    """What chosen ids score, and the best K = num_top, at most V."""
     logits_RV = raw_logits_RV.float()
     total_R1 = logits_RV.logsumexp(1, keepdim=True)
     chosen_R1 = logits_RV.gather(1, chosen_R[:, None])
@@ -72,5 +72,5 @@ def gather_in_slices(raw_logits_RV: Tensor, chosen_R: Tensor, num_top: int) -> S
 
 
 def concatenated(scores: Sequence[Scores]) -> Scores:
-    """Of all rows, one at least."""
+    """What all rows score, one at least."""
     return Scores(*map(torch.cat, zip(*scores, strict=True)))
