@@ -166,6 +166,13 @@ def test_models_loaded_for_another_configuration_are_refused():
         LLM.from_config(config("qwen2", speculation("qwen2", "perfect", 2)), loaded)
 
 
+def test_a_draft_model_that_was_loaded_to_draft_token_by_token_drafts_not_in_parallel():
+    parallel = speculation("qwen2", "pard", 2)
+    one_by_one = config("qwen2", parallel | {"parallel_drafting": False})
+    with pytest.raises(ConfigError, match="was loaded without parallel_drafting"):
+        LLM.from_config(config("qwen2", parallel), LLM.from_config(one_by_one).models)
+
+
 def test_a_tokenizer_that_was_saved_with_truncation_does_not_cut_prompts(tmp_path: Any):
     words = tokenizer()
     words.enable_truncation(3)

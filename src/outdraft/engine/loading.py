@@ -255,6 +255,10 @@ def check_shared(config: EngineConfig, loaded: EngineConfig) -> None:
     if other is None or _weights_of(other) != _weights_of(network):
         name = f" {network.model!r}" if network.model else ""
         raise ConfigError(f"{network.source}{name} was not loaded")
+    # EAGLE's mask state is always loaded; a draft model's mask token is read if asked for.
+    is_parallel = network.parallel_drafting and network.source == DraftSource.MODEL
+    if is_parallel and not other.parallel_drafting:
+        raise ConfigError(f"draft_model {network.model!r} was loaded without parallel_drafting")
 
 
 def _weights_of(network: DraftNetworkConfig) -> tuple[object, ...]:
