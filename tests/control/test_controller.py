@@ -203,7 +203,7 @@ def plain_steps(controller, facts, num_steps):
     """How many steps are held; the others are decided and observed."""
     num_held = 0
     for _ in range(num_steps):
-        if controller.holds(len(facts.requests), facts.prompt_rows):
+        if controller.try_hold(len(facts.requests), facts.prompt_rows):
             num_held += 1
             assert controller.standing.grants == controller.standing.shadows == ()
         else:
@@ -235,7 +235,7 @@ def lessons_of(controller, facts, deciding_s, num_steps):
     """Numbers of the steps that drafted and were learned from; the others were held."""
     lessons = []
     for step in range(num_steps):
-        if controller.holds(len(facts.requests)):
+        if controller.try_hold(len(facts.requests)):
             decision, is_held = controller.standing, True
             if not decision.grants and controller.wants_plain_time:
                 controller.observe_plain(len(facts.requests), 0, decision.target_s, decision.host_s)
@@ -264,7 +264,7 @@ def drafting_dear(controller, facts):
     lessons_of(controller, facts, 1.0, 1000)
     decision = None
     while decision is None or not decision.grants:
-        while controller.holds(len(facts.requests)):
+        while controller.try_hold(len(facts.requests)):
             pass
         decision = controller.decide(facts)
         if controller.wants_outcome:
@@ -276,15 +276,15 @@ def test_a_decision_to_draft_holds_for_the_same_batch_without_prompts():
     controller = Controller(table(0.001, 0.001), 5)
     facts = StepFacts(tuple(request(f"r{i}", network="eagle3") for i in range(16)))
     drafting_dear(controller, facts)
-    assert not controller.holds(15)
-    assert not controller.holds(16, prompt_rows=1)
-    assert controller.holds(16)
+    assert not controller.try_hold(15)
+    assert not controller.try_hold(16, prompt_rows=1)
+    assert controller.try_hold(16)
 
 
 def stepped(controller, facts, deciding_s):
     """Whether the step was held, its decision, and what was wanted behind it."""
     wants_offers = controller.wants_offers
-    is_held = controller.holds(len(facts.requests))
+    is_held = controller.try_hold(len(facts.requests))
     decision = controller.standing if is_held else controller.decide(facts)
     if is_held and not decision.grants and controller.wants_plain_time:
         controller.observe_plain(len(facts.requests), 50, decision.target_s, decision.host_s)
@@ -339,12 +339,12 @@ def test_who_comes_in_the_place_of_a_request_that_ended_drafts_as_a_newcomer():
     facts = StepFacts(tuple(request(one, network="eagle3") for one in ids))
     decision = drafting_dear(controller, facts)
     controller.forget("r1")
-    assert not controller.holds(3)  # nobody came: another batch
-    assert controller.holds(3, prompt_rows=7)  # somebody's prompt is read
+    assert not controller.try_hold(3)  # nobody came: another batch
+    assert controller.try_hold(3, prompt_rows=7)  # somebody's prompt is read
     assert not controller.is_passing
     assert not controller.wants_outcome
     assert controller.standing_for(["r0", "r2", "r3"]) is decision
-    assert controller.holds(4)
+    assert controller.try_hold(4)
     renamed = controller.standing_for(["r0", "r2", "r3", "new"])
     (new,) = [grant for grant in renamed.grants if grant.request_id == "new"]
     unknown = controller.estimates.network("eagle3", "", ()).survivals("", new.levels)
@@ -355,16 +355,16 @@ def test_who_comes_in_the_place_of_a_request_that_ended_drafts_as_a_newcomer():
     assert controller.standing is renamed
     assert controller.standing_for(["r0", "r2", "r3", "new"]) is renamed
     for gone in ("r0", "r2", "r3"):
-        assert controller.holds(4)
+        assert controller.try_hold(4)
         controller.forget(gone)
-    assert not controller.holds(4)  # all have ended
+    assert not controller.try_hold(4)  # all have ended
 
 
 def lose(controller, facts, accepted=lambda grant: grant.levels):
     """Draft until the guard is alarmed: lessons look as good as ever, but all other steps take
     twice their time, and bring nothing."""
     for _ in range(500):
-        is_held = controller.holds(1)
+        is_held = controller.try_hold(1)
         decision = controller.standing if is_held else controller.decide(facts)
         if controller.wants_outcome:
             controller.observe(replace(dear(facts, decision, 1.0, accepted), is_held=is_held))
@@ -414,7 +414,7 @@ def test_drafts_of_held_steps_teach_before_the_next_decision_or_their_requests_e
     held = drafting_dear(controller, facts)
     before = controller.estimates.network("eagle3", "", ()).chances[0]
     for _ in range(20):
-        assert controller.holds(1)
+        assert controller.try_hold(1)
         controller.pass_by(
             1, held.draft_s, held.host_s, held.step_s, [("a", held.grants[0].levels, 0)]
         )
@@ -431,7 +431,7 @@ def test_what_the_host_takes_in_held_steps_is_learned():
     facts = StepFacts((request(network="eagle3"),))
     for _ in range(4):
         held = drafting_dear(controller, facts)
-        while controller.holds(1):
+        while controller.try_hold(1):
             controller.pass_by(4, held.draft_s, 0.4, held.step_s)
     # Lessons between them say 0.1 or so.
     assert controller.costs.drafting_s(1) > 0.05
@@ -440,14 +440,14 @@ def test_what_the_host_takes_in_held_steps_is_learned():
 def test_another_number_of_requests_or_prompt_rows_is_decided_anew():
     controller = Controller(table(**POOR), 5)
     eight = StepFacts(tuple(request(f"r{i}") for i in range(8)))
-    assert not controller.holds(8)
+    assert not controller.try_hold(8)
     plain_steps(controller, eight, SETTLED)
-    assert controller.holds(8)
-    assert controller.holds(7)
-    assert not controller.holds(6)
-    assert not controller.holds(1)
-    assert not controller.holds(8, prompt_rows=64)
-    assert controller.holds(8)
+    assert controller.try_hold(8)
+    assert controller.try_hold(7)
+    assert not controller.try_hold(6)
+    assert not controller.try_hold(1)
+    assert not controller.try_hold(8, prompt_rows=64)
+    assert controller.try_hold(8)
 
 
 def test_nothing_is_held_when_all_requests_may_have_changed():
@@ -457,10 +457,10 @@ def test_nothing_is_held_when_all_requests_may_have_changed():
         plain_steps(controller, facts, SETTLED)
         for i in range(count // 2):
             controller.forget(f"r{i}")
-        assert controller.holds(count)
+        assert controller.try_hold(count)
         for i in range(count // 2, count):
             controller.forget(f"r{i}")
-        assert not controller.holds(count)
+        assert not controller.try_hold(count)
 
 
 def test_probes_of_a_network_come_as_often_in_held_steps():
@@ -470,7 +470,7 @@ def test_probes_of_a_network_come_as_often_in_held_steps():
         facts = StepFacts((request(network="eagle3"),))
         num = 0
         for _ in range(4000):
-            if is_held and controller.holds(1):
+            if is_held and controller.try_hold(1):
                 continue
             decision = controller.decide(facts)
             num += decision.reason is Reason.NETWORK_PROBE
@@ -559,7 +559,7 @@ def poor_looks(controller, num_steps):
     num_looks = 0
     for _ in range(num_steps):
         looks = controller.wants_offers
-        if not looks and controller.holds(1):
+        if not looks and controller.try_hold(1):
             continue
         facts = offered(ONE_TOKEN) if looks else StepFacts((request(),))
         decision = controller.decide(facts)
@@ -612,7 +612,7 @@ def with_rare_looks():
 
 def test_where_looks_are_rare_plain_decoding_goes_on_behind_a_draft_of_the_host():
     controller, _ = with_rare_looks()
-    assert controller.holds(1)
+    assert controller.try_hold(1)
     assert controller.standing.grants == ()
 
 
@@ -620,9 +620,9 @@ def test_where_looks_are_common_it_is_decided_anew():
     controller = Controller(table(0.001), 5)
     for _ in range(SETTLED):
         controller.decide(StepFacts((request(),)))
-    assert controller.holds(1)
+    assert controller.try_hold(1)
     assert controller.decide(offered(ONE_TOKEN)).reason is Reason.GAIN
-    assert not controller.holds(1)
+    assert not controller.try_hold(1)
 
 
 def test_what_a_draft_of_the_host_showed_is_learned_where_plain_decoding_goes_on():
@@ -630,7 +630,7 @@ def test_what_a_draft_of_the_host_showed_is_learned_where_plain_decoding_goes_on
     before = survival_of_an_offer(controller)
     assert controller.is_passing
     controller.pass_by(1, 0.0, 0.0, decision.step_s, [("a", 1, 0)] * 200)
-    assert controller.holds(1)
+    assert controller.try_hold(1)
     assert survival_of_an_offer(controller) < 0.8 * before
 
 
@@ -644,7 +644,7 @@ def asked(controller, facts, deciding_s, num_steps):
     """Decisions, and which of them were learned from; measured plain steps are held."""
     decisions, lessons = [], []
     for _ in range(num_steps):
-        if not controller.wants_offers and controller.holds(1):
+        if not controller.wants_offers and controller.try_hold(1):
             continue
         decisions.append(controller.decide(facts))
         lessons.append(controller.wants_outcome)
@@ -762,7 +762,7 @@ def test_a_network_that_is_off_gets_its_costs_from_probes_without_what_deciding_
     controller = Controller(table(slope=0.1), 5)
     facts = StepFacts((request(network="eagle3"),))
     for _ in range(4000):
-        if controller.holds(1):
+        if controller.try_hold(1):
             if controller.wants_plain_time:
                 controller.observe_plain(1, 0, 1.0, 0.0)
             continue
@@ -801,7 +801,7 @@ def test_steps_that_are_no_lessons_tell_what_drafts_take():
     controller = Controller(table(0.001, 0.05), 5)
     facts = StepFacts((request(network="eagle3"),))
     for _ in range(3000):
-        is_held = controller.holds(1)
+        is_held = controller.try_hold(1)
         decision = controller.standing if is_held else controller.decide(facts)
         draft_s = 0.05 * sum(grant.levels for grant in decision.grants)
         told = replace(dear(facts, decision, 0.5), draft_s=1.5 * draft_s, is_held=is_held)
@@ -841,7 +841,7 @@ def test_a_network_goes_on_reading_prompts_where_a_hard_request_is_not_drafted_f
     assert controller.network_due_in(1) > 0  # for the hard one alone no states are kept
     controller._standing.put(controller.decide(hard), 1, 0, 99).is_proven = True
     controller.forget("hard")
-    assert not controller.holds(1)  # it is decided for the next one, behind its prompt
+    assert not controller.try_hold(1)  # it is decided for the next one, behind its prompt
     assert controller.network_due_in(4, has_prompts=True) > 0  # among more some would be usual ones
     for _ in range(400):  # now all are hard
         curve.observe(DraftOutcome("others", 1, 0))
@@ -855,7 +855,7 @@ def test_probes_are_as_rare_as_what_they_really_take_asks_for():
         facts = StepFacts((request(network="eagle3"),))
         lost = total = 0.0
         for number in range(20000):
-            decision = controller.standing if controller.holds(1) else controller.decide(facts)
+            decision = controller.standing if controller.try_hold(1) else controller.decide(facts)
             told = outcome(facts, decision)
             if decision.reason is Reason.NETWORK_PROBE:
                 more_s = factor * (told.draft_s + told.target_s + told.host_s)

@@ -167,7 +167,7 @@ class Scripted:
         assert self.standing is not None
         return self.standing
 
-    def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
+    def try_hold(self, num_requests: int, prompt_rows: int = 0) -> bool:
         self.asked_to_hold.append((num_requests, prompt_rows))
         return self.is_held
 
@@ -834,7 +834,7 @@ def quiet_run(ours: DraftPolicy, one: Request, num_steps: int, room: StepRoom = 
     """A letter for each step of one request: asked about, or resting."""
     letters = ""
     for _ in range(num_steps):
-        rests = ours.rests(1, 0)
+        rests = ours.try_rest(1, 0)
         letters += "r" if rests else "a"
         if not rests:
             ours.choose([one], 1, room)
@@ -872,9 +872,9 @@ def test_control_is_not_told_of_steps_without_a_look_that_failed_or_that_made_a_
     assert control.looks == []
     ours, control = resting(ngram())
     control.wants_offers = True
-    assert not ours.rests(1, 0)
+    assert not ours.try_rest(1, 0)
     ours.choose([request()], 1, QUIET_ROOM)  # the step fails: nothing is observed
-    assert ours.rests(1, 0)
+    assert ours.try_rest(1, 0)
     ours.observe([booking(request(), None)], stats(1))
     assert control.looks == []
     ours, control = resting(ngram())
@@ -891,7 +891,7 @@ def test_nobody_rests_when_states_have_to_be_kept_for_the_network(due_in: int, n
     assert quiet_run(ours, request(), 1 + num_rests) == "a" + num_rests * "r"
     control.due_in = 0
     if due_in < 100:
-        assert not ours.rests(1, 0)
+        assert not ours.try_rest(1, 0)
 
 
 def test_sources_of_the_host_say_whether_they_may_find_drafts():
@@ -905,8 +905,8 @@ def test_another_batch_an_ended_request_or_a_prompt_ends_the_rest():
     ours, _ = resting(drafter_max_len=100)
     for batch in ((2, 0), (1, 1), (0, 1)):
         assert quiet_run(ours, request(), 2) == "ar"
-        assert not ours.rests(*batch)
-        assert not ours.rests(1, 0)  # it was for the steps in between
+        assert not ours.try_rest(*batch)
+        assert not ours.try_rest(1, 0)  # it was for the steps in between
     assert quiet_run(ours, request(), 2) == "ar"
     ours.finish(request())
     assert quiet_run(ours, request(), 1) == "a"
@@ -919,7 +919,7 @@ def test_alarms_count_the_steps_of_a_rest_and_are_logged(caplog):
     control.num_quiet = IDLE_STEPS
     one = request(max_tokens=900)
     quiet_run(ours, one, IDLE_STEPS - 1)
-    assert ours.rests(1, 0)
+    assert ours.try_rest(1, 0)
     [alarm] = ours.observe([booking(one, None)], stats(1))
     assert alarm.kind == "never_drafts"
     [line] = caplog.messages

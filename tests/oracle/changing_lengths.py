@@ -66,7 +66,7 @@ class ChangingLengths:
     ) -> None:
         """It times nothing."""
 
-    def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
+    def try_hold(self, num_requests: int, prompt_rows: int = 0) -> bool:
         """Now and then the step is plain, or drafts as the last one did."""
         coin = self._rng.random()
         if coin < 0.1:

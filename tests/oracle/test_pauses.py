@@ -41,7 +41,7 @@ class Pausing(ChangingLengths):
     def network_due_in(self, num_running: int, *, has_prompts: bool = False) -> int:
         return self._due_in if self._is_off and not (has_prompts and self._reads_prompts) else 0
 
-    def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
+    def try_hold(self, num_requests: int, prompt_rows: int = 0) -> bool:
         self._left -= 1
         if self._left < 0:
             self._is_off, self._left = not self._is_off, int(self._steps.integers(1, 8))

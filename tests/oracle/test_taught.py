@@ -77,7 +77,7 @@ class Pausing(ChangingLengths):
     def wants_margins(self) -> bool:
         return True
 
-    def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
+    def try_hold(self, num_requests: int, prompt_rows: int = 0) -> bool:
         return False
 
     def decide(self, facts: StepFacts) -> Decision:

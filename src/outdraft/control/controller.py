@@ -41,7 +41,7 @@ class Controller:
 
     A step is either held, or decided and observed:
 
-        if not any_offers and controller.holds(num_requests, prompt_rows):
+        if not any_offers and controller.try_hold(num_requests, prompt_rows):
             decision = controller.standing
         else:
             decision = controller.decide(facts)
@@ -80,7 +80,7 @@ class Controller:
 
     @property
     def standing(self) -> Decision | None:
-        """What decided the step if `holds` was just true."""
+        """What decided the step if `try_hold` was just true."""
         return self._held.decision if self._held is not None else None
 
     def standing_for(self, request_ids: Sequence[str]) -> Decision:
@@ -111,8 +111,9 @@ class Controller:
             return 0
         return max(1, self.probe.due_in)
 
-    def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
-        """Whether a decision made lately, `standing`, is good for the step that begins now.
+    def try_hold(self, num_requests: int, prompt_rows: int = 0) -> bool:
+        """Whether a decision made lately, `standing`, is good for the step that begins now, which
+        is counted then.
 
         It takes microseconds and needs no facts. If it is true, `decide` is not called for the
         step. A plain decision holds for 32 steps at most, or as many as make deciding take half a
@@ -128,7 +129,7 @@ class Controller:
         """
         held = None
         if not self.probe.request_ids:
-            held = self._standing.find(num_requests, prompt_rows)
+            held = self._standing.take(num_requests, prompt_rows)
         if held is None:
             return False
         if self._held is not None and self._held is not held:

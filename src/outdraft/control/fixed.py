@@ -37,7 +37,7 @@ class FixedLength:
     def wants_offers(self) -> bool:
         return self.num_drafts > 0
 
-    def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
+    def try_hold(self, num_requests: int, prompt_rows: int = 0) -> bool:
         """Whether the step drafts as the last one did."""
         if self._left == 0 or prompt_rows or num_requests != self._num_requests:
             return False

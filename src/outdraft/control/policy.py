@@ -16,20 +16,21 @@ class LengthPolicy(Protocol):
 
     @property
     def standing(self) -> Decision | None:
-        """What decided the step if `holds` was just true."""
+        """What decided the step if `try_hold` was just true."""
         ...
 
     def standing_for(self, request_ids: Sequence[str]) -> Decision:
         """`standing`, which drafts: requests that came since have the places of ended ones."""
         ...
 
-    def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
-        """Whether `standing` is good for the step, so that nobody needs to decide."""
+    def try_hold(self, num_requests: int, prompt_rows: int = 0) -> bool:
+        """Whether `standing` is good for the step, so that nobody needs to decide; then it counts
+        the step."""
         ...
 
     def quiet_steps(self, *, may_find: bool) -> int:
-        """Steps that follow a plain one that `holds` was just true for, and are sure to be like it:
-        `standing` is good for them, too, if the batch remains as it is, and nothing is to be
+        """Steps that follow a plain one that `try_hold` was just true for, and are sure to be like
+        it: `standing` is good for them, too, if the batch remains as it is, and nothing is to be
         learned from them.
 
         may_find: sources of the host may have offers, so that looks are to be due in none of them.
@@ -83,7 +84,7 @@ class LengthPolicy(Protocol):
 
     @property
     def wants_plain_time(self) -> bool:
-        """Whether the step that `holds` was just true for should be told to `observe_plain`."""
+        """Whether the step that `try_hold` was just true for should be told to `observe_plain`."""
         ...
 
     def observe_plain(

@@ -124,7 +124,7 @@ class StandingDecisions:
             for one in self._known.values()
         )
 
-    def find(self, num_requests: int, prompt_rows: int) -> Standing | None:
+    def take(self, num_requests: int, prompt_rows: int) -> Standing | None:
         """What stands for such a step, which is counted; None: it has to be decided.
 
         One that was made without a prompt also stands while prompts are read in the place of

@@ -115,9 +115,9 @@ class DraftPolicy:
                 "speculation",
             )
 
-    def rests(self, num_running: int, num_waiting: int) -> bool:
+    def try_rest(self, num_running: int, num_waiting: int) -> bool:
         """Whether the step that begins is as plain as the last one, so that `choose` needs not be
-        asked about it.
+        asked about it; then it is counted.
 
         num_running, num_waiting: requests of the scheduler. Ask once a step.
         """
@@ -177,7 +177,7 @@ class DraftPolicy:
 
     def _hold(self, requests: Sequence[Request], room: StepRoom) -> bool:
         """Whether a decision stands for the step, which nobody has an offer for."""
-        if not self.control.holds(len(requests), room.prompt_rows):
+        if not self.control.try_hold(len(requests), room.prompt_rows):
             return False
         decision = self.control.standing
         assert decision is not None

@@ -7,7 +7,7 @@ from outdraft.scheduling.scheduler import Scheduler
 
 def plan_step(scheduler: Scheduler, drafting: DraftPolicy) -> ScheduledStep:
     """The next step; its `works` are empty if there is nothing to do."""
-    if drafting.rests(len(scheduler.running), len(scheduler.waiting)):
+    if drafting.try_rest(len(scheduler.running), len(scheduler.waiting)):
         return scheduler.schedule({}, reads_prompts=False)
     num_live = len(scheduler.running) + len(scheduler.waiting)
     num_running = min(num_live, scheduler.config.max_num_seqs)

@@ -136,7 +136,7 @@ class Simulator:
             for request in decoding
         ]
         facts = None
-        if any(offers) or not self.policy.holds(len(decoding), prompt_rows):
+        if any(offers) or not self.policy.try_hold(len(decoding), prompt_rows):
             requests = zip(decoding, offers, strict=True)
             facts = StepFacts(tuple(self._facts(*one, world) for one in requests), prompt_rows)
         decision = self.policy.decide(facts) if facts is not None else self.policy.standing
