@@ -197,8 +197,7 @@ class Controller:
         if prompt_rows or held.has_prompts or decision.reason in EXPERIMENTS:
             self._looks.pass_over()
             return
-        # A step that took very long met something else: it counts as twice the prediction.
-        plain_steps = min(step_s, 2 * decision.step_s) / decision.plain_s
+        plain_steps = decision.counted_s(step_s) / decision.plain_s
         networks = self.costs.table.drafters
         is_taken = any(grant.source not in networks for grant in decision.grants)
         tokens = decision.tokens / num_requests
@@ -329,11 +328,10 @@ class Controller:
             regime.lessons.observe(outcome.deciding_s)
             self._last_lesson = self._num_steps
         if decision.reason is Reason.GAIN and not outcome.is_held:
-            # A step that took very long met something else: it counts as twice the prediction.
             if facts.has_offers:
                 actual_s += outcome.deciding_s
             outlook = Outlook.of(facts, self.costs)
-            plain_tokens = outlook.plain_tokens(min(actual_s, 2 * decision.step_s))
+            plain_tokens = outlook.plain_tokens(decision.counted_s(actual_s))
             gained = outcome.num_tokens - plain_tokens
             if regime.guard.watch(gained, plain_tokens, decision.gain):
                 self._lost(regime)

@@ -11,6 +11,7 @@ from outdraft.core.record import record
 
 Shape = tuple[int, ...]
 CHAIN: Shape = ()  # one row a level, as many levels as are granted
+LONGEST = 2.0  # times the prediction that a step counts as
 
 
 class Reason(StrEnum):
@@ -193,6 +194,13 @@ class Decision:
     def held_step_s(self) -> float:
         """The same of the steps behind the first, if the decision holds for several."""
         return self.step_s - self.catch_up_s
+
+    def counted_s(self, actual_s: float, *, is_held: bool = False) -> float:
+        """What counts of a step's time: one that took very long met something else.
+
+        is_held: it is one of the steps behind the first.
+        """
+        return min(actual_s, LONGEST * (self.held_step_s if is_held else self.step_s))
 
 
 @record

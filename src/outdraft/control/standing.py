@@ -98,8 +98,7 @@ class Standing:
         steps, self.passed = self.passed, []
         decision, whole = self.decision, Passed(len(steps))
         for num_tokens, took_s, fates in steps:
-            # A step that took very long met something else: it counts as twice the prediction.
-            step_s = min(took_s, 2 * decision.held_step_s)
+            step_s = decision.counted_s(took_s, is_held=True)
             plain_tokens = self.num_requests * step_s / decision.plain_s
             excess = num_tokens - (1 + decision.gain) * plain_tokens
             whole.tokens += num_tokens
