@@ -96,7 +96,8 @@ def test_what_is_chosen_at_once_is_what_its_parts_choose(seed, kind, sizes):
         assert all(one in ones for one, ones in zip(got, allowed, strict=True))
         assert torch.equal(is_finite_R, reference.finite_rows(step.logits_RV))
     assert 1 <= capture.num_made <= len(sizes)
-    assert graphed._matches._graphs.num_made == graphed._verdicts._graphs.num_made == 0
+    assert not graphed._matches._graphs._made
+    assert not graphed._verdicts._graphs._made
 
 
 def test_plain_steps_of_few_more_requests_share_a_graph():
