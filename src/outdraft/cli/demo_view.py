@@ -9,9 +9,14 @@ from rich.table import Table
 from rich.text import Text
 
 from outdraft.assets import HeldOutPrompt
-from outdraft.bench.side_by_side import acceptance_length, acceptance_rate, are_identical
+from outdraft.bench.side_by_side import (
+    PLAIN,
+    acceptance_length,
+    acceptance_rate,
+    are_identical,
+)
 from outdraft.cli.command import table_of
-from outdraft.cli.comparison import PLAIN, Samples, speedup, tokens_per_s, tpot_ms
+from outdraft.cli.comparison import Samples, speedup, tokens_per_s, tpot_ms
 from outdraft.core.outputs import RequestOutput, TokenOrigin
 from outdraft.engine.detokenizer import Detokenizer
 from outdraft.engine.llm import LLM

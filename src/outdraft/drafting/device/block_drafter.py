@@ -14,6 +14,7 @@ state, P blocks of the cache, F nodes of a level.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -69,6 +70,15 @@ class ContextReader:
         assert states_TD is not None
         self._network.write_context(states_TD, caches, metadata)
         return states_TD
+
+
+class Block(NamedTuple):
+    """Where the blocks of some requests stand, on the host."""
+
+    context_lens_B: np.ndarray
+    positions_BR: np.ndarray
+    slots_BR: np.ndarray
+    table_BP: np.ndarray
 
 
 class BlockDrafter:
@@ -177,20 +187,19 @@ class BlockDrafter:
     ) -> Tensor:
         """[B, K, D]: of the rows of the first `depth` drafts."""
         network, num_rows = self._network, self._network.config.block_size
-        contexts_B, positions_BR, slots_BR, table_BP = self._place(asks)
-        num_requests = len(asks)
+        block, num_requests = self._place(asks), len(asks)
         starts_B1 = np.arange(num_requests + 1, dtype=np.int32) * num_rows
         first = num_rows - network.config.num_drafts  # row of the first draft
         drafting_BK = starts_B1[:-1, None] + np.arange(first, first + depth)
         sent = to_device(
             [
                 starts_B1,
-                contexts_B,
+                block.context_lens_B,
                 np.zeros(num_requests, dtype=np.int32),
                 np.tile(self._masks_R, num_requests),
-                positions_BR.ravel(),
-                slots_BR.ravel(),
-                table_BP,
+                block.positions_BR.ravel(),
+                block.slots_BR.ravel(),
+                block.table_BP,
                 drafting_BK.ravel().astype(np.int64),
             ],
             token_ids_SL.device,
@@ -198,16 +207,15 @@ class BlockDrafter:
         metadata = AttentionMetadata(
             *sent[:7],
             max_rows=num_rows,
-            max_seq_len=int(contexts_B.max()) + num_rows,
+            max_seq_len=int(block.context_lens_B.max()) + num_rows,
         )
         ids_BR = token_ids_SL.new_full((num_requests, num_rows), network.config.mask_token_id)
         ids_BR[:, 0] = self._newest(asks, token_ids_SL)
         states_TD = network(ids_BR.flatten(), self._cache.layers, metadata)
         return states_TD.index_select(0, sent[7]).view(num_requests, depth, -1)
 
-    def _place(self, asks: Sequence[DraftModelAsk]) -> tuple[np.ndarray, ...]:
-        """Where blocks stand behind what is kept of the texts: lengths of contexts [B], positions
-        and slots [B, R], and tables of blocks [B, P]."""
+    def _place(self, asks: Sequence[DraftModelAsk]) -> Block:
+        """Behind what is kept of the texts."""
         num_rows, size = self._network.config.block_size, self._cache.block_size
         contexts = [ask.num_tokens - ask.num_missing - 1 for ask in asks]
         width = -(-(max(contexts) + num_rows) // size)
@@ -218,7 +226,7 @@ class BlockDrafter:
         positions_BR = np.array(contexts)[:, None] + np.arange(num_rows)
         blocks_BR = np.take_along_axis(table_BP, positions_BR // size, axis=1)
         slots_BR = blocks_BR.astype(np.int64) * size + positions_BR % size
-        return np.array(contexts, dtype=np.int32), positions_BR, slots_BR, table_BP
+        return Block(np.array(contexts, dtype=np.int32), positions_BR, slots_BR, table_BP)
 
     def _newest(self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor) -> Tensor:
         """int64 [B]."""
