@@ -22,13 +22,13 @@ def endpoint(seen, path="/v1/completions", **options):
     return Endpoint(seen.url, path, "scripted", **options)
 
 
-def load(where, requests, traffic=None, seconds=20.0):
+def load(where, requests, traffic=None, seconds=60.0):
     traffic = traffic or Traffic()
     deadline_s = time.monotonic() + seconds
     return asyncio.run(run_load(where, requests, traffic, deadline_s, lambda sample: None))
 
 
-def one(script, path="/v1/completions", seconds=20.0):
+def one(script, path="/v1/completions", seconds=60.0):
     """The sample of one request that is answered so."""
     with serving(lambda number, body: script) as seen:
         return load(endpoint(seen, path), PROMPTS[:1], seconds=seconds).samples[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import uvicorn
 from fastapi import FastAPI
-from playwright.sync_api import Browser, Page, Request, sync_playwright
+from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 
 from outdraft.core.decided import Prediction, StepDecision
 from outdraft.core.draft import DraftSource
@@ -74,6 +74,7 @@ def _server() -> Iterator[Site]:
 def _browser() -> Iterator[Browser]:
     if not CHROMIUM.exists():
         pytest.skip(f"no browser: {CHROMIUM} is missing")
+    expect.set_options(timeout=30_000)  # as long as Playwright waits elsewhere: machines stall
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
         yield browser
@@ -90,7 +91,6 @@ def site(server: Site) -> Site:
 def page(site: Site, browser: Browser) -> Iterator[Page]:
     """The page, open. Afterwards nothing may have been asked of another host, or complained of."""
     page = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
-    page.set_default_timeout(5000)
     page.on("console", lambda message: site.complaints.append(message.text))
     page.on("pageerror", lambda error: site.complaints.append(str(error)))
     page.on("request", lambda request: site.hosts.add(_host(request)))

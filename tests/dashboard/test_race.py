@@ -16,7 +16,7 @@ def compare(page: Page) -> None:
     page.check("#compare")
     page.fill("#prompt", "def f(n):")
     page.click("#run")
-    page.wait_for_selector(DONE, timeout=30_000)
+    page.wait_for_selector(DONE)
     page.wait_for_selector(".verdict")
 
 
@@ -99,7 +99,7 @@ def test_the_race_runs_by_itself_and_can_be_stopped_and_played_again(browser: Br
     page.wait_for_timeout(100)
     assert hidden.count() == stopped
     button.click()
-    expect(button).to_have_text("Replay", timeout=10_000)
+    expect(button).to_have_text("Replay")
     assert hidden.count() == 0
     page.close()
 

@@ -12,7 +12,7 @@ from outdraft.core.errors import RanksError
 from outdraft.distributed.channel import CODE_BYTES, Listener, Speaker
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @pytest.fixture(params=["ipc", "tcp"])

@@ -43,7 +43,7 @@ PARAMS = [
 ]
 LONG = SamplingParams(temperature=1.0, seed=6, max_tokens=400, ignore_eos=True)
 SUFFIX: dict[str, Any] = {"method": "suffix", "control": "fixed"}
-ENDS_S = 20.0
+ENDS_S = 60.0
 
 
 def have_ended(ranks: list[psutil.Process]) -> bool:

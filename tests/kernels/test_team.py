@@ -164,6 +164,6 @@ def test_a_forked_process_computes_right_without_helpers():
         target=_multiply_in_child, args=(shared, x_TD, want_TE)
     )
     child.start()
-    child.join(timeout=20)
+    child.join(timeout=60)
 
     assert child.exitcode == 0

@@ -35,7 +35,7 @@ class Server:
         return pid
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=10, verify=self.verify)
+        return httpx.get(self.url + path, timeout=60, verify=self.verify)
 
     def complete(self, **body: Any) -> httpx.Response:
         return httpx.post(self.url + "/v1/completions", json=LONG | body, timeout=60)
@@ -90,7 +90,7 @@ def serving(folder: Path, *flags: str, verify: ssl.SSLContext | bool = True) -> 
         process.wait()
 
 
-def wait_for(is_true: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_for(is_true: Callable[[], bool], seconds: float = 60.0) -> None:
     """Until a condition holds; connections that are refused count as not yet."""
     deadline_s = time.monotonic() + seconds
     while True:

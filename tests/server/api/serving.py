@@ -30,7 +30,7 @@ TEMPLATE = (
 
 def plain_client() -> httpx.Client:
     """Without TLS, whose set-up takes longer than most tests."""
-    return httpx.Client(trust_env=False, verify=False, timeout=10)
+    return httpx.Client(trust_env=False, verify=False, timeout=60)
 
 
 @dataclass
@@ -94,11 +94,11 @@ def serve(
         for client in [served.http, *served.clients]:
             client.close()
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
         listener.close()
 
 
-def wait_until(condition, seconds: float = 5) -> None:
+def wait_until(condition, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"

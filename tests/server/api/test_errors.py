@@ -185,7 +185,7 @@ def test_paths_and_methods_that_do_not_exist_have_the_shape_too(served):
 
 def test_a_body_that_promises_too_much_is_not_read():
     with serve(FakeEngine(), max_body_bytes=1000) as served:
-        connection = http.client.HTTPConnection(urlsplit(served.url).netloc, timeout=5)
+        connection = http.client.HTTPConnection(urlsplit(served.url).netloc, timeout=60)
         connection.putrequest("POST", "/v1/completions")
         connection.putheader("Content-Length", "100000")
         connection.endheaders()
@@ -197,7 +197,7 @@ def test_a_body_that_promises_too_much_is_not_read():
 
 def test_a_body_that_promises_nothing_is_read_up_to_the_limit():
     with serve(FakeEngine(), max_body_bytes=1000) as served:
-        connection = http.client.HTTPConnection(urlsplit(served.url).netloc, timeout=5)
+        connection = http.client.HTTPConnection(urlsplit(served.url).netloc, timeout=60)
         connection.putrequest("POST", "/v1/completions")
         connection.putheader("Transfer-Encoding", "chunked")
         connection.endheaders()

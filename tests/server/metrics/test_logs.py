@@ -178,7 +178,7 @@ def test_lines_come_while_the_log_runs(stream):
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    asyncio.run(asyncio.wait_for(main(), timeout=5))
+    asyncio.run(asyncio.wait_for(main(), timeout=60))
     assert "running 1" in stream.getvalue()
 
 
