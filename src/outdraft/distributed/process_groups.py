@@ -118,6 +118,10 @@ class ProcessTransport:
 
     def gather(self, data: Tensor) -> Tensor:
         """As `Transport.gather`."""
+        if self._device.type == "cpu":
+            # An exchange sends as much, and Gloo has it done in half the time of its own gather.
+            counts = [data.numel()] * self._size
+            return self.exchange(data.repeat(self._size), counts, counts).view(self._size, -1)
         result = data.new_empty(self._size * data.numel())
         self._wait(lambda: self._group._allgather_base(result, data))
         return result.view(self._size, data.numel())
