@@ -1,11 +1,14 @@
 """outdraft: LLM inference in which speculative decoding is the normal way to execute.
 
-Names are imported when they are first used: the command line must be able to choose OpenMP's
-settings before anything imports torch.
+Names are imported when they are first used: OpenMP's settings must be chosen before anything
+imports torch.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from outdraft.core.openmp import prepare_openmp
 
 if TYPE_CHECKING:
     from outdraft.config.engine import CacheConfig, EngineConfig, SchedulerConfig
@@ -62,5 +65,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     for home, names in _HOMES.items():
         if name in names:
+            prepare_openmp(os.environ)
             return getattr(import_module(f"outdraft.{home}"), name)
     raise AttributeError(f"module 'outdraft' has no attribute {name!r}")

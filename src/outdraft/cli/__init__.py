@@ -3,7 +3,7 @@
 import gc
 import os
 
-from outdraft.cli.threads import prepare_openmp
+from outdraft.core.openmp import prepare_openmp
 
 
 def main() -> None:

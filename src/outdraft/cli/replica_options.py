@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from outdraft.cli.threads import num_physical_cores, prepare_openmp
+from outdraft.cli.threads import num_physical_cores
 from outdraft.config.engine import EngineConfig
 from outdraft.config.flags import flag
 from outdraft.core.errors import ConfigError
+from outdraft.core.openmp import prepare_openmp
 from outdraft.server.replicas.plan import ReplicaPlan
 
 
