@@ -1,8 +1,8 @@
 """What a step takes longer where requests ask for more than the likeliest tokens.
 
-One engine decodes the same prompts in one way after the other, in another order each round: greedy,
-drawn, with penalties, with log-probabilities, within a grammar. A step's time is that of the steps in
-which all requests decode; it is compared with that of greedy steps of the same round.
+One engine decodes the same prompts in one way after the other, in another order each round:
+greedy, drawn, with penalties, with log-probabilities, within a grammar. A step's time is that of
+the steps in which all requests decode; it is compared with that of greedy steps of the same round.
 
 The result is JSON: `python benchmarks/parameters.py --json FILE`. A directory of another model, say
 one with a large vocabulary, is `--model DIRECTORY`; then there is no drafter.
