@@ -20,6 +20,7 @@ from tests.server.process.engines import processes
 
 LONG = {"prompt": "def add(a, b):", "temperature": 0, "ignore_eos": True}
 START_S = 240  # a process that imports torch, on a busy machine
+ANSWER_S = 240  # without a word of an answer, on a busy machine
 
 
 @dataclass
@@ -38,12 +39,13 @@ class Server:
         return httpx.get(self.url + path, timeout=60, verify=self.verify)
 
     def complete(self, **body: Any) -> httpx.Response:
-        return httpx.post(self.url + "/v1/completions", json=LONG | body, timeout=60)
+        return httpx.post(self.url + "/v1/completions", json=LONG | body, timeout=ANSWER_S)
 
     @contextmanager
     def stream(self, **body: Any) -> Iterator[Iterator[str]]:
         body = LONG | {"stream": True} | body
-        with httpx.stream("POST", self.url + "/v1/completions", json=body, timeout=60) as response:
+        url = self.url + "/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=ANSWER_S) as response:
             yield (line for line in response.iter_lines() if line.startswith("data: "))
 
     def metrics(self) -> dict[str, float]:

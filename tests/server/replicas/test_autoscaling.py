@@ -24,7 +24,7 @@ SCALED_S = 120.0  # Ray Serve asks for a mean of half a minute
 FLAGS = (
     *("--ray-address", "local", "--min-replicas", "1", "--max-replicas", "2"),
     *("--target-requests", "4", "--upscale-delay", "1", "--downscale-delay", "1"),
-    *("--drain-timeout", "3", "--replica-timeout", "3", "--replica-cpus", "1"),
+    *("--replica-timeout", "3", "--replica-cpus", "1"),
     *("--kv-cache-memory-bytes", "64Mi", "--max-num-seqs", "8", "--no-enable-prefix-caching"),
 )
 SHORT = {"max_tokens": 300}
@@ -33,14 +33,14 @@ MIDDLE = {"max_tokens": 600, "temperature": 1}
 LONG = {"max_tokens": 900, "n": 16, "temperature": 1}  # longer than the drain timeout
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory) -> Iterator[Server]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRON.items():
-            patch.setenv(name, value)
-        with serving(tmp_path_factory.mktemp("ray"), *FLAGS) as server:
-            yield server
-            assert server.stop() == 0
+@pytest.fixture
+def served(request, tmp_path, monkeypatch) -> Iterator[Server]:
+    """`request.param`: the drain timeout, in seconds."""
+    for name, value in ENVIRON.items():
+        monkeypatch.setenv(name, value)
+    with serving(tmp_path, *FLAGS, "--drain-timeout", request.param) as server:
+        yield server
+        assert server.stop() == 0
 
 
 def has_replicas(server: Server, number: int) -> bool:
@@ -86,6 +86,7 @@ def leavings(server: Server) -> list[int]:
     return [int(number) for number in found]
 
 
+@pytest.mark.parametrize("served", ["240"], indirect=True)
 def test_a_replica_comes_with_load_and_leaves_once_its_requests_have_ended(served):
     assert has_replicas(served, 1)
     with clients(served, 6, **SHORT) as many:
@@ -98,6 +99,7 @@ def test_a_replica_comes_with_load_and_leaves_once_its_requests_have_ended(serve
     assert served.metrics()["retried_requests_total"] == 0
 
 
+@pytest.mark.parametrize("served", ["3"], indirect=True)
 def test_what_a_replica_cannot_end_in_time_is_computed_again_or_ends_with_an_error(served):
     with clients(served, 6, **SHORT):
         wait_for(lambda: has_replicas(served, 2), SCALED_S)

@@ -25,6 +25,7 @@ from outdraft.server.replicas.scaling import num_wanted
 from outdraft.server.replicas.wire import Address
 
 HEALTH_PERIOD_S = 2.0  # of Serve's question whether a replica lives
+LEAVES_AFTER_S = 0.1  # Serve looks for requests of its own first, of which there are none
 START_ATTEMPTS = 3
 FRONT_END_LOST_AFTER_S = 30.0
 OUTSTANDING = "outstanding_requests"
@@ -103,6 +104,7 @@ class Deployment:
             ray_actor_options={"num_cpus": plan.num_cpus, "num_gpus": plan.num_gpus},
             health_check_period_s=HEALTH_PERIOD_S,
             graceful_shutdown_timeout_s=plan.drain_timeout_s,
+            graceful_shutdown_wait_loop_s=LEAVES_AFTER_S,
             max_constructor_retry_count=START_ATTEMPTS,
             **options,
         )
