@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 
 from outdraft.core.allowed import AllowedTokens
 from outdraft.core.errors import ConfigError, EngineDeadError, RanksError
-from outdraft.core.plan import StepStats
+from outdraft.core.plan import StepResult, StepStats
 from outdraft.core.sampling import SamplingParams
 from outdraft.distributed.group import Ranks
 from outdraft.distributed.process_groups import ProcessTransport
@@ -23,6 +24,7 @@ from outdraft.engine import rank_hosts
 from outdraft.engine import ranks as ranks_module
 from outdraft.engine.llm import LLM
 from outdraft.kernels.native.ranks import MemoryTransport
+from outdraft.runner.model_runner import PendingStep
 from tests.cli.pair import pair
 from tests.server.process.engines import (
     PROMPTS,
@@ -117,6 +119,19 @@ def test_a_rank_that_is_killed_in_mid_request_is_named_with_how_it_ended():
             llm.generate(PROMPTS, LONG, use_tqdm=False)
 
 
+def test_the_death_of_a_rank_ends_the_step_in_which_rank_0_waits_for_it():
+    def stop_and_kill() -> None:
+        rank = lone_rank()
+        rank.suspend()
+        threading.Timer(0.5, rank.kill).start()
+
+    with spread(rank_timeout_s=120.0) as llm:
+        in_step(llm, 5, stop_and_kill)
+        with pytest.raises(RanksError, match="rank 1 of 2") as told:
+            llm.generate(PROMPTS, LONG, use_tqdm=False)
+    assert str(told.value.__cause__).endswith("has ended")  # and not: does not answer in time
+
+
 def test_a_rank_that_hangs_is_named_and_ended():
     with spread(rank_timeout_s=3.0) as llm:
         in_step(llm, 5, lambda: lone_rank().send_signal(signal.SIGSTOP))
@@ -166,6 +181,41 @@ def test_hosts_that_cannot_be_closed_do_not_hide_why_the_ranks_ended(monkeypatch
         in_step(llm, 5, lambda: lone_rank().send_signal(signal.SIGKILL))
         with pytest.raises(RanksError, match="rank 1 of 2: its process was ended by SIGKILL"):
             llm.generate(PROMPTS, LONG, use_tqdm=False)
+
+
+def test_ranks_that_part_end_the_engine_where_they_are_compared():
+    """Rank 0 says that it chose one token more than it did."""
+
+    def part() -> None:
+        own = llm.engine.runner.own
+        collect = own.collect
+
+        def other(pending: PendingStep) -> StepResult:
+            result = collect(pending)
+            odd = replace(result.works[0], token_ids=(0, *result.works[0].token_ids))
+            return replace(result, works=(odd, *result.works[1:]))
+
+        own.collect = other
+
+    with spread(check_ranks=True) as llm:
+        in_step(llm, 5, part)
+        with pytest.raises(RanksError, match="in step 6 rank 1 chose something else than rank 0"):
+            llm.generate(PROMPTS, LONG, use_tqdm=False)
+        assert not ranks_of(os.getpid())
+
+
+def test_a_rank_that_is_killed_while_it_loads_is_named_with_how_it_ended(monkeypatch):
+    meet = ranks_module.join_ranks
+
+    def join_and_kill(*args: Any) -> Ranks:
+        joined = meet(*args)
+        lone_rank().kill()
+        return joined
+
+    monkeypatch.setattr(ranks_module, "join_ranks", join_and_kill)
+    with pytest.raises(RanksError, match="rank 1 of 2: its process was ended by SIGKILL"):
+        LLM.from_config(config(tensor_parallel_size=2, speculative_config=SUFFIX))
+    assert not ranks_of(os.getpid())
 
 
 def test_a_rank_that_hangs_while_it_loads_is_named_and_ended(monkeypatch):
