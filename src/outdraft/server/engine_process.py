@@ -5,11 +5,13 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
+import psutil
 import zmq
 import zmq.asyncio
 
@@ -48,6 +50,7 @@ class EngineProcess:
             env=dict(environ),
         )
         assert self._process.stdin is not None
+        self._parallel = config.parallel
         pickle.dump(Assignment(config, commands, reports, log_level), self._process.stdin)
         self._process.stdin.flush()
 
@@ -75,11 +78,25 @@ class EngineProcess:
         return await unless_dead(work, self._death(), told)
 
     async def _death(self) -> str:
-        """Wait for the end of the process, and of what it had to tell; how it ended, in words."""
+        """Wait for the end of the process, and of what it had to tell; how it ended, in words.
+
+        Of several ranks it is rank 0, which watches the others. Who watches rank 0 is here: it
+        counts as ended when it was stopped for as long as one rank waits for another.
+        """
+        stopped_s, timeout_s = 0.0, self._parallel.rank_timeout_s
         while (code := self._process.poll()) is None:
             await asyncio.sleep(DEATH_POLL_S)
+            is_stopped = self._parallel.has_ranks and self._is_stopped()
+            stopped_s = stopped_s + DEATH_POLL_S if is_stopped else 0.0
+            if stopped_s > timeout_s:
+                return f"its process was stopped for {timeout_s:g} s"
         await asyncio.sleep(GOODBYE_S)
         return ending(code)
+
+    def _is_stopped(self) -> bool:
+        with suppress(psutil.Error):  # it has ended
+            return psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
+        return False
 
     def end(self) -> None:
         self._process.kill()

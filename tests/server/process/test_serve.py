@@ -159,6 +159,25 @@ def test_a_server_may_start_another_engine_for_one_whose_rank_hangs(tmp_path):
         assert not is_running(rank.pid)
 
 
+def test_a_rank_0_that_hangs_is_told_and_ends_the_server(tmp_path):
+    flags = (*EMBEDDED, "--tensor-parallel-size", "2", "--rank-timeout", "3")
+    with serving(tmp_path, *flags) as server:
+        engine, [rank] = server.engine, ranks_of(server.engine)
+        try:
+            with server.stream(max_tokens=900, n=16) as lines:
+                next(lines)
+                os.kill(engine, signal.SIGSTOP)
+                rest = list(lines)
+        except BaseException:
+            os.kill(engine, signal.SIGKILL)  # else nothing would ever end it
+            raise
+        assert server.wait() == 1
+        assert "the engine has died: its process was stopped for 3 s" in server.log.read_text()
+        assert not is_running(engine)
+        wait_for(lambda: not is_running(rank.pid), START_S)
+    assert any('"error"' in line and "was stopped for 3 s" in line for line in rest)
+
+
 def test_the_engine_dies_with_a_server_that_is_killed(tmp_path):
     with serving(tmp_path, *EMBEDDED) as server:
         engine = server.engine
