@@ -13,7 +13,7 @@ from outdraft.distributed.request_shares import RequestShares
 from outdraft.kernels.choose import has_library, memory_transports
 from tests import ranks
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64)
 
 
 @pytest.fixture(

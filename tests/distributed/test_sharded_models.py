@@ -51,7 +51,9 @@ KINDS = [
     pytest.param("reference", torch.float64, id="float64"),
     pytest.param("reference", torch.float32, id="float32-reference"),
     pytest.param("reference", torch.bfloat16, id="bfloat16-reference"),
+    pytest.param("reference", torch.float16, id="float16-reference"),
     pytest.param("auto", torch.float32, id="float32"),
+    pytest.param("auto", torch.float16, id="float16"),
     pytest.param("auto", torch.bfloat16, id="bfloat16"),
 ]
 
@@ -128,7 +130,7 @@ def test_rounding_is_all_that_ranks_change(
 ):
     path, ids_T = checkpoint("qwen2"), random_tokens(NUM_TOKENS)
     exact_TV = chunked_logits(load(path, Ranks()), ids_T, [NUM_TOKENS])
-    bound = MODEL_ROUNDING if dtype is not torch.bfloat16 else bfloat16_bound(size)
+    bound = MODEL_ROUNDING if dtype.itemsize > 2 else short_bound(size, dtype)
 
     parts = on_ranks(
         size,
@@ -141,10 +143,10 @@ def test_rounding_is_all_that_ranks_change(
     assert (got_TV - exact_TV).abs().max() <= bound * exact_TV.abs().max()
 
 
-def bfloat16_bound(size: int) -> float:
+def short_bound(size: int, dtype: torch.dtype) -> float:
     """Where each layer rounds its norms, q, k, v, scores' values, gate, up, their product and both
-    sums once, and the parts of both sums once for each rank; weights are rounded as well."""
-    return (TINY["num_hidden_layers"] * (14 + 2 * size) + 3) * 2.0**-9
+    sums to 16 bits once, and the parts of both sums once for each rank; weights are rounded too."""
+    return (TINY["num_hidden_layers"] * (14 + 2 * size) + 3) * torch.finfo(dtype).eps / 4
 
 
 @pytest.mark.parametrize("size", SIZES)
