@@ -126,6 +126,33 @@ def test_a_rank_that_is_cut_off_ends_the_server_with_an_error(cluster, spread):
     wait_for(lambda: not cluster.far(RANK), RECOVERY_S)
 
 
+def check_that_none_is_lost(server: Server, killed: int, num_requests: int) -> None:
+    """A process is killed in the midst of so many requests. As their answers have not begun to be
+    sent, those that it had are computed again."""
+    expected = server.complete(max_tokens=16).json()["choices"][0]["text"]
+
+    def ask(number: int) -> httpx.Response:
+        if number == num_requests // 3:
+            os.kill(killed, signal.SIGKILL)
+        return server.complete(max_tokens=16, cache_salt=str(number))
+
+    with ThreadPoolExecutor(8) as threads:
+        replies = list(threads.map(ask, range(num_requests)))
+    assert [reply.status_code for reply in replies] == [200] * num_requests
+    assert {reply.json()["choices"][0]["text"] for reply in replies} == {expected}
+
+
+def test_replicas_of_two_ranks_lose_no_request_with_a_rank(cluster, tmp_path):
+    with serving(tmp_path, "--ray-address", cluster.address, *FLAGS, "-tp", "2") as server:
+        [rank] = cluster.far(RANK)
+        check_that_none_is_lost(server, rank, 60)
+        assert "rank 1 of 2: its process was ended by SIGKILL" in server.log.read_text()
+        wait_for(lambda: server.metrics()["replicas"] == 2, RECOVERY_S)
+        assert cluster.far(RANK) != [rank]
+        assert server.stop() == 0
+    wait_for(lambda: not cluster.far(RANK), RECOVERY_S)
+
+
 def test_both_nodes_answer(served):
     log = served.server.log.read_text()
     assert {NEAR, FAR} == set(re.findall(r"replica \d on (\S+) is ready", log))
@@ -145,19 +172,8 @@ def test_both_nodes_answer(served):
 
 
 def test_of_200_requests_none_is_lost_when_a_replica_is_killed(served):
-    """Their answers have not begun to be sent, so each of them is computed again."""
-    expected = served.server.complete(max_tokens=16).json()["choices"][0]["text"]
     [engine] = served.cluster.far(ENGINE)
-
-    def ask(number: int) -> httpx.Response:
-        if number == 60:
-            os.kill(engine, signal.SIGKILL)
-        return served.server.complete(max_tokens=16, cache_salt=str(number))
-
-    with ThreadPoolExecutor(8) as threads:
-        replies = list(threads.map(ask, range(200)))
-    assert [reply.status_code for reply in replies] == [200] * 200
-    assert {reply.json()["choices"][0]["text"] for reply in replies} == {expected}
+    check_that_none_is_lost(served.server, engine, 200)
     wait_for(lambda: served.num_replicas() == 2, RECOVERY_S)
     assert served.cluster.far(ENGINE) != [engine]
 
