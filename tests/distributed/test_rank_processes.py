@@ -82,6 +82,13 @@ def lone_rank() -> psutil.Process:
     return rank
 
 
+@pytest.fixture(params=["memory", pytest.param("sockets", marks=pytest.mark.slow)])
+def any_transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks exchange over memory, then over sockets."""
+    if request.param == "sockets":  # one that cannot share memory is enough
+        monkeypatch.setattr(ranks_module, "memory_transports", lambda: None)
+
+
 @pytest.mark.parametrize(
     ("size", "draft_size", "transport"),
     [
@@ -110,6 +117,7 @@ def test_ranks_answer_as_one_process_does(
     assert told == [[(one.token_ids, one.text) for one in output.outputs] for output in want]
 
 
+@pytest.mark.usefixtures("any_transport")
 def test_a_rank_that_is_killed_in_mid_request_is_named_with_how_it_ended():
     with spread() as llm:
         in_step(llm, 5, lambda: lone_rank().send_signal(signal.SIGKILL))
@@ -132,6 +140,7 @@ def test_the_death_of_a_rank_ends_the_step_in_which_rank_0_waits_for_it():
     assert str(told.value.__cause__).endswith("has ended")  # and not: does not answer in time
 
 
+@pytest.mark.usefixtures("any_transport")
 def test_a_rank_that_hangs_is_named_and_ended():
     with spread(rank_timeout_s=3.0) as llm:
         in_step(llm, 5, lambda: lone_rank().send_signal(signal.SIGSTOP))
