@@ -80,7 +80,7 @@ class EngineProcess:
     async def _death(self) -> str:
         """Wait for the end of the process, and of what it had to tell; how it ended, in words.
 
-        Of several ranks it is rank 0, which watches the others. Who watches rank 0 is here: it
+        Among several ranks it is rank 0, which watches the others and is watched here: it
         counts as ended when it was stopped for as long as one rank waits for another.
         """
         stopped_s, timeout_s = 0.0, self._parallel.rank_timeout_s
