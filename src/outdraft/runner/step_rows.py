@@ -115,7 +115,7 @@ def committed_paths(
     """
     history_BL: Tensor | None = None
     if sampling.needs_history:
-        history_BL = texts_SL[:, :longest].index_select(0, texts.rows_B)
+        history_BL = texts_SL.index_select(0, texts.rows_B)[:, :longest]
         places_L = torch.arange(longest, device=texts_SL.device)
         history_BL = history_BL.masked_fill(places_L >= texts.num_tokens_B[:, None], -1)
     return Paths(history_BL, texts.prompt_lens_B, texts.num_tokens_B, None, grammar_RW)

@@ -8,19 +8,19 @@ from torch import Tensor
 
 from outdraft.kernels.data.scores import Scores, concatenated
 
-# That are scored at the same time. On a CPU half a megabyte in each temporary tensor: such as are
-# as large as all logits would take several times their memory, since C libraries reuse aligned
-# memory badly. A GPU takes as long for many rows as for one.
-SCORED_LOGITS, SCORED_ON_DEVICE = 1 << 17, 1 << 22
+# That are scored at the same time: half a megabyte in each temporary tensor. Temporary tensors as
+# large as all logits would take several times their memory: C libraries reuse aligned memory badly.
+SCORED_LOGITS = 1 << 17
 
 
 def score_tokens(
     logits_AV: Tensor, chosen_R: Tensor, num_top: int, rows_R: Tensor | None = None
 ) -> Scores:
     """As `ScoreTokens`."""
-    vocab_size = logits_AV.shape[1]
-    most_logits = SCORED_LOGITS if logits_AV.is_cpu else SCORED_ON_DEVICE
-    num_rows, num_top = max(1, most_logits // vocab_size), min(num_top, vocab_size)
+    num_rows, num_top = (
+        max(1, SCORED_LOGITS // logits_AV.shape[1]),
+        min(num_top, logits_AV.shape[1]),
+    )
     if rows_R is None:
         rows_R = torch.arange(len(logits_AV), device=logits_AV.device)
     slices = [
