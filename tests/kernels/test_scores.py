@@ -111,6 +111,8 @@ def test_a_row_scores_the_same_beside_others(name):
     chosen_R = logits_RV.argmin(1)
     whole = table(name).score_tokens(logits_RV, chosen_R, 5)
     for row in range(9):
-        alone = table(name).score_tokens(logits_RV, chosen_R[row : row + 1], 5, torch.tensor([row]))
+        alone = table(name).score_tokens(
+            logits_RV, chosen_R[row : row + 1], 5, torch.tensor([row])
+        )
         for score, one in zip(whole, alone, strict=True):
             assert torch.equal(score[row : row + 1], one)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata

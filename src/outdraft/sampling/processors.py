@@ -5,8 +5,8 @@ temperature, min_p, top_k, top_p. A row of a draft sees the committed text of it
 drafts on the path from the root to itself, exactly as if that path had been generated. Otherwise
 speculation would change the output.
 
-Every stage is pure; stages that no request of the batch needs do not run. Penalties are an
-operation of the table of kernels; so is all that looks at the logits alone, from temperature on.
+Every stage is pure; stages that no request of the batch needs do not run. Penalties are an operation
+of the table of kernels, and so are all that look at the logits alone, from temperature on.
 
 Dimension key: B requests, R rows, L committed tokens, K places of a path, V vocabulary,
 E ids of a request's list, W bad words, or int32 words of a mask of one bit per token.

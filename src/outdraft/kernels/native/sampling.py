@@ -36,7 +36,7 @@ def penalty_columns(sampling: "SamplingBatch") -> tuple[Column, ...]:
 
 
 class NativeSampling:
-    """The operations of csrc/noise.cpp, penalties.cpp, sampling.cpp: float32 logits on the CPU."""
+    """The operations of csrc/noise.cpp, penalties.cpp and sampling.cpp: float32 logits on the CPU."""
 
     def __init__(self, library: Library) -> None:
         def function(name: str, num_sizes: int, num_arrays: int) -> Callable[..., None]:

@@ -17,10 +17,7 @@ def score_tokens(
     logits_AV: Tensor, chosen_R: Tensor, num_top: int, rows_R: Tensor | None = None
 ) -> Scores:
     """As `ScoreTokens`."""
-    num_rows, num_top = (
-        max(1, SCORED_LOGITS // logits_AV.shape[1]),
-        min(num_top, logits_AV.shape[1]),
-    )
+    num_rows, num_top = max(1, SCORED_LOGITS // logits_AV.shape[1]), min(num_top, logits_AV.shape[1])
     if rows_R is None:
         rows_R = torch.arange(len(logits_AV), device=logits_AV.device)
     slices = [
