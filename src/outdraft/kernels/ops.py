@@ -41,10 +41,8 @@ from outdraft.kernels.sampling_ops import (
     Gumbel,
     MaskForbidden,
     Match,
-    Penalize,
     RequestsOfRows,
     ScaleAndCut,
-    ScoreTokens,
     Verify,
     choose_by_parts,
 )
@@ -366,9 +364,7 @@ class Kernels:
     gumbel: Gumbel
     mask_forbidden: MaskForbidden
     finite_rows: FiniteRows
-    penalize: Penalize
     scale_and_cut: ScaleAndCut
-    score_tokens: ScoreTokens
     requests_of_rows: RequestsOfRows
     match: Match
     verify: Verify

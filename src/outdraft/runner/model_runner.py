@@ -25,7 +25,6 @@ from outdraft.core.record import record
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.data.drafts import DraftBatch, Rule
-from outdraft.kernels.data.scores import Scores
 from outdraft.kernels.ops import PlacedRows
 from outdraft.kernels.step_ops import Choice, Chooser, DeviceChoice, StatesOf, StepRead, StepTask
 from outdraft.kv.cache import KVCache
@@ -57,13 +56,13 @@ from outdraft.runner.slots import RequestSlot
 from outdraft.runner.states import chunk_reads, spread_rows, state_places
 from outdraft.runner.step_rows import (
     StepTexts,
-    committed_paths,
     read_by_parts,
     step_spans,
     with_logits,
 )
 from outdraft.runner.timing import PhaseClock
 from outdraft.sampling.batch import SamplingBatch
+from outdraft.sampling.logprobs import Scores, gather_in_slices
 from outdraft.sampling.processors import Paths
 from outdraft.verification.verifier import Verifier
 
@@ -283,9 +282,9 @@ class ModelRunner:
         return drafts, drafts
 
     def _chooser(self, sampling: SamplingBatch) -> Chooser | None:
-        """How the target's pass chooses at once; None: that needs more than logits and texts."""
+        """How the target's pass chooses at once; None: that needs more than its logits."""
         rule = Rule.MATCH if sampling.is_plain_greedy else self.verifier.rule
-        if rule is None or not sampling.has_penalties_at_most:
+        if rule is None or not sampling.needs_logits_only:
             return None
         return Chooser(sampling, rule)
 
@@ -336,9 +335,7 @@ class ModelRunner:
         if masks is not None and masks.is_end_BN is not None:
             verdict = verdict.cut_behind(masks.is_end_BN)
         verified = VerifiedRows(DeviceChoice(verdict, is_finite_R), drafts)
-        return verified, emitted_logprobs(
-            self.model.kernels, step.slots, logits_RV, drafts, verdict
-        )
+        return verified, emitted_logprobs(step.slots, logits_RV, drafts, verdict)
 
     def _paths(
         self,
@@ -347,8 +344,14 @@ class ModelRunner:
         sampling: SamplingBatch,
         grammar_RW: Tensor | None,
     ) -> Paths:
-        longest = max(work.num_tokens for work in works)
-        return committed_paths(self.state.token_ids_SL, texts, longest, sampling, grammar_RW)
+        history_BL = None
+        if sampling.needs_history:
+            longest = max(work.num_tokens for work in works)
+            history_BL = self.state.token_ids_SL[texts.rows_B, :longest]
+            places_L = torch.arange(longest, device=self.device)
+            past_BL = places_L >= texts.num_tokens_B[:, None]
+            history_BL = history_BL.masked_fill(past_BL, -1)
+        return Paths(history_BL, texts.prompt_lens_B, texts.num_tokens_B, None, grammar_RW)
 
     def _keep(self, choice: Choice, drafts: DraftBatch, target: TargetPass) -> None:
         """Write the emitted tokens to the texts, and accepted branches to where texts are read."""
@@ -394,6 +397,5 @@ class ModelRunner:
         return TargetStates(hidden_TD, tapped_TKD, *places, self.state.token_ids_SL, reads)
 
     def _scored(self, hidden_RD: Tensor, chosen_R: Tensor, num_top: int) -> Scores:
-        """As `ScoreTokens`, behind the hidden states."""
-        logits_RV = self.model.logits(hidden_RD)
-        return self.model.kernels.score_tokens(logits_RV, chosen_R, num_top)
+        """As `gather_logprobs`, behind the hidden states."""
+        return gather_in_slices(self.model.logits(hidden_RD), chosen_R, num_top)

@@ -16,7 +16,6 @@ from outdraft.kernels.native.library import Library
 
 if TYPE_CHECKING:
     from outdraft.sampling.batch import SamplingBatch
-    from outdraft.sampling.processors import Paths
 
 
 def cut_columns(sampling: "SamplingBatch") -> tuple[Column, ...]:
@@ -29,14 +28,8 @@ def cut_columns(sampling: "SamplingBatch") -> tuple[Column, ...]:
     )
 
 
-def penalty_columns(sampling: "SamplingBatch") -> tuple[Column, ...]:
-    """As `PenaltyColumns` of csrc/penalties.h."""
-    penalties_B = sampling.repetition_B, sampling.presence_B, sampling.frequency_B
-    return tuple([(penalty_B, torch.float32) for penalty_B in penalties_B])
-
-
 class NativeSampling:
-    """The operations of csrc/noise.cpp, penalties.cpp and sampling.cpp: float32 logits on the CPU."""
+    """The operations of csrc/noise.cpp and csrc/sampling.cpp: float32 logits on the CPU."""
 
     def __init__(self, library: Library) -> None:
         def function(name: str, num_sizes: int, num_arrays: int) -> Callable[..., None]:
@@ -47,9 +40,7 @@ class NativeSampling:
         self._mask = function("mask_forbidden", 3, 3)
         self._process = function("process_rows", 2, 7)
         self._finite = function("finite_rows", 2, 2)
-        self._penalize = function("penalize_rows", 4, 10)
         self._columns = BatchColumns(cut_columns)
-        self._penalties = BatchColumns(penalty_columns)
 
     def gumbel(self, keys: NoiseKeys, vocab_size: int) -> Tensor:
         noise_RV = torch.empty(len(keys.seeds_R), vocab_size)
@@ -77,26 +68,6 @@ class NativeSampling:
         logits = at(logits_RV, torch.float32)
         self._finite(*logits_RV.shape, logits, are_finite_R.data_ptr())
         return are_finite_R
-
-    def penalize(
-        self, logits_RV: Tensor, request_R: Tensor, paths: "Paths", sampling: "SamplingBatch"
-    ) -> Tensor:
-        assert paths.history_BL is not None
-        penalized_RV = torch.empty_like(logits_RV, memory_format=torch.contiguous_format)
-        at, path_RK = Addresses(), paths.path_ids_RK
-        texts = paths.history_BL, paths.prompt_lens_B, paths.num_tokens_B
-        self._penalize(
-            *logits_RV.shape,
-            paths.history_BL.shape[1],
-            0 if path_RK is None else path_RK.shape[1],
-            at(logits_RV, torch.float32),
-            at(request_R, torch.int64),
-            *[at(part, torch.int64) for part in texts],
-            None if path_RK is None else at(path_RK, torch.int64),
-            *self._penalties.of(sampling),
-            penalized_RV.data_ptr(),
-        )
-        return penalized_RV
 
     def scale_and_cut(
         self, logits_RV: Tensor, request_R: Tensor, sampling: "SamplingBatch"

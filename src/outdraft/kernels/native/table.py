@@ -15,7 +15,6 @@ from outdraft.kernels.native.library import Library
 from outdraft.kernels.native.linear import NativeLinear
 from outdraft.kernels.native.rows import NativeRows
 from outdraft.kernels.native.sampling import NativeSampling
-from outdraft.kernels.native.scores import NativeScores
 from outdraft.kernels.native.team import shared_team
 from outdraft.kernels.native.texts import NativeSuffixTexts, ngram_texts
 from outdraft.kernels.native.verification import NativeVerification
@@ -64,9 +63,7 @@ def native_kernels(library: Library, num_threads: int) -> Kernels:
         gumbel=sampling.gumbel,
         mask_forbidden=sampling.mask_forbidden,
         finite_rows=sampling.finite_rows,
-        penalize=sampling.penalize,
         scale_and_cut=sampling.scale_and_cut,
-        score_tokens=NativeScores(team),
         requests_of_rows=verification.requests_of_rows,
         match=verification.match,
         verify=verification.verify,
