@@ -9,7 +9,6 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from outdraft.core.draft import Draft
 from outdraft.core.errors import RequestError
-from outdraft.core.grammar import MaskAsk
 from outdraft.core.plan import NO_DRAFT
 from outdraft.structured.compiler import GrammarCompiler
 from outdraft.structured.matcher import Grammar
@@ -37,7 +36,7 @@ def masks_of(matcher, draft: Draft = NO_DRAFT) -> np.ndarray:
 
 def masks_and_ends(matcher, draft: Draft) -> tuple[np.ndarray, list[int]]:
     masks_RW = np.zeros((1 + len(draft), 1), dtype=np.int32)
-    [ends] = matcher.fill_masks([MaskAsk(matcher, draft.token_ids, draft.parents, masks_RW)])
+    ends = matcher.fill_masks(draft.token_ids, draft.parents, masks_RW)
     return masks_RW, ends
 
 
@@ -258,58 +257,10 @@ def test_a_grammar_that_takes_too_long_fails_and_nobody_waits_for_it_again(monke
     may_end.set()
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    several=st.lists(st.tuples(st.sampled_from(REGEXES), trees()), min_size=1, max_size=5),
-)
-def test_sequences_that_are_asked_together_get_what_each_gets_alone(several):
-    made = [(compiler().compile(regex(pattern)), draft) for pattern, draft in several]
-    alone = [masks_and_ends(grammar.matcher({END}), draft) for grammar, draft in made]
-    asks = [
-        MaskAsk(
-            grammar.matcher({END}),
-            draft.token_ids,
-            draft.parents,
-            np.zeros((1 + len(draft), 1), dtype=np.int32),
-        )
-        for grammar, draft in made
-    ]
-    together = asks[0].matcher.fill_masks(asks)
-    for (masks_RW, ends), ask, ends_together in zip(alone, asks, together, strict=True):
-        assert ends_together == ends
-        assert np.array_equal(ask.masks_RW, masks_RW)
-
-
-def test_one_that_takes_too_long_fails_those_of_its_grammar_that_are_asked_with_it(monkeypatch):
-    made = GrammarCompiler(tokenizer(), VOCAB_SIZE)
-    slow, quick = made.compile(regex("[ab]*")), made.compile(regex("[abc]*"))
-    first, stuck, behind, other = [grammar.matcher({END}) for grammar in (quick, slow, slow, quick)]
-    may_end = threading.Event()
-
-    def never(*_: object) -> list[int]:
-        while not may_end.is_set():
-            pass
-        return []
-
-    monkeypatch.setattr(stuck, "_masks", never)
-    slow.limit.limit_s = 0.01
-    asks = [
-        MaskAsk(matcher, (), (), np.zeros((1, 1), dtype=np.int32))
-        for matcher in (first, stuck, behind, other)
-    ]
-    assert first.fill_masks(asks) == [[], [], [], []]
-    may_end.set()
-    assert [ask.matcher.failure is None for ask in asks] == [True, False, False, True]
-    for place in (0, 3):
-        assert bits(asks[place].masks_RW[0]) == {0, 1, 2, 3, 4, 5, END}
-    assert all(ask.masks_RW.all() for ask in asks)
-
-
 @pytest.mark.parametrize("extra", [0, 1, 40])
 def test_a_model_with_more_ids_than_its_tokenizer_never_gets_the_others(extra: int):
     size = VOCAB_SIZE + extra
     made = GrammarCompiler(tokenizer(), size).compile(regex("[abc]*"))
     masks_RW = np.zeros((1, -(-size // 32)), dtype=np.int32)
-    matcher = made.matcher({END})
-    matcher.fill_masks([MaskAsk(matcher, (), (), masks_RW)])
+    made.matcher({END}).fill_masks((), (), masks_RW)
     assert {v for v in range(size) if masks_RW[0, v // 32] >> v % 32 & 1} == set(range(7))

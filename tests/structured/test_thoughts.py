@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from outdraft.core.errors import RequestError
-from outdraft.core.grammar import MaskAsk
 from outdraft.core.structured_outputs import StructuredOutput, Thoughts
 from outdraft.structured.compiler import GrammarCompiler
 from tests.engine.byte_level import byte_ids, tokenizer
@@ -30,12 +29,12 @@ def is_whole(compiler: GrammarCompiler, structured: StructuredOutput, text: str)
     matcher = compiler.compile(structured).matcher({END_ID})
     for token_id in byte_ids(text):
         mask = np.zeros((1, VOCAB_SIZE // 32 + 1), np.int32)
-        matcher.fill_masks([MaskAsk(matcher, [], [], mask)])
+        matcher.fill_masks([], [], mask)
         if not allows(mask[0], token_id):
             return False
         matcher.advance(token_id)
     mask = np.zeros((1, VOCAB_SIZE // 32 + 1), np.int32)
-    matcher.fill_masks([MaskAsk(matcher, [], [], mask)])
+    matcher.fill_masks([], [], mask)
     return allows(mask[0], END_ID)
 
 
@@ -70,13 +69,12 @@ def test_a_draft_that_reaches_from_the_thoughts_into_the_form_has_the_masks_of_s
     draft = byte_ids("x</think>abab")
     width = VOCAB_SIZE // 32 + 1
     together = np.zeros((1 + len(draft), width), np.int32)
-    whole = compiler.compile(form).matcher({END_ID})
-    whole.fill_masks([MaskAsk(whole, draft, range(len(draft)), together)])
+    compiler.compile(form).matcher({END_ID}).fill_masks(draft, range(len(draft)), together)
     steps = compiler.compile(form).matcher({END_ID})
     num_reached = len(byte_ids("x</think>ab")) + 1
     for row in range(num_reached):
         alone = np.zeros((1, width), np.int32)
-        steps.fill_masks([MaskAsk(steps, [], [], alone)])
+        steps.fill_masks([], [], alone)
         assert (together[row] == alone[0]).all(), row
         steps.advance(draft[row])
     assert not allows(together[num_reached - 1], draft[num_reached - 1])

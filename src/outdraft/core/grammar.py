@@ -4,7 +4,7 @@ Dimension key: R rows of a draft with its root, W int32 words of a mask of one b
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -27,29 +27,17 @@ class GrammarMatcher(Protocol):
         """The next token of the output."""
         ...
 
-    @staticmethod
-    def fill_masks(asks: Sequence["MaskAsk"]) -> Sequence[Sequence[int]]:
-        """Write which tokens may follow the root and every row of drafts of some sequences.
+    def fill_masks(
+        self, token_ids: Sequence[int], parents: Sequence[int], masks_RW: np.ndarray
+    ) -> Sequence[int]:
+        """Write which tokens may follow the root and every row of a draft, int32 [1 + N, W].
 
-        Rows that cannot be reached hold anything but zeros. A grammar that fails notes it itself.
+        `token_ids` and `parents` are as in Draft. Bit v % 32 of word v // 32 stands for token v.
+        Rows that cannot be reached hold anything but zeros.
 
         Returns:
-            The ends of each draft, rows of 1 to N. They can be reached, but nothing is known that
-            may follow them: the output is complete there, or the grammar is too complex from there
-            on. So nothing may be emitted behind the token of an end in this step.
+            The ends, rows of 1 to N. They can be reached, but nothing is known that may follow
+            them: the output is complete there, or the grammar is too complex from there on. So
+            nothing may be emitted behind the token of an end in this step.
         """
         ...
-
-
-class MaskAsk(NamedTuple):
-    """A draft of one sequence.
-
-    Attributes:
-        token_ids, parents: as in Draft.
-        masks_RW: int32 [1 + N, W], to be written; bit v % 32 of word v // 32 stands for token v.
-    """
-
-    matcher: GrammarMatcher
-    token_ids: Sequence[int]
-    parents: Sequence[int]
-    masks_RW: np.ndarray

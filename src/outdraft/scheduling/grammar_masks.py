@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from outdraft.core.allowed import AllowedTokens, Drafted
-from outdraft.core.grammar import MaskAsk
 from outdraft.core.plan import Work
 from outdraft.core.scheduled import ScheduledStep
 
@@ -23,8 +22,7 @@ def allowed_tokens(step: ScheduledStep, drafted: Drafted, vocab_size: int) -> Al
     sampling = [(request, work) for request, work in pairs if work.samples]
     num_rows = sum(drafted.num_drafts) + len(drafted.num_drafts)
     masks_RW = np.full((num_rows, -(-vocab_size // 32)), -1, dtype=np.int32)
-    asks: list[MaskAsk] = []
-    places: list[int] = []
+    ends: list[tuple[int, int]] = []
     start = 0
     for place, ((request, work), number) in enumerate(
         zip(sampling, drafted.num_drafts, strict=True)
@@ -32,11 +30,9 @@ def allowed_tokens(step: ScheduledStep, drafted: Drafted, vocab_size: int) -> Al
         if request.grammar is not None:
             token_ids, parents = _draft(work, place, drafted)
             own_RW = masks_RW[start : start + 1 + len(token_ids)]
-            asks.append(MaskAsk(request.grammar, token_ids, parents, own_RW))
-            places.append(place)
+            rows = request.grammar.fill_masks(token_ids, parents, own_RW)
+            ends += [(place, row - 1) for row in rows]
         start += 1 + number
-    rows_of = asks[0].matcher.fill_masks(asks) if asks else ()
-    ends = [(place, row - 1) for place, rows in zip(places, rows_of, strict=True) for row in rows]
     return AllowedTokens(masks_RW, np.array(ends, dtype=np.int64).reshape(-1, 2).T)
 
 

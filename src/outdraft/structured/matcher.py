@@ -4,14 +4,12 @@ Dimension key: R rows of a draft with its root, W int32 words of a mask of one b
 """
 
 from collections.abc import Callable, Sequence, Set
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from llguidance import LLMatcher
 
-from outdraft.core.grammar import MaskAsk
-from outdraft.structured.time_limit import Outcome, TimeLimit
+from outdraft.structured.time_limit import TimeLimit
 
 EVERYTHING = -1  # all bits of a word
 Result = TypeVar("Result")
@@ -70,36 +68,19 @@ class SequenceMatcher:
         if token_id in self._stop_ids:
             self.is_finished = True
             return
-        self._output.append(token_id)
-        # That takes no longer than its part of the mask that allowed it, which had its limit.
-        is_consumed = self._state.consume_token(token_id) or self._within_time(self._renew)
-        if is_consumed is None:
-            return
-        if not is_consumed:
-            self._fail()
-        elif not self._stop_ids and self._state.is_accepting():
-            self.is_finished = bool(self._within_time(self._is_complete))
+        self._within_time(lambda: self._advance(token_id))
 
-    @staticmethod
-    def fill_masks(asks: Sequence[MaskAsk]) -> list[list[int]]:
-        """As `GrammarMatcher.fill_masks`, for sequences whose grammars one compiler has made."""
-        ends: list[list[int]] = [[] for _ in asks]
-        left: list[tuple[int, SequenceMatcher, Callable[[], list[int]], np.ndarray]] = []
-        for place, (matcher, token_ids, parents, masks_RW) in enumerate(asks):
-            assert isinstance(matcher, SequenceMatcher)
-            masks_RW[:] = EVERYTHING
-            own_RW = masks_RW.copy()  # what takes too long may still write to it
-            job = partial(matcher._masks, token_ids, parents, own_RW)
-            left.append((place, matcher, job, own_RW))
-        while left := [one for one in left if not one[1]._is_over()]:
-            limit = left[0][1]._grammar.limit
-            outcomes = limit.run_all([job for _, _, job, _ in left])
-            for (place, matcher, _, own_RW), outcome in zip(left, outcomes, strict=False):
-                rows = matcher._in_time(outcome)
-                if rows is not None and matcher.failure is None:
-                    ends[place] = rows
-                    asks[place].masks_RW[:] = own_RW
-            left = left[len(outcomes) :]
+    def fill_masks(
+        self, token_ids: Sequence[int], parents: Sequence[int], masks_RW: np.ndarray
+    ) -> list[int]:
+        masks_RW[:] = EVERYTHING
+        if self._is_over():
+            return []
+        own_RW = masks_RW.copy()  # what takes too long may still write to it
+        ends = self._within_time(lambda: self._masks(token_ids, parents, own_RW))
+        if ends is None or self.failure is not None:
+            return []
+        masks_RW[:] = own_RW
         return ends
 
     def _is_over(self) -> bool:
@@ -112,18 +93,20 @@ class SequenceMatcher:
 
         The grammar too: whoever follows it shares its lexer, which may be in use for long.
         """
-        return self._in_time(self._grammar.limit.run_all([function])[0])
-
-    def _in_time(self, outcome: Outcome) -> Any:
-        """As `_within_time`, of what came of it."""
-        result, error = outcome
-        if isinstance(error, TimeoutError):
+        try:
+            return self._grammar.limit.run(function)
+        except TimeoutError:
             limit_s = self._grammar.limit.limit_s
             reason = f"it took more than {limit_s:g} s to find what may follow"
             self._grammar.failure = self.failure = _told(reason)
-        elif error is not None:
-            raise error
-        return result
+            return None
+
+    def _advance(self, token_id: int) -> None:
+        self._output.append(token_id)
+        if not self._state.consume_token(token_id) and not self._renew():
+            self._fail()
+        elif not self._stop_ids and self._state.is_accepting():
+            self.is_finished = self._is_complete()
 
     def _masks(
         self, token_ids: Sequence[int], parents: Sequence[int], masks_RW: np.ndarray

@@ -2,19 +2,13 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 MAX_WALL_S = 20.0  # on a machine that is busy with other things
 Result = TypeVar("Result")
-
-
-class Outcome(NamedTuple):
-    """What a call returned, or what it raised."""
-
-    result: Any
-    error: BaseException | None
+_Answer = tuple[Any, BaseException | None]
 
 
 class TimeLimit:
@@ -36,35 +30,23 @@ class TimeLimit:
         Raises:
             TimeoutError: it takes longer than the limit; it may still run.
         """
-        [(result, error)] = self.run_all([function])
+        if self._thread is None:
+            self._thread = _Thread()
+        thread, limit_s = self._thread, self.limit_s
+        started_s, started_cpu_s = time.monotonic(), thread.cpu_s()
+        thread.calls.put(function)
+        while True:
+            try:
+                result, error = thread.answers.get(timeout=limit_s)
+                break
+            except Empty:
+                is_late = time.monotonic() - started_s > MAX_WALL_S
+                if is_late or thread.cpu_s() - started_cpu_s >= limit_s:
+                    self._leave()
+                    raise TimeoutError(f"it takes more than {limit_s:g} s") from None
         if error is not None:
             raise error
         return result
-
-    def run_all(self, functions: Sequence[Callable[[], Any]]) -> list[Outcome]:
-        """Run one function after the other; to hand them over takes as long as for one.
-
-        Returns:
-            Their outcomes, up to the first that takes longer than the limit: its error is a
-            TimeoutError, it may still run, and those behind it do not.
-        """
-        if self._thread is None:
-            self._thread = _Thread()
-        thread, calls = self._thread, _Calls(functions, self._thread.cpu_s)
-        thread.calls.put(calls)
-        while True:
-            try:
-                thread.answers.get(timeout=self.limit_s)
-                return calls.outcomes
-            except Empty:
-                if calls.is_late(self.limit_s):
-                    break
-        self._leave()
-        outcomes = calls.leave()
-        if len(outcomes) < len(functions):
-            late = TimeoutError(f"it takes more than {self.limit_s:g} s")
-            outcomes.append(Outcome(None, late))
-        return outcomes
 
     def __enter__(self) -> "TimeLimit":
         return self
@@ -79,50 +61,12 @@ class TimeLimit:
             self._thread = None
 
 
-class _Calls:
-    """What a thread is to do, and what came of it so far."""
-
-    def __init__(self, functions: Sequence[Callable[[], Any]], cpu_s: Callable[[], float]) -> None:
-        self.outcomes: list[Outcome] = []
-        self._functions, self._cpu_s = functions, cpu_s
-        self._started_s, self._started_cpu_s = time.monotonic(), cpu_s()  # of the newest call
-        self._lock = threading.Lock()
-        self._is_left = False
-
-    def run(self) -> None:
-        """All functions, unless somebody leaves them."""
-        for function in self._functions:
-            with self._lock:
-                if self._is_left:
-                    return
-                self._started_s, self._started_cpu_s = time.monotonic(), self._cpu_s()
-            try:
-                outcome = Outcome(function(), None)
-            except BaseException as error:
-                outcome = Outcome(None, error)
-            with self._lock:
-                if not self._is_left:
-                    self.outcomes.append(outcome)
-
-    def is_late(self, limit_s: float) -> bool:
-        """Whether the newest call takes longer than that."""
-        with self._lock:
-            is_late = time.monotonic() - self._started_s > MAX_WALL_S
-            return is_late or self._cpu_s() - self._started_cpu_s >= limit_s
-
-    def leave(self) -> list[Outcome]:
-        """The outcomes up to now; there will be no more."""
-        with self._lock:
-            self._is_left = True
-            return self.outcomes
-
-
 class _Thread:
     """Takes calls from a queue until None comes."""
 
     def __init__(self) -> None:
-        self.calls: SimpleQueue[_Calls | None] = SimpleQueue()
-        self.answers: SimpleQueue[None] = SimpleQueue()  # one for all calls that came together
+        self.calls: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
+        self.answers: SimpleQueue[_Answer] = SimpleQueue()
         # A daemon: the process does not wait for what was given up. (An executor would.)
         self._thread = threading.Thread(target=self._work, name="outdraft-masks", daemon=True)
         self._thread.start()
@@ -135,6 +79,8 @@ class _Thread:
         return time.monotonic() if self._clock is None else time.clock_gettime(self._clock)
 
     def _work(self) -> None:
-        while (calls := self.calls.get()) is not None:
-            calls.run()
-            self.answers.put(None)
+        while (function := self.calls.get()) is not None:
+            try:
+                self.answers.put((function(), None))
+            except BaseException as error:
+                self.answers.put((None, error))
