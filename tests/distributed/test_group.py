@@ -9,6 +9,7 @@ import torch
 
 from outdraft.core.errors import RanksError
 from outdraft.distributed.group import Ranks
+from outdraft.distributed.process_groups import EXCHANGED_BYTES
 from outdraft.distributed.request_shares import RequestShares
 from outdraft.kernels.choose import has_library, memory_transports
 from tests import ranks
@@ -79,6 +80,15 @@ def test_ranks_gather_join_and_turn_what_they_have(
         assert torch.equal(gathered, torch.stack(columns))
         assert torch.equal(stacked, whole_RV)
         assert torch.equal(turned, rows[rank])
+
+
+@pytest.mark.parametrize("more_bytes", [0, 8])
+def test_ranks_gather_what_is_exchanged_and_what_is_too_much_for_it(
+    on_ranks: Callable[..., list[Any]], more_bytes: int
+) -> None:
+    parts = parts_of(2, torch.int64, ((EXCHANGED_BYTES + more_bytes) // 8,))
+    gathered = on_ranks(2, 1, lambda ranks: ranks.target.gather(parts[ranks.target.rank]))
+    assert all(torch.equal(one, torch.stack(parts)) for one in gathered)
 
 
 def test_what_a_rank_sends_is_counted(on_ranks: Callable[..., list[Any]]) -> None:

@@ -77,6 +77,18 @@ def in_step(llm: LLM, number: int, act: Callable[[], None]) -> None:
     llm.engine.on_step = on_step
 
 
+def once_met(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """Do something when the ranks have met and begin to load."""
+    meet = ranks_module.join_ranks
+
+    def meet_and_act(*args: Any) -> Ranks:
+        joined = meet(*args)
+        act()
+        return joined
+
+    monkeypatch.setattr(ranks_module, "join_ranks", meet_and_act)
+
+
 def lone_rank() -> psutil.Process:
     [rank] = ranks_of(os.getpid())
     return rank
@@ -214,14 +226,7 @@ def test_ranks_that_part_end_the_engine_where_they_are_compared():
 
 
 def test_a_rank_that_is_killed_while_it_loads_is_named_with_how_it_ended(monkeypatch):
-    meet = ranks_module.join_ranks
-
-    def join_and_kill(*args: Any) -> Ranks:
-        joined = meet(*args)
-        lone_rank().kill()
-        return joined
-
-    monkeypatch.setattr(ranks_module, "join_ranks", join_and_kill)
+    once_met(monkeypatch, lambda: lone_rank().kill())
     with pytest.raises(RanksError, match="rank 1 of 2: its process was ended by SIGKILL"):
         LLM.from_config(config(tensor_parallel_size=2, speculative_config=SUFFIX))
     assert not ranks_of(os.getpid())
@@ -230,14 +235,7 @@ def test_a_rank_that_is_killed_while_it_loads_is_named_with_how_it_ended(monkeyp
 def test_a_rank_that_hangs_while_it_loads_is_named_and_ended(monkeypatch):
     """It is stopped as soon as the ranks have met; rank 0 loads its own part meanwhile."""
     monkeypatch.setattr(ranks_module, "LOADING_SILENCE_S", 3.0)
-    meet = ranks_module.join_ranks
-
-    def join_and_stop(*args: Any) -> Ranks:
-        joined = meet(*args)
-        lone_rank().send_signal(signal.SIGSTOP)
-        return joined
-
-    monkeypatch.setattr(ranks_module, "join_ranks", join_and_stop)
+    once_met(monkeypatch, lambda: lone_rank().send_signal(signal.SIGSTOP))
     stopped = r"rank 1 \(its process is stopped\) of 2 shows no sign of work for 3 s"
     with pytest.raises(RanksError, match=stopped):
         LLM.from_config(

@@ -1,4 +1,5 @@
-"""The command line: the only place that reads the environment and the arguments."""
+"""The command line: the only place that reads the arguments and, but for OpenMP's settings, the
+environment."""
 
 import gc
 import os
