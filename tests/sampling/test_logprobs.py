@@ -24,7 +24,7 @@ def test_tied_tokens_share_the_better_rank_and_no_top_is_empty():
     assert ids_RK.shape == top_RK.shape == (1, 0)
 
 
-@pytest.mark.parametrize("num_top", [0, 1, 2, 5, 40, 299, 300])
+@pytest.mark.parametrize("num_top", [0, 1, 2, 5, 40, 299, 300, 301])
 @pytest.mark.parametrize("num_values", [1, 3, 40, 10_000])
 def test_of_ties_the_lowest_ids_are_best_however_many_are_asked_for(num_values: int, num_top: int):
     """Else the log-probabilities of a request would hang on how many its neighbours ask for."""

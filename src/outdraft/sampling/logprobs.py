@@ -28,7 +28,7 @@ class Scores(NamedTuple):
 
 def gather_logprobs(raw_logits_RV: Tensor, chosen_R: Tensor, num_top: int) -> Scores:
     """What chosen ids score, and the best K = num_top, at most V."""
-    logits_RV = raw_logits_RV.float()
+    logits_RV, num_top = raw_logits_RV.float(), min(num_top, raw_logits_RV.shape[1])
     total_R1 = logits_RV.logsumexp(1, keepdim=True)
     chosen_R1 = logits_RV.gather(1, chosen_R[:, None])
     # Counted in int32: PyTorch widens all of a sum's terms first.
