@@ -1,6 +1,6 @@
 // A step of a target in one call: its rows are laid out and read; then, where requests choose by
-// their own logits alone, the drafts are verified, what is emitted is written to the texts, and it
-// is found where the states of the rows are kept.
+// their own logits and texts alone, the drafts are verified, what is emitted is written to the
+// texts, and it is found where the states of the rows are kept.
 //
 // Its readable twin is `read_by_parts` of src/outdraft/runner/step_rows.py.
 
@@ -10,6 +10,7 @@
 #include "export.h"
 #include "forward.h"
 #include "parts.h"
+#include "penalties.h"
 #include "rows.h"
 #include "sampling.h"
 #include "verification.h"
@@ -25,6 +26,7 @@ enum class Chooses : int64_t { kNothing = 0, kLikeliest = 1, kByRule = 2 };
 // and `Rule`.
 struct ChoiceRules {
   CutColumns cuts;
+  PenaltyColumns penalties;  // null: nobody wants one
   const bool *is_greedy, *draws;
   const int64_t* seeds;
   const float* probs;
@@ -48,7 +50,7 @@ struct StepTask {
   int64_t num_taps;
   int64_t window;  // of kept states
   // Results. Those from `emitted` on are written if the step chooses: the facts that the rows pass
-  // on are then rows of the texts [B] and lengths of these [B].
+  // on are then rows of the texts, lengths of these and of their prompts, each [B].
   int64_t* placed;
   void *tapped, *states;  // null: nobody wants them
   int64_t *emitted, *accepted, *num_emitted;  // as in `Verdict`
@@ -153,11 +155,18 @@ class Step {
     const int64_t num_rows = counts_.num_logits, size = decoder_.columns();
     decoder_.logits(with_logits_, num_rows, logits_);
     finite_rows(num_rows, size, logits_, task_.are_finite);
+    const int64_t *texts = rows_.extra, *lengths = texts + counts_.num_sampling;
+    if (rules.penalties.repetition != nullptr) {
+      const PenalizedTexts penalized{task_.texts, task_.row_len, texts, lengths,
+                                     lengths + counts_.num_sampling};
+      penalize_trees(rules.penalties, penalized, counts_.num_sampling, counts_.width,
+                     task_.draft_ids, task_.draft_parents, task_.num_drafts, size, logits_);
+    }
     requests_of_rows(counts_.num_sampling, task_.num_drafts, num_rows, ids_.data());
-    process_rows(num_rows, size, logits_, ids_.data(), cuts.temperature, cuts.least, cuts.top_k,
+    Team* team = decoder_.spec().team;
+    process_rows(team, num_rows, size, logits_, ids_.data(), cuts.temperature, cuts.least, cuts.top_k,
                  cuts.top_p, logits_);
-    const int64_t* lengths = rows_.extra + counts_.num_sampling;
-    verify(counts_.num_sampling, counts_.width, size, logits_, task_.draft_ids,
+    verify(team, counts_.num_sampling, counts_.width, size, logits_, task_.draft_ids,
            task_.draft_parents, task_.num_drafts, rules.probs, rules.is_sampled, rules.is_greedy,
            rules.draws, rules.seeds, lengths, rules.rule, rules.sampled_trees != 0, task_.emitted,
            task_.accepted, task_.num_emitted);

@@ -263,12 +263,17 @@ void* KeptMemory::allocate(size_t& bytes) {
   return memory;
 }
 
+constexpr int kIdleTurns = 500;  // some 10 us
+
 void wait_until_idle(Team* team) {
   if (team == nullptr || getpid() != team->process) return;  // forked: the helpers are not here
   for (int64_t i = 0; i < team->num_helpers; ++i) {
     const std::atomic<uint64_t>& works_on = team->helpers[i].works_on;
     const uint64_t job = works_on.load(std::memory_order_seq_cst);
-    while (job != 0 && works_on.load(std::memory_order_acquire) == job) usleep(50);
+    // Who has just stored the last unit is idle in a moment; who lost its core is not.
+    for (int turn = 0; job != 0 && works_on.load(std::memory_order_acquire) == job; ++turn) {
+      turn < kIdleTurns ? pause_core() : static_cast<void>(usleep(50));
+    }
   }
 }
 

@@ -27,6 +27,7 @@ from outdraft.kernels.data.drafts import DraftBatch, Rule
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.reference import noise
 from outdraft.kernels.reference.attention import ReferenceAttention
+from outdraft.kernels.reference.scores import score_tokens
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.shapes import LayerCacheShape
 from outdraft.models.config import ModelConfig
@@ -34,7 +35,6 @@ from outdraft.models.llama import CausalLM
 from outdraft.models.rope_config import RopeConfig
 from outdraft.runner.device_state import DeviceState
 from outdraft.runner.logprobs import PROMPT_ROWS
-from outdraft.sampling.logprobs import gather_in_slices
 from outdraft.sampling.processors import Paths, process_logits
 from tests.attention.ragged import Model, Shape, build_batch
 from tests.engine.measured_memory import peak_bytes
@@ -51,7 +51,7 @@ def step_shape(
     num_sampled: int = 0,
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
-    noise_is_compiled: bool = False,
+    is_compiled: bool = False,
     **scheduler: int,
 ) -> StepShape:
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64} | scheduler
@@ -62,7 +62,8 @@ def step_shape(
         num_sampled,
         dtype,
         device,
-        noise_is_compiled=noise_is_compiled,
+        noise_is_compiled=is_compiled,
+        penalties_are_compiled=is_compiled,
     )
 
 
@@ -197,7 +198,7 @@ def test_sampling_is_what_all_parameters_at_once_take(dtype):
 
     sample()
     sizes = {"max_num_seqs": num_rows, "max_num_batched_tokens": num_rows}
-    shape = step_shape(dtype=dtype, noise_is_compiled=dtype is torch.float32, **sizes)
+    shape = step_shape(dtype=dtype, is_compiled=dtype is torch.float32, **sizes)
     planned = sampling_bytes(shape, vocab_size)
     assert 0.5 * planned <= peak_bytes(sample) <= planned
 
@@ -209,7 +210,7 @@ def test_log_probabilities_of_a_prompt_are_counted(dtype):
 
     def score():
         logits_RV = torch.randn(PROMPT_ROWS, vocab_size, dtype=dtype)
-        return gather_in_slices(logits_RV, next_R, 20)
+        return score_tokens(logits_RV, next_R, 20)
 
     shape = step_shape(dtype=dtype)
     planned = prompt_score_bytes(shape, vocab_size)

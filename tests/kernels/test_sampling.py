@@ -18,6 +18,7 @@ from outdraft.kernels.native.library import usable_instruction_sets
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference import noise
 from outdraft.kernels.reference.sampling import scale_and_cut
+from outdraft.sampling.processors import Paths
 from tests.kernels.comparisons import Case
 from tests.sampling_batches import batch_of_params
 
@@ -120,9 +121,46 @@ def choose(kernels: Kernels, logits_RV: Tensor, keys: NoiseKeys, is_greedy_R: Te
     return verdict.token_ids_BN1[:, 0]
 
 
+@st.composite
+def penalties(draw):
+    return SamplingParams(
+        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.3, 0.7])),
+        presence_penalty=draw(st.sampled_from([0.0, 0.0, 1.5, -2.0])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.3, -0.1])),
+    )
+
+
+def compare_penalize(case: Case) -> None:
+    draw, rng = case.data.draw, case.rng()
+    size, num_rows = draw(st.integers(1, 40)), draw(st.integers(1, 12))
+    num_requests, length = draw(st.integers(1, 3)), draw(st.integers(1, 30))
+    sampling = batch([draw(penalties()) for _ in range(num_requests)], size)
+    history_BL = torch.from_numpy(rng.integers(0, size, (num_requests, length)))
+    num_tokens_B = torch.from_numpy(rng.integers(1, length + 1, num_requests))
+    prompt_lens_B = torch.from_numpy(rng.integers(0, length + 1, num_requests))
+    is_past_BL = torch.arange(length) >= num_tokens_B[:, None]
+    request_R = torch.from_numpy(rng.integers(0, num_requests, num_rows))
+    path_RK = None
+    if depth := draw(st.integers(0, 5)):
+        path_RK = torch.from_numpy(rng.integers(0, size, (num_rows, depth)))
+        lengths_R1 = torch.from_numpy(rng.integers(0, depth + 1, (num_rows, 1)))
+        path_RK = path_RK.masked_fill(torch.arange(depth) >= lengths_R1, -1)
+    paths = Paths(history_BL.masked_fill(is_past_BL, -1), prompt_lens_B, num_tokens_B, path_RK)
+    logits_RV = torch.from_numpy(3 * rng.normal(size=(num_rows, size))).float()
+    logits_RV[0, 0] = -torch.inf
+    given_RV = logits_RV.clone()
+    got_RV, want_RV = (
+        kernels.penalize(logits_RV, request_R, paths, sampling)
+        for kernels in (case.kernels, case.reference)
+    )
+    assert torch.equal(got_RV, want_RV)
+    assert torch.equal(logits_RV, given_RV)
+
+
 COMPARISONS = {
     "mask_forbidden": compare_mask_forbidden,
     "finite_rows": compare_finite_rows,
+    "penalize": compare_penalize,
     "scale_and_cut": compare_scale_and_cut,
 }
 

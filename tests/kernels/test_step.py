@@ -99,7 +99,7 @@ class Step:
 
     def task(self, texts_SL: Tensor, cache: KVCache) -> StepTask:
         left = list(self.drafts)
-        spans, rows, lengths = [], [], []
+        spans, rows, lengths, prompts = [], [], [], []
         for place, (context_len, num_causal, samples) in enumerate(self.reads):
             row = (place + 2) % 3
             parents = left.pop(0).parents if samples else ()
@@ -111,9 +111,10 @@ class Step:
             if samples:
                 rows.append(row)
                 lengths.append(context_len + num_causal)
+                prompts.append((context_len + num_causal) // 2)
         return StepTask(
             spans,
-            (rows, lengths, lengths),
+            (rows, lengths, prompts),
             texts_SL,
             self.batch() if self.drafts else None,
             self.are_shaped,
@@ -177,6 +178,9 @@ def ways_to_choose(draw: st.DrawFn) -> TokenRules:
         top_k=draw(st.sampled_from([0, 5])),
         top_p=draw(st.sampled_from([1.0, 0.8])),
         min_p=draw(st.sampled_from([0.0, 0.1])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.3])),
+        presence_penalty=draw(st.sampled_from([0.0, 0.0, 1.5])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.3])),
     )
 
 

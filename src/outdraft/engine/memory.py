@@ -19,8 +19,9 @@ from outdraft.models.shape import ModelShape
 from outdraft.runner.logprobs import PROMPT_ROWS
 
 NOISE_BYTES = 90  # for each logit where noise is not compiled: eleven int64 and float64 tensors
-# Tensors of logits where every sampling parameter is in use at the same time.
-PROCESSING_TENSORS = 10
+# Tensors of logits where every sampling parameter is in use at the same time; and where penalties
+# are compiled, which take most of them otherwise.
+PROCESSING_TENSORS, FEWER_PROCESSING_TENSORS = 10, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class StepShape:
         tree: of what the drafter makes; its rows have no part in the scheduler's budget until
             they are verified.
         drafter_rows: fewest rows of a pass of the drafter.
-        noise_is_compiled: and so takes no memory but its result.
+        noise_is_compiled, penalties_are_compiled: they take no memory but their result.
         num_ranks: that choose drafts and verify, each for an equal part of the requests.
     """
 
@@ -48,6 +49,7 @@ class StepShape:
     tree: TreeShape | None = None
     drafter_rows: int = 0
     noise_is_compiled: bool = False
+    penalties_are_compiled: bool = False
     num_ranks: int = 1
 
     @property
@@ -124,7 +126,8 @@ def sampling_bytes(shape: StepShape, vocab_size: int) -> int:
     """What logits take on their way to ids."""
     width = shape.logit_dtype.itemsize
     noise = width if shape.noise_is_compiled else NOISE_BYTES
-    per_logit = max(PROCESSING_TENSORS * width, 2 * width + noise)
+    tensors = FEWER_PROCESSING_TENSORS if shape.penalties_are_compiled else PROCESSING_TENSORS
+    per_logit = max(tensors * width, 2 * width + noise)
     return shape.num_logit_rows * vocab_size * per_logit
 
 

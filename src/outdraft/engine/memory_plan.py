@@ -114,7 +114,11 @@ def _step_memory(config: EngineConfig, models: LoadedModels) -> StepMemory:
     layers = [target.shard]
     if drafter is not None and drafter.layers is not None:
         layers.append(drafter.layers)
-    ranks, scheduler = models.ranks, config.scheduler
+    ranks, scheduler, computed = models.ranks, config.scheduler, computed_by(models.kernels)
+
+    def is_compiled(operation: str) -> bool:
+        return not computed[operation].startswith("reference.")
+
     shape = StepShape(
         scheduler,
         max_model_len,
@@ -126,7 +130,8 @@ def _step_memory(config: EngineConfig, models: LoadedModels) -> StepMemory:
         device=models.device,
         tree=network.tree if network is not None else None,
         drafter_rows=drafter.block_rows if drafter is not None else 0,
-        noise_is_compiled=not computed_by(models.kernels)["gumbel"].startswith("reference."),
+        noise_is_compiled=is_compiled("gumbel"),
+        penalties_are_compiled=is_compiled("penalize"),
         num_ranks=ranks.target.size,
     )
     states = 0

@@ -41,8 +41,10 @@ from outdraft.kernels.sampling_ops import (
     Gumbel,
     MaskForbidden,
     Match,
+    Penalize,
     RequestsOfRows,
     ScaleAndCut,
+    ScoreTokens,
     Verify,
     choose_by_parts,
 )
@@ -364,7 +366,9 @@ class Kernels:
     gumbel: Gumbel
     mask_forbidden: MaskForbidden
     finite_rows: FiniteRows
+    penalize: Penalize
     scale_and_cut: ScaleAndCut
+    score_tokens: ScoreTokens
     requests_of_rows: RequestsOfRows
     match: Match
     verify: Verify

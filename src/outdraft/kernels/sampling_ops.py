@@ -1,6 +1,7 @@
 """The operations on logits and drafts, as ops.py has the others.
 
-Dimension key: B requests, R rows of logits, V vocabulary, W words of a mask of one bit per token.
+Dimension key: B requests, R rows of logits, V vocabulary, W words of a mask of one bit per token,
+A rows of logits of which R are scored, K best tokens.
 """
 
 from collections.abc import Callable
@@ -10,9 +11,11 @@ from torch import Tensor
 
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
 from outdraft.kernels.data.noise import NoiseKeys
+from outdraft.kernels.data.scores import Scores
 
 if TYPE_CHECKING:
     from outdraft.sampling.batch import SamplingBatch
+    from outdraft.sampling.processors import Paths
 
 
 class Gumbel(Protocol):
@@ -36,6 +39,39 @@ class FiniteRows(Protocol):
 
     def __call__(self, logits_RV: Tensor) -> Tensor:
         """bool [R]."""
+        ...
+
+
+class Penalize(Protocol):
+    """Penalties on what a row's text has: for repetition of prompt and output (Keskar et al. 2019,
+    arXiv 1909.05858), for frequency and presence in the output as OpenAI's API defines them."""
+
+    def __call__(
+        self, logits_RV: Tensor, request_R: Tensor, paths: "Paths", sampling: "SamplingBatch"
+    ) -> Tensor:
+        """[R, V] of the logits' dtype, new.
+
+        Args:
+            logits_RV: float32 or float64; not written to.
+            request_R: int64, the request of each row.
+            paths: with the committed texts.
+        """
+        ...
+
+
+class ScoreTokens(Protocol):
+    """Log-probabilities of raw logits, before any processing."""
+
+    def __call__(
+        self, logits_AV: Tensor, chosen_R: Tensor, num_top: int, rows_R: Tensor | None = None
+    ) -> Scores:
+        """What a chosen token of each row scores, and the best K = num_top, at most V.
+
+        Args:
+            logits_AV: of any float type.
+            chosen_R: int64.
+            rows_R: int64, which rows of the logits; None: all, in order.
+        """
         ...
 
 

@@ -28,10 +28,10 @@ class StatesOf(IntEnum):
 
 
 class Chooser(NamedTuple):
-    """How the works that sample choose: by the logits of their rows, and by nothing else.
+    """How the works that sample choose: by the logits of their rows and by their texts.
 
     Attributes:
-        sampling: of these works; `needs_logits_only`.
+        sampling: of these works; `has_penalties_at_most`.
         rule: of the drafts that were drawn.
     """
 
@@ -45,7 +45,7 @@ class StepTask(NamedTuple):
     Attributes:
         spans: of the works, one at least; those that do not sample have no parents.
         facts: of the works that sample, lists to pass on with the rows: of each its row of the
-            texts, the length of its text, and what else is wanted.
+            texts, the length of its text, and that of its prompt.
         token_ids_SL: int64, contiguous, on the model's device.
         drafts: of the works that sample; None: none does.
         are_shaped: positions and ancestors follow from the drafts' parents, not from the spans'.

@@ -14,8 +14,9 @@ from torch import Tensor
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import Work
 from outdraft.kernels.data.drafts import DraftBatch, Verdict, row_index_BN1
+from outdraft.kernels.data.scores import Scores, concatenated
+from outdraft.kernels.ops import Kernels
 from outdraft.runner.slots import RequestSlot, Slots
-from outdraft.sampling.logprobs import Scores, concatenated, gather_logprobs
 
 PROMPT_ROWS = 32  # whose logits exist at the same time: a long prompt must not take all memory
 
@@ -41,7 +42,11 @@ def wants_logprobs(slots: Sequence[RequestSlot]) -> bool:
 
 
 def emitted_logprobs(
-    slots: Sequence[RequestSlot], logits_RV: Tensor, drafts: DraftBatch, verdict: Verdict
+    kernels: Kernels,
+    slots: Sequence[RequestSlot],
+    logits_RV: Tensor,
+    drafts: DraftBatch,
+    verdict: Verdict,
 ) -> LogprobRows | None:
     """One row for each place of an emitted token, padding included; None if no request asked.
 
@@ -67,7 +72,7 @@ def emitted_logprobs(
     return LogprobRows(
         tuple(counts.get(b, 0) for b in range(len(slots))),
         chosen_J,
-        gather_logprobs(logits_RV[flat_J], chosen_J, most),
+        kernels.score_tokens(logits_RV, chosen_J, most, flat_J),
     )
 
 
@@ -79,7 +84,7 @@ def prompt_logprobs(
 ) -> LogprobRows | None:
     """One row for each prompt position computed now whose next token is in the prompt.
 
-    `scored`: as `gather_logprobs`, from hidden states [R, D].
+    `scored`: as `ScoreTokens`, from hidden states [R, D].
     """
     counts = [_num_prompt_rows(work, slots[work.slot]) for work in works]
     if not any(counts):

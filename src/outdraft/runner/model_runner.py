@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
@@ -25,6 +24,7 @@ from outdraft.core.record import record
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.data.drafts import DraftBatch, Rule
+from outdraft.kernels.data.scores import Scores
 from outdraft.kernels.ops import PlacedRows
 from outdraft.kernels.step_ops import Choice, Chooser, DeviceChoice, StatesOf, StepRead, StepTask
 from outdraft.kv.cache import KVCache
@@ -56,13 +56,13 @@ from outdraft.runner.slots import RequestSlot
 from outdraft.runner.states import chunk_reads, spread_rows, state_places
 from outdraft.runner.step_rows import (
     StepTexts,
+    committed_paths,
     read_by_parts,
     step_spans,
     with_logits,
 )
 from outdraft.runner.timing import PhaseClock
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.logprobs import Scores, gather_in_slices
 from outdraft.sampling.processors import Paths
 from outdraft.verification.verifier import Verifier
 
@@ -282,9 +282,9 @@ class ModelRunner:
         return drafts, drafts
 
     def _chooser(self, sampling: SamplingBatch) -> Chooser | None:
-        """How the target's pass chooses at once; None: that needs more than its logits."""
+        """How the target's pass chooses at once; None: that needs more than logits and texts."""
         rule = Rule.MATCH if sampling.is_plain_greedy else self.verifier.rule
-        if rule is None or not sampling.needs_logits_only:
+        if rule is None or not sampling.has_penalties_at_most:
             return None
         return Chooser(sampling, rule)
 
@@ -335,7 +335,9 @@ class ModelRunner:
         if masks is not None and masks.is_end_BN is not None:
             verdict = verdict.cut_behind(masks.is_end_BN)
         verified = VerifiedRows(DeviceChoice(verdict, is_finite_R), drafts)
-        return verified, emitted_logprobs(step.slots, logits_RV, drafts, verdict)
+        return verified, emitted_logprobs(
+            self.model.kernels, step.slots, logits_RV, drafts, verdict
+        )
 
     def _paths(
         self,
@@ -344,14 +346,8 @@ class ModelRunner:
         sampling: SamplingBatch,
         grammar_RW: Tensor | None,
     ) -> Paths:
-        history_BL = None
-        if sampling.needs_history:
-            longest = max(work.num_tokens for work in works)
-            history_BL = self.state.token_ids_SL[texts.rows_B, :longest]
-            places_L = torch.arange(longest, device=self.device)
-            past_BL = places_L >= texts.num_tokens_B[:, None]
-            history_BL = history_BL.masked_fill(past_BL, -1)
-        return Paths(history_BL, texts.prompt_lens_B, texts.num_tokens_B, None, grammar_RW)
+        longest = max(work.num_tokens for work in works)
+        return committed_paths(self.state.token_ids_SL, texts, longest, sampling, grammar_RW)
 
     def _keep(self, choice: Choice, drafts: DraftBatch, target: TargetPass) -> None:
         """Write the emitted tokens to the texts, and accepted branches to where texts are read."""
@@ -397,5 +393,6 @@ class ModelRunner:
         return TargetStates(hidden_TD, tapped_TKD, *places, self.state.token_ids_SL, reads)
 
     def _scored(self, hidden_RD: Tensor, chosen_R: Tensor, num_top: int) -> Scores:
-        """As `gather_logprobs`, behind the hidden states."""
-        return gather_in_slices(self.model.logits(hidden_RD), chosen_R, num_top)
+        """As `ScoreTokens`, behind the hidden states."""
+        logits_RV = self.model.logits(hidden_RD)
+        return self.model.kernels.score_tokens(logits_RV, chosen_R, num_top)

@@ -25,6 +25,7 @@ from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
+from outdraft.kernels.data.scores import Scores
 from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kernels.step_ops import Chooser, DeviceChoice
 from outdraft.kv.cache import KVCache
@@ -50,7 +51,6 @@ from outdraft.runner.slots import RequestSlot
 from outdraft.runner.spread_scores import joined_logprobs, joined_scores
 from outdraft.runner.step_rows import StepTexts
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.logprobs import Scores
 from outdraft.verification.verifier import Verifier
 
 
@@ -161,7 +161,8 @@ class ShardedRunner(ModelRunner):
         if own and has_logprobs:
             assert step.own_drafts is not None
             own_slots, wide = [step.slots[b] for b in own], widened(step.own_drafts, width)
-            emitted = emitted_logprobs(own_slots, logits_RV, wide, verdict)
+            kernels = self.model.kernels
+            emitted = emitted_logprobs(kernels, own_slots, logits_RV, wide, verdict)
         own_rows = [shares.num_rows[place] for place in own]
         packed_BC = group.join_rows(packed_verdict(verdict, is_finite_R, own_rows), shares.counts)
         packed_BC = packed_BC.index_select(0, back_in_order(order, self.device))
@@ -202,9 +203,15 @@ class ShardedRunner(ModelRunner):
         return owned_states(states, works, self.ranks.draft_group)
 
     def _scored(self, hidden_RD: Tensor, chosen_R: Tensor, num_top: int) -> Scores:
-        vocab_size, group = self.model.config.vocab_size, self.ranks.target
         # Without a name here the logits end where they are turned.
-        return joined_scores(self.model.logits(hidden_RD), vocab_size, chosen_R, num_top, group)
+        return joined_scores(
+            self.model.kernels,
+            self.model.logits(hidden_RD),
+            self.model.config.vocab_size,
+            chosen_R,
+            num_top,
+            self.ranks.target,
+        )
 
 
 def _with_part_of_cap(

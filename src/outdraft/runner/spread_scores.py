@@ -13,22 +13,28 @@ from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.distributed.group import RankGroup
+from outdraft.kernels.data.scores import Scores
+from outdraft.kernels.ops import Kernels
 from outdraft.runner.logprobs import LogprobRows
 from outdraft.runner.shares import Shares
 from outdraft.runner.slots import RequestSlot
-from outdraft.sampling.logprobs import Scores, gather_in_slices
 
 
 def joined_scores(
-    logits_RS: Tensor, vocab_size: int, chosen_R: Tensor, num_top: int, group: RankGroup
+    kernels: Kernels,
+    logits_RS: Tensor,
+    vocab_size: int,
+    chosen_R: Tensor,
+    num_top: int,
+    group: RankGroup,
 ) -> Scores:
-    """As `gather_logprobs`; each rank scores a part of the rows."""
+    """As `ScoreTokens`; each rank scores a part of the rows."""
     cuts = [len(chosen_R) * rank // group.size for rank in range(group.size + 1)]
     counts = [end - start for start, end in pairwise(cuts)]
     logits_RV = group.turn(logits_RS, counts)[:, :vocab_size]
     del logits_RS  # as large as what they became
     own_R = chosen_R[cuts[group.rank] : cuts[group.rank + 1]]
-    packed_RC = _packed(gather_in_slices(logits_RV, own_R, num_top), num_top)
+    packed_RC = _packed(kernels.score_tokens(logits_RV, own_R, num_top), num_top)
     return _unpacked(group.join_rows(packed_RC, counts), num_top)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from outdraft.attention.rows import Span, lay_out, metadata_of
@@ -98,6 +99,28 @@ def read_by_parts(model: LanguageModel, verifier: Verifier, task: StepTask) -> S
     return StepRead(lambda: placed, states_RD, tapped_TKD, choice, kept)
 
 
+def committed_paths(
+    texts_SL: Tensor,
+    texts: StepTexts,
+    longest: int,
+    sampling: SamplingBatch,
+    grammar_RW: Tensor | None = None,
+) -> Paths:
+    """What was committed before the rows of a step.
+
+    Args:
+        texts_SL: the device state.
+        longest: tokens of the longest text.
+        grammar_RW: as in `Paths`.
+    """
+    history_BL: Tensor | None = None
+    if sampling.needs_history:
+        history_BL = texts_SL[:, :longest].index_select(0, texts.rows_B)
+        places_L = torch.arange(longest, device=texts_SL.device)
+        history_BL = history_BL.masked_fill(places_L >= texts.num_tokens_B[:, None], -1)
+    return Paths(history_BL, texts.prompt_lens_B, texts.num_tokens_B, None, grammar_RW)
+
+
 def with_logits(states_TD: Tensor, logit_rows_R: Tensor) -> Tensor:
     """[R, D]: those of the states of all rows whose logits are needed."""
     if len(logit_rows_R) == len(states_TD):
@@ -122,19 +145,28 @@ def _choice(
     """By the states of the rows with logits."""
     assert task.chooser is not None
     assert task.drafts is not None
-    choosing = _Choosing(model, verifier)
-    # Ranks that share the vocabulary wait for each other in between.
-    choose = model.kernels.choose if model.vocabulary.group.size == 1 else choose_by_parts
-    rest = task.drafts, task.chooser.sampling, texts.num_tokens_B
+    sampling, choose = task.chooser.sampling, model.kernels.choose
+    paths: Paths | None = None
+    if sampling.needs_history:
+        paths = committed_paths(task.token_ids_SL, texts, max(task.facts[1]), sampling)
+    if paths is not None or model.vocabulary.group.size > 1:
+        # Texts grow; ranks that share the vocabulary wait for each other in between.
+        choose = choose_by_parts
+    choosing, rest = _Choosing(model, verifier, paths), (task.drafts, sampling, texts.num_tokens_B)
     return DeviceChoice(*choose(choosing, states_RD, *rest))
 
 
 @dataclass(frozen=True, slots=True)
 class _Choosing:
-    """As `ops.Choosing`."""
+    """As `ops.Choosing`.
+
+    Attributes:
+        paths: None: nobody looks at texts.
+    """
 
     model: LanguageModel
     verifier: Verifier
+    paths: Paths | None
 
     def __call__(
         self, states_RD: Tensor, drafts: DraftBatch, sampling: SamplingBatch, num_tokens_B: Tensor
@@ -144,7 +176,7 @@ class _Choosing:
             return self.model.kernels.match(best_R, drafts), is_finite_R
         logits_RV = self.model.logits(states_RD)
         is_finite_R = self.model.kernels.finite_rows(logits_RV)
-        paths = Paths(None, num_tokens_B, num_tokens_B, None)  # nobody looks at prompts
+        paths = self.paths or Paths(None, num_tokens_B, num_tokens_B, None)
         return self.verifier.verify(logits_RV, drafts, sampling, paths), is_finite_R
 
 

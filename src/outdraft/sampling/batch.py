@@ -223,12 +223,13 @@ class SamplingBatch:
     @cached_property
     def needs_logits_only(self) -> bool:
         """Before temperature and cuts nothing changes the logits."""
-        return not (
-            self.needs_paths
-            or self.has_grammar
-            or self.allowed is not None
-            or self.bias is not None
-        )
+        return self.has_penalties_at_most and not self.needs_penalties
+
+    @cached_property
+    def has_penalties_at_most(self) -> bool:
+        """Before temperature and cuts nothing but penalties changes the logits."""
+        ways = self.bad_words, self.stops, self.allowed, self.bias
+        return not self.has_grammar and all(way is None for way in ways)
 
 
 def _rows_of(value: Any, places_B: Tensor) -> Any:

@@ -5,8 +5,8 @@ temperature, min_p, top_k, top_p. A row of a draft sees the committed text of it
 drafts on the path from the root to itself, exactly as if that path had been generated. Otherwise
 speculation would change the output.
 
-Every stage is pure; stages that no request of the batch needs do not run. Those that look at the
-logits alone, from temperature on, are one operation of the table of kernels.
+Every stage is pure; stages that no request of the batch needs do not run. Penalties are an
+operation of the table of kernels; so is all that looks at the logits alone, from temperature on.
 
 Dimension key: B requests, R rows, L committed tokens, K places of a path, V vocabulary,
 E ids of a request's list, W bad words, or int32 words of a mask of one bit per token.
@@ -77,7 +77,7 @@ def process_logits(
         values_RE = sampling.bias.values_BE[request_R].to(logits_RV.dtype)
         logits_RV = logits_RV.scatter_add(1, sampling.bias.ids_BE[request_R], values_RE)
     if sampling.needs_penalties:
-        logits_RV = apply_penalties(logits_RV, request_R, paths, sampling)
+        logits_RV = kernels.penalize(logits_RV, request_R, paths, sampling)
     if sampling.all_greedy:
         return logits_RV
     return kernels.scale_and_cut(logits_RV, request_R, sampling)
@@ -132,34 +132,6 @@ def apply_min_tokens(
     return logits_RV.scatter_add(1, ids_RE, penalty_R1.expand_as(ids_RE))
 
 
-def apply_penalties(
-    logits_RV: Tensor, request_R: Tensor, paths: Paths, sampling: SamplingBatch
-) -> Tensor:
-    """Repetition penalty over prompt and output, frequency and presence over the output."""
-    assert paths.history_BL is not None
-    history_BL = paths.history_BL
-    place_L = torch.arange(history_BL.shape[1], device=history_BL.device)
-    is_token_BL = (history_BL >= 0) & (place_L < paths.num_tokens_B[:, None])
-    is_output_BL = is_token_BL & (place_L >= paths.prompt_lens_B[:, None])
-    prompt_BV = _counts(history_BL, is_token_BL & ~is_output_BL, logits_RV)
-    output_RV = _counts(history_BL, is_output_BL, logits_RV)[request_R]
-    if paths.path_ids_RK is not None:
-        path_RK = paths.path_ids_RK
-        is_drafted_RK = (path_RK >= 0).to(logits_RV.dtype)
-        output_RV.scatter_add_(1, path_RK.clamp(min=0), is_drafted_RK)
-    was_output_RV = output_RV > 0
-    was_seen_RV = (prompt_BV > 0)[request_R] | was_output_RV
-
-    def per_row(penalty_B: Tensor) -> Tensor:
-        return penalty_B[request_R, None].to(logits_RV.dtype)
-
-    repetition_R1 = per_row(sampling.repetition_B)
-    repeated_RV = torch.where(logits_RV > 0, logits_RV / repetition_R1, logits_RV * repetition_R1)
-    logits_RV = torch.where(was_seen_RV, repeated_RV, logits_RV)
-    logits_RV = logits_RV - per_row(sampling.frequency_B) * output_RV
-    return logits_RV - per_row(sampling.presence_B) * was_output_RV
-
-
 def _keep_one(logits_RV: Tensor, allowed_RV: Tensor) -> Tensor:
     """Rows where nothing is left get the best token of `allowed_RV` back, and only that."""
     is_empty_R1 = logits_RV.amax(1, keepdim=True) == _MASKED
@@ -194,9 +166,3 @@ def _tail(request_R: Tensor, paths: Paths, length: int) -> Tensor:
         return tail_RL
     path_at_RL = (depth_R1 - 1 - back_L).clamp(0, paths.path_ids_RK.shape[1] - 1)
     return torch.where(back_L < depth_R1, paths.path_ids_RK.gather(1, path_at_RL), tail_RL)
-
-
-def _counts(ids_BL: Tensor, is_counted_BL: Tensor, like_RV: Tensor) -> Tensor:
-    """[B, V] of `like_RV`'s type: how often each token stands in the counted places."""
-    counts_BV = like_RV.new_zeros(ids_BL.shape[0], like_RV.shape[1])
-    return counts_BV.scatter_add_(1, ids_BL.clamp(min=0), is_counted_BL.to(like_RV.dtype))

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from outdraft.kernels.data.noise import NoiseKeys
 from outdraft.kernels.native.arrays import Addresses, BatchColumns, Column
-from outdraft.kernels.native.library import Library
+from outdraft.kernels.native.team import Team
 
 if TYPE_CHECKING:
     from outdraft.sampling.batch import SamplingBatch
+    from outdraft.sampling.processors import Paths
 
 
 def cut_columns(sampling: "SamplingBatch") -> tuple[Column, ...]:
@@ -28,19 +29,29 @@ def cut_columns(sampling: "SamplingBatch") -> tuple[Column, ...]:
     )
 
 
-class NativeSampling:
-    """The operations of csrc/noise.cpp and csrc/sampling.cpp: float32 logits on the CPU."""
+def penalty_columns(sampling: "SamplingBatch") -> tuple[Column, ...]:
+    """As `PenaltyColumns` of csrc/penalties.h."""
+    penalties_B = sampling.repetition_B, sampling.presence_B, sampling.frequency_B
+    return tuple([(penalty_B, torch.float32) for penalty_B in penalties_B])
 
-    def __init__(self, library: Library) -> None:
+
+class NativeSampling:
+    """The operations of csrc/noise.cpp, penalties.cpp, sampling.cpp: float32 logits on the CPU."""
+
+    def __init__(self, team: Team) -> None:
         def function(name: str, num_sizes: int, num_arrays: int) -> Callable[..., None]:
             arguments = [*[c_int64] * num_sizes, *[c_void_p] * num_arrays]
-            return library.function(name, arguments, releases_gil=True)
+            return team.library.function(name, arguments, releases_gil=True)
 
+        arguments = [c_void_p, *[c_int64] * 2, *[c_void_p] * 7]
+        self._process = team.library.function("process_rows", arguments, releases_gil=True)
+        self._team = team
         self._gumbel = function("fill_gumbel", 2, 5)
         self._mask = function("mask_forbidden", 3, 3)
-        self._process = function("process_rows", 2, 7)
         self._finite = function("finite_rows", 2, 2)
+        self._penalize = function("penalize_rows", 4, 10)
         self._columns = BatchColumns(cut_columns)
+        self._penalties = BatchColumns(penalty_columns)
 
     def gumbel(self, keys: NoiseKeys, vocab_size: int) -> Tensor:
         noise_RV = torch.empty(len(keys.seeds_R), vocab_size)
@@ -69,12 +80,33 @@ class NativeSampling:
         self._finite(*logits_RV.shape, logits, are_finite_R.data_ptr())
         return are_finite_R
 
+    def penalize(
+        self, logits_RV: Tensor, request_R: Tensor, paths: "Paths", sampling: "SamplingBatch"
+    ) -> Tensor:
+        assert paths.history_BL is not None
+        penalized_RV = torch.empty_like(logits_RV, memory_format=torch.contiguous_format)
+        at, path_RK = Addresses(), paths.path_ids_RK
+        texts = paths.history_BL, paths.prompt_lens_B, paths.num_tokens_B
+        self._penalize(
+            *logits_RV.shape,
+            paths.history_BL.shape[1],
+            0 if path_RK is None else path_RK.shape[1],
+            at(logits_RV, torch.float32),
+            at(request_R, torch.int64),
+            *[at(part, torch.int64) for part in texts],
+            None if path_RK is None else at(path_RK, torch.int64),
+            *self._penalties.of(sampling),
+            penalized_RV.data_ptr(),
+        )
+        return penalized_RV
+
     def scale_and_cut(
         self, logits_RV: Tensor, request_R: Tensor, sampling: "SamplingBatch"
     ) -> Tensor:
         processed_RV = torch.empty_like(logits_RV, memory_format=torch.contiguous_format)
         at = Addresses()
         self._process(
+            self._team.address,
             *logits_RV.shape,
             at(logits_RV, torch.float32),
             at(request_R, torch.int64),

@@ -17,7 +17,7 @@ from outdraft.kernels.data.drafts import DraftBatch, Verdict
 from outdraft.kernels.native.arrays import Addresses, BatchColumns, address_of, index_array
 from outdraft.kernels.native.library import Library
 from outdraft.kernels.native.rows import RowArrays, RowCounts, int64_tensor
-from outdraft.kernels.native.sampling import cut_columns
+from outdraft.kernels.native.sampling import cut_columns, penalty_columns
 from outdraft.kernels.native.verification import choice_columns
 from outdraft.kernels.step_ops import (
     Chooser,
@@ -36,6 +36,7 @@ class _Rules(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("temperature", "least", "top_k", "top_p")),
+        *((name, c_void_p) for name in ("repetition", "presence", "frequency")),
         *((name, c_void_p) for name in ("is_greedy", "draws", "seeds", "probs", "is_sampled")),
         *((name, c_int64) for name in ("rule", "sampled_trees")),
     )
@@ -70,9 +71,8 @@ class NativeStep:
         self._step = library.function(
             "decoder_step", [c_void_p, POINTER(_StepTask)], c_int64, releases_gil=True
         )
-        self._columns = BatchColumns(
-            lambda sampling: (*cut_columns(sampling), *choice_columns(sampling))
-        )
+        self._cuts, self._choices = BatchColumns(cut_columns), BatchColumns(choice_columns)
+        self._penalties = BatchColumns(penalty_columns)
 
     def read(self, decoder: int, task: StepTask, size: int, dtype: torch.dtype) -> StepRead:
         """As `decoder_ops.DecoderPass.step`.
@@ -128,9 +128,11 @@ class NativeStep:
         return StepRead(arrays.rows, states_RD, tapped_TKD, choice, kept)
 
     def _rules(self, chooser: Chooser, drafts: DraftBatch, at: Addresses) -> _Rules:
-        probs_BNV = drafts.probs_BNV
+        probs_BNV, sampling = drafts.probs_BNV, chooser.sampling
         return _Rules(
-            *self._columns.of(chooser.sampling),
+            *self._cuts.of(sampling),
+            *(self._penalties.of(sampling) if sampling.needs_penalties else (None,) * 3),
+            *self._choices.of(sampling),
             None if probs_BNV is None else at(probs_BNV, torch.float32),
             at(drafts.is_sampled_BN, torch.bool),
             chooser.rule,

@@ -15,6 +15,7 @@ from outdraft.kernels.native.library import Library
 from outdraft.kernels.native.linear import NativeLinear
 from outdraft.kernels.native.rows import NativeRows
 from outdraft.kernels.native.sampling import NativeSampling
+from outdraft.kernels.native.scores import NativeScores
 from outdraft.kernels.native.team import shared_team
 from outdraft.kernels.native.texts import NativeSuffixTexts, ngram_texts
 from outdraft.kernels.native.verification import NativeVerification
@@ -54,7 +55,7 @@ def native_kernels(library: Library, num_threads: int) -> Kernels:
     """For float32 and bfloat16 models on the CPU; `num_threads` compute, the caller included."""
     kernels = native_host_kernels(library, reference_kernels(in_order=True), is_cpu=True)
     team = shared_team(library.name, num_threads)
-    sampling, verification = NativeSampling(library), NativeVerification(library)
+    sampling, verification = NativeSampling(team), NativeVerification(team)
     drafting, heads, linear = NativeDrafting(library), NativeHeads(library), NativeLinear(team)
     return replace(
         kernels,
@@ -63,7 +64,9 @@ def native_kernels(library: Library, num_threads: int) -> Kernels:
         gumbel=sampling.gumbel,
         mask_forbidden=sampling.mask_forbidden,
         finite_rows=sampling.finite_rows,
+        penalize=sampling.penalize,
         scale_and_cut=sampling.scale_and_cut,
+        score_tokens=NativeScores(team),
         requests_of_rows=verification.requests_of_rows,
         match=verification.match,
         verify=verification.verify,

@@ -1,9 +1,9 @@
-"""Tokens from rows of logits: temperature, min_p, top_k and top_p, and the choice.
+"""Tokens from rows of logits: penalties, temperature, min_p, top_k and top_p, and the choice.
 
 argmax(logits + Gumbel noise) is a sample of softmax(logits), and a pure function of the noise's
 key: the same token in any batch.
 
-Dimension key: B requests, R rows, V vocabulary, K largest,
+Dimension key: B requests, R rows, V vocabulary, L committed tokens, K largest, or places of a path,
 W words of a mask of one bit per token.
 """
 
@@ -18,6 +18,7 @@ from outdraft.kernels.sampling_ops import Gumbel
 
 if TYPE_CHECKING:
     from outdraft.sampling.batch import SamplingBatch
+    from outdraft.sampling.processors import Paths
 
 _MASKED = -torch.inf
 
@@ -30,6 +31,33 @@ def mask_forbidden(logits_RV: Tensor, grammar_RW: Tensor) -> Tensor:
 
 def finite_rows(logits_RV: Tensor) -> Tensor:
     return logits_RV.amax(1).abs() < torch.inf  # the largest is NaN where any is
+
+
+def penalize(
+    logits_RV: Tensor, request_R: Tensor, paths: "Paths", sampling: "SamplingBatch"
+) -> Tensor:
+    assert paths.history_BL is not None
+    history_BL = paths.history_BL
+    place_L = torch.arange(history_BL.shape[1], device=history_BL.device)
+    is_token_BL = (history_BL >= 0) & (place_L < paths.num_tokens_B[:, None])
+    is_output_BL = is_token_BL & (place_L >= paths.prompt_lens_B[:, None])
+    prompt_BV = _counts(history_BL, is_token_BL & ~is_output_BL, logits_RV)
+    output_RV = _counts(history_BL, is_output_BL, logits_RV)[request_R]
+    if paths.path_ids_RK is not None:
+        path_RK = paths.path_ids_RK
+        is_drafted_RK = (path_RK >= 0).to(logits_RV.dtype)
+        output_RV.scatter_add_(1, path_RK.clamp(min=0), is_drafted_RK)
+    was_output_RV = output_RV > 0
+    was_seen_RV = (prompt_BV > 0)[request_R] | was_output_RV
+
+    def per_row(penalty_B: Tensor) -> Tensor:
+        return penalty_B[request_R, None].to(logits_RV.dtype)
+
+    repetition_R1 = per_row(sampling.repetition_B)
+    repeated_RV = torch.where(logits_RV > 0, logits_RV / repetition_R1, logits_RV * repetition_R1)
+    logits_RV = torch.where(was_seen_RV, repeated_RV, logits_RV)
+    logits_RV = logits_RV - per_row(sampling.frequency_B) * output_RV
+    return logits_RV - per_row(sampling.presence_B) * was_output_RV
 
 
 def scale_and_cut(logits_RV: Tensor, request_R: Tensor, sampling: "SamplingBatch") -> Tensor:
@@ -77,6 +105,12 @@ def apply_top_k_top_p(logits_RV: Tensor, request_R: Tensor, sampling: "SamplingB
         ascending_RV = ascending_RV.masked_fill(ascending_RV < kth_R1, _MASKED)
         logits_RV = logits_RV.masked_fill(logits_RV < kth_R1, _MASKED)
     return _mask_outside_nucleus(logits_RV, ascending_RV, sampling.top_p_B[request_R])
+
+
+def _counts(ids_BL: Tensor, is_counted_BL: Tensor, like_RV: Tensor) -> Tensor:
+    """[B, V] of `like_RV`'s type: how often each token stands in the counted places."""
+    counts_BV = like_RV.new_zeros(ids_BL.shape[0], like_RV.shape[1])
+    return counts_BV.scatter_add_(1, ids_BL.clamp(min=0), is_counted_BL.to(like_RV.dtype))
 
 
 def _mask_outside_nucleus(logits_RV: Tensor, ascending_RV: Tensor, top_p_R: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from outdraft.kernels.reference.drawn_level import draw_level, grow
 from outdraft.kernels.reference.experts import ReferenceExperts
 from outdraft.kernels.reference.linear import PlainProduct, pack_codes
 from outdraft.kernels.reference.ngram_texts import ReferenceNgramTexts
+from outdraft.kernels.reference.scores import score_tokens
 from outdraft.kernels.reference.suffix_texts import ReferenceSuffixTexts
 
 
@@ -43,7 +44,9 @@ def reference_kernels(*, in_order: bool = False) -> Kernels:
         gumbel=noise.gumbel,
         mask_forbidden=sampling.mask_forbidden,
         finite_rows=sampling.finite_rows,
+        penalize=sampling.penalize,
         scale_and_cut=sampling.scale_and_cut,
+        score_tokens=score_tokens,
         requests_of_rows=verification.requests_of_rows,
         match=verification.match,
         verify=verification.verify,

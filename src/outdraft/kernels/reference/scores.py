@@ -1,34 +1,37 @@
-"""Log-probabilities for requests that asked: of the raw logits, before any processing.
+"""Log-probabilities of the raw logits, before any processing.
 
-Dimension key: R rows, V vocabulary, K best tokens.
+Dimension key: R rows, A rows of logits, V vocabulary, K best tokens.
 """
-
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-# That are scored at the same time: half a megabyte in each temporary tensor.
-SCORED_LOGITS = 1 << 17
+from outdraft.kernels.data.scores import Scores, concatenated
+
+# That are scored at the same time. On a CPU half a megabyte in each temporary tensor: such as are
+# as large as all logits would take several times their memory, since C libraries reuse aligned
+# memory badly. A GPU takes as long for many rows as for one.
+SCORED_LOGITS, SCORED_ON_DEVICE = 1 << 17, 1 << 22
 
 
-class Scores(NamedTuple):
-    """Log-probabilities, float32, of one chosen token of each row and of the K best ones.
+def score_tokens(
+    logits_AV: Tensor, chosen_R: Tensor, num_top: int, rows_R: Tensor | None = None
+) -> Scores:
+    """As `ScoreTokens`."""
+    vocab_size = logits_AV.shape[1]
+    most_logits = SCORED_LOGITS if logits_AV.is_cpu else SCORED_ON_DEVICE
+    num_rows, num_top = max(1, most_logits // vocab_size), min(num_top, vocab_size)
+    if rows_R is None:
+        rows_R = torch.arange(len(logits_AV), device=logits_AV.device)
+    slices = [
+        _scores(logits_AV.index_select(0, some_R), chosen_R, num_top)
+        for some_R, chosen_R in zip(rows_R.split(num_rows), chosen_R.split(num_rows), strict=True)
+    ]
+    return concatenated(slices)
 
-    A rank is 1 for the best token; ties share the better rank, and of them the lowest ids come
-    first among the best. Ranks and ids are int64.
-    """
 
-    logprobs_R: Tensor
-    ranks_R: Tensor
-    top_ids_RK: Tensor
-    top_logprobs_RK: Tensor
-
-
-def gather_logprobs(raw_logits_RV: Tensor, chosen_R: Tensor, num_top: int) -> Scores:
-    """What chosen ids score, and the best K = num_top, at most V."""
-    logits_RV, num_top = raw_logits_RV.float(), min(num_top, raw_logits_RV.shape[1])
+def _scores(raw_logits_RV: Tensor, chosen_R: Tensor, num_top: int) -> Scores:
+    logits_RV = raw_logits_RV.float()
     total_R1 = logits_RV.logsumexp(1, keepdim=True)
     chosen_R1 = logits_RV.gather(1, chosen_R[:, None])
     # Counted in int32: PyTorch widens all of a sum's terms first.
@@ -61,16 +64,3 @@ def _best_tokens(logits_RV: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
     ids_RK = torch.where(nth_RK > 0, tied_ids_RK, ids_RK).sort(1).values
     best_RK, order_RK = logits_RV.gather(1, ids_RK).sort(dim=1, descending=True, stable=True)
     return best_RK, ids_RK.gather(1, order_RK)
-
-
-def gather_in_slices(raw_logits_RV: Tensor, chosen_R: Tensor, num_top: int) -> Scores:
-    """As `gather_logprobs`, of few rows at a time: temporary tensors as large as all logits would
-    take several times their memory, since C libraries reuse aligned memory badly."""
-    num_rows = max(1, SCORED_LOGITS // raw_logits_RV.shape[1])
-    slices = zip(raw_logits_RV.split(num_rows), chosen_R.split(num_rows), strict=True)
-    return concatenated([gather_logprobs(*one, num_top) for one in slices])
-
-
-def concatenated(scores: Sequence[Scores]) -> Scores:
-    """What all rows score, one at least."""
-    return Scores(*map(torch.cat, zip(*scores, strict=True)))

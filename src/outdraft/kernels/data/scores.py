@@ -1,0 +1,28 @@
+"""Log-probabilities of tokens.
+
+Dimension key: R rows, K best tokens.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Scores(NamedTuple):
+    """Log-probabilities, float32, of one chosen token of each row and of the K best ones.
+
+    A rank is 1 for the best token; ties share the better rank, and of them the lowest ids come
+    first among the best. Ranks and ids are int64.
+    """
+
+    logprobs_R: Tensor
+    ranks_R: Tensor
+    top_ids_RK: Tensor
+    top_logprobs_RK: Tensor
+
+
+def concatenated(scores: Sequence[Scores]) -> Scores:
+    """What all rows score, one at least."""
+    return Scores(*map(torch.cat, zip(*scores, strict=True)))
