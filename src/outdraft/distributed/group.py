@@ -176,6 +176,11 @@ class Ranks:
         """Which draft group this rank belongs to."""
         return self.target.rank // self.draft.size
 
+    @property
+    def num_calls(self) -> int:
+        """Collectives that this rank took part in; another thread may ask."""
+        return sum(sum(list(group.traffic.calls.values())) for group in (self.target, self.draft))
+
     def abort(self) -> None:
         """As `RankGroup.abort`, for all groups."""
         for group in (self.target, self.draft):

@@ -53,6 +53,11 @@ class WatchedRanks(Protocol):
         """Raises RanksError: the engine cannot go on."""
         ...
 
+    def num_moves(self) -> int:
+        """How often this rank has told them something, or taken part in a collective; it may be
+        asked by another thread."""
+        ...
+
     def end(self) -> None:
         """End them all, and with them the engine."""
         ...

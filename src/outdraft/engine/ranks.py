@@ -111,6 +111,8 @@ class RankProcesses:
         self._processes = _Processes()
         self._failure: RanksError | None = None
         self._engine = 0  # the newest one
+        self._num_told = 0
+        self._groups = Ranks()
         self._key = secrets.token_bytes(KEY_BYTES)
         self._speaker = Speaker(self._key, self._size, hosts.channel)
         self._ending = weakref.finalize(
@@ -141,6 +143,7 @@ class RankProcesses:
         sizes = self._size, draft_size
         try:
             ranks = join_ranks(store, 0, *sizes, device, timeout_s, memory_transports(), host)
+            self._groups = ranks
         except RanksError as error:
             self.give_up(error)
         self.watch(ranks.abort)  # memory does not tell that the other one has died
@@ -198,6 +201,7 @@ class RankProcesses:
         self.check()
         if not self.are_of(engine):
             raise RanksError("a newer engine runs on these ranks")
+        self._num_told += 1
         if isinstance(message, StepPlan):
             data = plan_as_bytes(message)
             self._speaker.send(as_bytes(Step(data)))
@@ -209,6 +213,10 @@ class RankProcesses:
     def watch(self, on_death: Callable[[], None]) -> None:
         """Have a function called, in another thread, when a rank's process has ended by itself."""
         self._processes.on_death.append(on_death)
+
+    def num_moves(self) -> int:
+        """As WatchedRanks.num_moves."""
+        return self._num_told + self._groups.num_calls
 
     def check(self) -> None:
         """Raises RanksError: the ranks cannot go on."""

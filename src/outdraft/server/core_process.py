@@ -6,15 +6,25 @@ Signals are for the launcher to judge, so a terminal's Ctrl-C does not reach the
 
 import gc
 import logging
+import os
 import sys
+from contextlib import nullcontext
+from functools import partial
 
 import zmq
 
 from outdraft.config.engine import EngineConfig
+from outdraft.core.endings import STOOD_STILL
 from outdraft.core.errors import ConfigError, RanksError
 from outdraft.engine import child_process
 from outdraft.server.engine_loop import EngineLoop, send_reports
 from outdraft.server.messages import Assignment, EngineInfo, Failed, Loading
+from outdraft.server.step_watch import StepWatch
+
+# How often a rank may have waited for another in vain before rank 0 counts as stuck: another one that
+# hangs is told by name, and what all ranks compile at the same time takes its time.
+STILL_TIMEOUTS = 3
+_logger = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -34,7 +44,7 @@ def main() -> int:
 
 def _serve(config: EngineConfig, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> int:
     try:
-        loop, info = _start(config, commands, reports)
+        loop, watch, info = _start(config, commands, reports)
     except ConfigError as error:
         send_reports(reports, [Failed("config", str(error))])
         return 2
@@ -42,19 +52,20 @@ def _serve(config: EngineConfig, commands: zmq.Socket[bytes], reports: zmq.Socke
         send_reports(reports, [Failed("ranks", str(error))])
         return 1
     except Exception as error:
-        logging.getLogger(__name__).exception("the engine could not start")
+        _logger.exception("the engine could not start")
         send_reports(reports, [Failed("engine", f"{type(error).__name__}: {error}")])
         return 1
     gc.collect()
     gc.freeze()  # what is there now stays: a collection that looks through it stalls a step
     gc.enable()
     send_reports(reports, [info])
-    return 0 if loop.run() else 1
+    with watch.watching() if watch is not None else nullcontext():
+        return 0 if loop.run() else 1
 
 
 def _start(
     config: EngineConfig, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]
-) -> tuple[EngineLoop, EngineInfo]:
+) -> tuple[EngineLoop, StepWatch | None, EngineInfo]:
     send_reports(reports, [Loading("libraries")])
     # Not before there is somebody to tell how far it is: they take seconds.
     from outdraft.engine.build import build_engine, check_longest_text, warm_up
@@ -84,7 +95,17 @@ def _start(
         tensor_parallel_size=config.parallel.tensor_parallel_size,
         draft_tensor_parallel_size=config.draft_tensor_parallel_size,
     )
-    return EngineLoop(engine, commands, reports), info
+    watch: StepWatch | None = None
+    if engine.ranks is not None:
+        timeout_s = STILL_TIMEOUTS * config.parallel.rank_timeout_s
+        watch = StepWatch(engine.ranks.num_moves, timeout_s, partial(_end_still, timeout_s))
+    return EngineLoop(engine, commands, reports, watch), watch, info
+
+
+def _end_still(timeout_s: float) -> None:
+    """The other ranks end with this process."""
+    _logger.error("rank 0 has stood still in a step for %g s", timeout_s)
+    os._exit(STOOD_STILL)
 
 
 if __name__ == "__main__":

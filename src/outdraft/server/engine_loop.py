@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 import msgspec
@@ -52,9 +52,15 @@ class EngineLoop:
     """
 
     def __init__(
-        self, engine: Engine, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]
+        self,
+        engine: Engine,
+        commands: zmq.Socket[bytes],
+        reports: zmq.Socket[bytes],
+        watched: AbstractContextManager[None] | None = None,
     ) -> None:
+        """`watched`: is entered for each step."""
         self._engine = engine
+        self._watched = watched or nullcontext()
         self._commands = commands
         self._reports = reports
         self._decoder = msgspec.msgpack.Decoder(Command)
@@ -92,7 +98,8 @@ class EngineLoop:
         num_failed = 0
         while self._obey(wakes):
             try:
-                deltas = self._engine.step()
+                with self._watched:
+                    deltas = self._engine.step()
                 self._has_news = True
                 self._send([Progress(deltas)] if deltas else [])
                 num_failed = 0

@@ -178,6 +178,39 @@ def test_a_rank_0_that_hangs_is_told_and_ends_the_server(tmp_path):
     assert any('"error"' in line and "was stopped for 3 s" in line for line in rest)
 
 
+ENDLESS = """import signal
+
+def loop(*_):
+    while True:
+        pass
+
+signal.signal(signal.SIGUSR1, loop)
+"""
+
+
+def test_a_rank_0_in_an_endless_loop_is_told_and_ends_the_server(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(ENDLESS)
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    flags = (*EMBEDDED, "--tensor-parallel-size", "2", "--rank-timeout", "2")
+    with serving(tmp_path, *flags) as server:
+        engine, [rank] = server.engine, ranks_of(server.engine)
+        try:
+            with server.stream(max_tokens=900, n=16) as lines:
+                next(lines)
+                os.kill(engine, signal.SIGUSR1)
+                rest = list(lines)
+        except BaseException:
+            os.kill(engine, signal.SIGKILL)  # else nothing would ever end it
+            raise
+        assert server.wait() == 1
+        log = server.log.read_text()
+        assert "rank 0 has stood still in a step for 6 s" in log
+        assert "the engine has died: its process stood still in a step" in log
+        wait_for(lambda: not is_running(rank.pid), START_S)
+    assert any('"error"' in line and "stood still in a step" in line for line in rest)
+
+
 def test_the_engine_dies_with_a_server_that_is_killed(tmp_path):
     with serving(tmp_path, *EMBEDDED) as server:
         engine = server.engine
