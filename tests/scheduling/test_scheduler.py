@@ -21,7 +21,7 @@ from outdraft.core.plan import (
     WorkResult,
 )
 from outdraft.core.request import FinishReason, Request, RequestStatus
-from outdraft.core.sampling import SamplingParams
+from outdraft.core.sampling import SamplingParams, SpeculationParams
 from outdraft.core.scheduled import ScheduledStep
 from outdraft.kv.block_pool import BlockPool
 from outdraft.scheduling.scheduler import Scheduler
@@ -203,6 +203,7 @@ class Simulation:
                 stop=frozenset([0]) if rng.random() < 0.3 else frozenset(),
                 priority=priority,
                 prompt_logprobs=1 if rng.random() < 0.1 else None,
+                speculation=SpeculationParams(enabled=rng.random() < 0.8),
             )
             self.requests.append(one)
             self.sched.add(one)
@@ -210,11 +211,11 @@ class Simulation:
     def _step(self) -> None:
         choices = self._choices()
         before = list(self.sched.running)
-        owners = {one.id: one.owner for one in before}
+        owners = [(one.owner, one.num_preemptions) for one in before]
         step = self.sched.schedule(choices, lambda one: self.rng.random() < self.world.followed)
         self._check_plan(step, choices)
         self._check_order(before)
-        self._check_owners(owners)
+        self._check_owners(before, owners)
         result = self.device.execute(step)
         aborted = self._maybe_abort()
         lengths = {one.id: one.num_tokens for one in step.requests}
@@ -287,18 +288,27 @@ class Simulation:
                 assert work.num_drafts <= one.max_drafts
             assert work.drafts == choice.truncated(work.num_drafts)
 
-    def _check_owners(self, before: dict[str, int]) -> None:
+    def _check_owners(
+        self, before: Sequence[Request], owners: Sequence[tuple[int, int]]
+    ) -> None:
         """A request stays with its draft group, unless that has two more than another one."""
-        old = [before[one.id] for one in self.sched.running if one.id in before]
-        moved = [one for one in self.sched.running if before.get(one.id, one.owner) != one.owner]
+        pairs = [
+            (one, owner)
+            for one, (owner, num_preemptions) in zip(before, owners, strict=True)
+            if one.num_preemptions == num_preemptions
+        ]
+        moved = [one for one, owner in pairs if one.owner != owner]
         self.num_moved += len(moved)
-        assert len(moved) <= 1
-        for one in moved:
-            assert old.count(before[one.id]) - old.count(one.owner) >= 2
-        now = [one.owner for one in self.sched.running]
-        spread_out = [now.count(group) for group in range(self.world.num_draft_groups)]
-        was = [old.count(group) for group in range(self.world.num_draft_groups)]
-        assert max(spread_out) - min(spread_out) <= max(1, max(was) - min(was) - bool(moved))
+        assert sum(one.wants_drafts for one in moved) <= 1
+        was = self._uneven([owner for _, owner in pairs])
+        drafting_was = self._uneven([owner for one, owner in pairs if one.wants_drafts])
+        assert bool(moved) == (was >= 2 or drafting_was >= 2)
+        now = self._uneven([one.owner for one, _ in pairs])
+        assert now <= max(1, was - bool(moved))
+
+    def _uneven(self, owners: Sequence[int]) -> int:
+        counts = [owners.count(group) for group in range(self.world.num_draft_groups)]
+        return max(counts) - min(counts)
 
     def _key(self, one: Request) -> tuple[float, ...]:
         rank = one.priority if self.world.policy == "priority" else 0

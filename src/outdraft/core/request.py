@@ -106,6 +106,12 @@ class Request:
         return self._ids[: self.num_tokens]
 
     @property
+    def wants_drafts(self) -> bool:
+        """Whether the client leaves it to the engine to draft."""
+        asked = self.params.speculation
+        return asked.enabled and asked.num_speculative_tokens != 0
+
+    @property
     def num_output(self) -> int:
         return self.num_tokens - self.num_prompt
 

@@ -1,31 +1,58 @@
 """Which draft group drafts for which request, where a target's ranks form several draft groups.
 
-A request stays with its group, where the drafter's keys and values of its text are. Groups draft at
-the same time, so a step waits for the one with the most requests.
+A request stays with its group, where the drafter's keys and values of its text are. Groups draft and
+verify at the same time, so a step waits for the one with the most requests, and for the one with the
+most that want drafts.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from outdraft.core.request import Request
 
 
-def freest_groups(running: Sequence[Request], num_groups: int) -> list[int]:
-    """The groups that own the fewest requests."""
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A request that changes to another group."""
+
+    request: Request
+    group: int
+
+
+def freest_groups(running: Sequence[Request], num_groups: int, request: Request) -> list[int]:
+    """Where a request may go: of the groups that own the fewest requests those that own the fewest
+    of its kind, those that want drafts or those that want none."""
     counts = _counts(running, num_groups)
-    return [group for group, count in enumerate(counts) if count == min(counts)]
+    alike = _counts([one for one in running if one.wants_drafts == request.wants_drafts], num_groups)
+    loads = list(zip(counts, alike, strict=True))
+    return [group for group, load in enumerate(loads) if load == min(loads)]
 
 
-def overdue_move(running: Sequence[Request], num_groups: int) -> tuple[Request, int] | None:
-    """A request that should change to another group, so that no group has two more than another.
+def overdue_moves(running: Sequence[Request], num_groups: int) -> list[Move]:
+    """Requests that should change to another group, so that no group has two more than another,
+    nor two more that want drafts. Empty: the load is balanced.
 
-    The new owner reads its text again, so the shortest one goes. None: the load is balanced.
+    One of them wants drafts at most. Its new owner reads its text again, so the shortest one goes.
     """
     counts = _counts(running, num_groups)
-    if max(counts) - min(counts) < 2:
-        return None
-    fullest = counts.index(max(counts))
-    owned = [request for request in running if request.owner == fullest]
-    return min(owned, key=lambda request: request.num_tokens), counts.index(min(counts))
+    drafting = _counts([one for one in running if one.wants_drafts], num_groups)
+    source, target = counts.index(max(counts)), counts.index(min(counts))
+    if counts[source] - counts[target] >= 2:
+        wants_drafts = drafting[source] - drafting[target] >= 2
+        return [Move(_shortest(running, source, wants_drafts), target)]
+    source, target = drafting.index(max(drafting)), drafting.index(min(drafting))
+    if drafting[source] - drafting[target] < 2:
+        return []
+    moves = [Move(_shortest(running, source, wants_drafts=True), target)]
+    if counts[target] >= counts[source]:  # one that wants no drafts comes back for it
+        moves.append(Move(_shortest(running, target, wants_drafts=False), source))
+    return moves
+
+
+def _shortest(running: Sequence[Request], group: int, wants_drafts: bool) -> Request:
+    """Of a group; of the other kind if it has none of this one."""
+    owned = [request for request in running if request.owner == group]
+    return min(owned, key=lambda one: (one.wants_drafts != wants_drafts, one.num_tokens))
 
 
 def _counts(running: Sequence[Request], num_groups: int) -> list[int]:

@@ -18,7 +18,7 @@ from outdraft.kv.block_pool import BlockPool
 from outdraft.kv.block_table import BlockTable
 from outdraft.kv.prefix_cache import extend_hashes
 from outdraft.scheduling.drafter_books import DrafterBooks
-from outdraft.scheduling.owners import freest_groups, overdue_move
+from outdraft.scheduling.owners import freest_groups, overdue_moves
 
 # Which request comes first: the one of the lowest key. Priorities are as in vLLM.
 _ORDERS: dict[str, Callable[[Request], tuple[float, ...]]] = {
@@ -317,11 +317,10 @@ class Scheduler:
         return rows
 
     def _balance_owners(self) -> None:
-        """Give a request to another draft group if one has two more than another."""
+        """Give requests to other draft groups if one has two more than another."""
         if self._num_draft_groups > 1:
-            move = overdue_move(self.running, self._num_draft_groups)
-            if move is not None:
-                self._books.change_owner(*move)
+            for move in overdue_moves(self.running, self._num_draft_groups):
+                self._books.change_owner(move.request, move.group)
 
     def _work(
         self, request: Request, num_new: int, choice: DraftChoice | None, budget: int
@@ -365,7 +364,7 @@ class Scheduler:
             table.truncate(0)
             return None
         self.waiting.remove(request)
-        groups = freest_groups(self.running, self._num_draft_groups)
+        groups = freest_groups(self.running, self._num_draft_groups, request)
         request.owner = self._books.best_read(request, known, groups)
         insort(self.running, request, key=self._order)
         request.status = RequestStatus.RUNNING
