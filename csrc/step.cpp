@@ -164,8 +164,8 @@ class Step {
     }
     requests_of_rows(counts_.num_sampling, task_.num_drafts, num_rows, ids_.data());
     Team* team = decoder_.spec().team;
-    process_rows(team, num_rows, size, logits_, ids_.data(), cuts.temperature, cuts.least, cuts.top_k,
-                 cuts.top_p, logits_);
+    process_rows(team, num_rows, size, logits_, ids_.data(), cuts.temperature, cuts.least,
+                 cuts.top_k, cuts.top_p, logits_);
     verify(team, counts_.num_sampling, counts_.width, size, logits_, task_.draft_ids,
            task_.draft_parents, task_.num_drafts, rules.probs, rules.is_sampled, rules.is_greedy,
            rules.draws, rules.seeds, lengths, rules.rule, rules.sampled_trees != 0, task_.emitted,

@@ -258,10 +258,9 @@ OUTDRAFT_EXPORT void verify(outdraft::Team* team, int64_t num_requests, int64_t 
     first_rows[b] = num_rows;
     num_rows += num_drafts[b] + 1;
   }
-  const Batch batch{width,      size,  logits,     tokens,
-                    parents,    num_drafts, probs,  is_sampled,
-                    is_greedy,  draws, seeds,      num_tokens,
-                    static_cast<Rule>(rule), sampled_trees};
+  const Batch batch{width,     size,  logits, tokens,     parents,
+                    num_drafts, probs, is_sampled, is_greedy, draws,
+                    seeds,     num_tokens, static_cast<Rule>(rule), sampled_trees};
   const VerifyWork work{batch, first_rows.data(), num_requests, emitted, rows, num_emitted};
   if (num_rows * size < kMinSharedLogits) team = nullptr;
   run(team, work);
