@@ -22,7 +22,7 @@ pytestmark = [
 NUM_REQUESTS = 8
 MOST_RUNS = 4
 SMALL_CACHE = 101  # blocks: logits take more than a tenth then
-# Of glibc: from this size on, a tensor has pages of its own. By default that size grows with what is
+# From this size on, glibc gives a tensor pages of its own. By default that size grows with what is
 # freed, and freed memory that nothing fits in then takes up to a fifth of a rank with so many logits.
 OWN_PAGES = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 NUM_DRAFTS = 15  # with their requests' rows a full step, and as many as a prediction could have
