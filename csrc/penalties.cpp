@@ -24,12 +24,12 @@ class SeenTokens {
   // One more output.
   void push(int64_t id) {
     see(id);
-    if (id >= 0) ++marks_[id];
+    if (is_token(id)) ++marks_[id];
   }
 
   // The newest output is gone.
   void pop(int64_t id) {
-    if (id < 0 || --marks_[id] > 1) return;
+    if (!is_token(id) || --marks_[id] > 1) return;
     if (seen_.size() == num_in_text_ || seen_.back() != id) return;
     seen_.pop_back();
     marks_[id] = 0;
@@ -49,8 +49,10 @@ class SeenTokens {
   }
 
  private:
+  bool is_token(int64_t id) const { return static_cast<uint64_t>(id) < marks_.size(); }
+
   void see(int64_t id) {
-    if (id < 0 || marks_[id] != 0) return;
+    if (!is_token(id) || marks_[id] != 0) return;
     marks_[id] = 1;
     seen_.push_back(id);
   }
@@ -74,6 +76,10 @@ void penalize_trees(const PenaltyColumns& penalties, const PenalizedTexts& texts
   SeenTokens& seen = seen_tokens();
   std::vector<int64_t> path;
   for (int64_t b = 0; b < num_requests; ++b, tokens += width, parents += width) {
+    if (!penalties.change(b)) {
+      logits += (num_drafts[b] + 1) * vocab_size;
+      continue;
+    }
     seen.read(vocab_size, texts.texts + texts.rows[b] * texts.row_len, texts.prompt_lens[b],
               texts.num_tokens[b]);
     for (int64_t row = 0; row <= num_drafts[b]; ++row, logits += vocab_size) {
@@ -95,17 +101,19 @@ OUTDRAFT_EXPORT void penalize_rows(int64_t num_rows, int64_t size, int64_t histo
                                    const float* repetition, const float* presence,
                                    const float* frequency, float* penalized) {
   auto& seen = outdraft::seen_tokens();
+  const outdraft::PenaltyColumns penalties{repetition, presence, frequency};
   int64_t newest = -1;
   std::copy_n(logits, num_rows * size, penalized);
   for (int64_t row = 0; row < num_rows; ++row) {
     const int64_t request = requests[row], *path = paths + row * path_len;
+    if (!penalties.change(request)) continue;
     if (request != newest) {
       seen.read(size, history + request * history_len, prompt_lens[request],
                 std::min(num_tokens[request], history_len));
       newest = request;
     }
     for (int64_t at = 0; at < path_len; ++at) seen.push(path[at]);
-    seen.penalize({repetition, presence, frequency}, request, penalized + row * size);
+    seen.penalize(penalties, request, penalized + row * size);
     for (int64_t at = path_len - 1; at >= 0; --at) seen.pop(path[at]);
   }
 }

@@ -12,6 +12,11 @@ namespace outdraft {
 // Those of all requests; fields as in `SamplingBatch`.
 struct PenaltyColumns {
   const float *repetition, *presence, *frequency;
+
+  // Whether those of a request change a logit.
+  bool change(int64_t request) const {
+    return repetition[request] != 1 || presence[request] != 0 || frequency[request] != 0;
+  }
 };
 
 // The texts of all requests.

@@ -231,6 +231,11 @@ OUTDRAFT_EXPORT int64_t ranks_bytes(int64_t size) {
   return (1 + size) * int64_t{sizeof(Line)} + 2 * size * int64_t{sizeof(Buffer)};
 }
 
+// How many rounds a rank has written; while it does, another thread may ask.
+OUTDRAFT_EXPORT int64_t ranks_num_rounds(char* memory, int64_t rank) {
+  return static_cast<int64_t>(Group{memory, 0, 0, 0}.written(rank).load(std::memory_order_relaxed));
+}
+
 // End the group: whoever waits stops at once, and whoever comes is refused.
 OUTDRAFT_EXPORT void ranks_end(char* memory) {
   Group{memory, 0, 0, 0}.ended().store(1, std::memory_order_release);

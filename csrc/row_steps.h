@@ -43,6 +43,7 @@ struct RowsWork {
 
 template <class Step>
 void run_rows(Team* team, const Step& step, int64_t num_rows, int64_t row_numbers) {
+  if (num_rows == 0) return;
   const Turn turn(num_rows * row_numbers < kMinSharedNumbers ? nullptr : team);
   const int64_t most_units = std::min(kEvenUnits * num_threads(turn.team()), kMaxUnits);
   run_in_turn(turn.team(),

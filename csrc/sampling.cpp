@@ -14,7 +14,6 @@
 #include <limits>
 #include <vector>
 
-#include "row_steps.h"
 #include "simd.h"
 #include "vector_math.h"
 
@@ -164,24 +163,6 @@ void mask_outside_nucleus(float* x, int64_t size, float top_p) {
   mask_below_place(x, size, ascending, place);
 }
 
-// What happens to one row, as row_steps.h describes it.
-struct ProcessRow {
-  const float* logits;
-  const int64_t* requests;
-  CutColumns cuts;
-  int64_t size;
-  float* processed;
-
-  int64_t row_bytes() const { return sizeof(float) * size; }
-  void compute(int64_t row, char* scratch) const {
-    process_row(logits + row * size, size, cuts.of(requests[row]),
-                reinterpret_cast<float*>(scratch));
-  }
-  void store(int64_t row, const char* scratch) const {
-    std::memcpy(processed + row * size, scratch, row_bytes());
-  }
-};
-
 }  // namespace
 
 void process_row(const float* logits, int64_t size, const Cuts& cuts, float* processed) {
@@ -303,19 +284,13 @@ OUTDRAFT_EXPORT void mask_forbidden(int64_t num_rows, int64_t size, int64_t num_
   }
 }
 
-OUTDRAFT_EXPORT void process_rows(outdraft::Team* team, int64_t num_rows, int64_t size,
-                                  const float* logits, const int64_t* requests,
-                                  const float* temperature, const float* least,
-                                  const int64_t* top_k, const float* top_p, float* processed) {
-  using namespace outdraft;
-  const CutColumns cuts{temperature, least, top_k, top_p};
-  if (num_rows > 1 && num_rows * size >= kMinSharedLogits) {
-    run_rows(team, ProcessRow{logits, requests, cuts, size, processed}, num_rows, size);
-    wait_until_idle(team);
-    return;
-  }
+OUTDRAFT_EXPORT void process_rows(int64_t num_rows, int64_t size, const float* logits,
+                                  const int64_t* requests, const float* temperature,
+                                  const float* least, const int64_t* top_k, const float* top_p,
+                                  float* processed) {
+  const outdraft::CutColumns cuts{temperature, least, top_k, top_p};
   for (int64_t row = 0; row < num_rows; ++row) {
     const int64_t start = row * size;
-    process_row(logits + start, size, cuts.of(requests[row]), processed + start);
+    outdraft::process_row(logits + start, size, cuts.of(requests[row]), processed + start);
   }
 }

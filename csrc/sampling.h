@@ -8,11 +8,8 @@
 
 #include "export.h"
 #include "noise.h"
-#include "team.h"
 
 namespace outdraft {
-
-constexpr int64_t kMinSharedLogits = 1 << 17;  // that threads share: others take some 0.1 ms
 
 // How a request wants its tokens chosen; fields as in `SamplingBatch`.
 struct Cuts {
@@ -73,9 +70,8 @@ int64_t sample_weights(const float* weights, int64_t size, const NoiseKey& key);
 OUTDRAFT_EXPORT void finite_rows(int64_t num_rows, int64_t size, const float* logits,
                                  bool* are_finite);
 
-// `process_row` of rows [num_rows, size]; `requests`: whose each of them is. When it returns, no
-// helper reads them any more.
-OUTDRAFT_EXPORT void process_rows(outdraft::Team* team, int64_t num_rows, int64_t size,
-                                  const float* logits, const int64_t* requests,
-                                  const float* temperature, const float* least,
-                                  const int64_t* top_k, const float* top_p, float* processed);
+// `process_row` of rows [num_rows, size]; `requests`: whose each of them is.
+OUTDRAFT_EXPORT void process_rows(int64_t num_rows, int64_t size, const float* logits,
+                                  const int64_t* requests, const float* temperature,
+                                  const float* least, const int64_t* top_k, const float* top_p,
+                                  float* processed);

@@ -22,8 +22,8 @@ enum class StatesOf : int64_t { kNoRow = 0, kRowsWithLogits = 1, kAllRows = 2 };
 
 enum class Chooses : int64_t { kNothing = 0, kLikeliest = 1, kByRule = 2 };
 
-// How requests choose that do not all take the likeliest tokens: as in `SamplingBatch`, `DraftBatch`
-// and `Rule`.
+// How requests choose that do not all take the likeliest tokens: as in `SamplingBatch`,
+// `DraftBatch` and `Rule`.
 struct ChoiceRules {
   CutColumns cuts;
   PenaltyColumns penalties;  // null: nobody wants one
@@ -163,10 +163,9 @@ class Step {
                      task_.draft_ids, task_.draft_parents, task_.num_drafts, size, logits_);
     }
     requests_of_rows(counts_.num_sampling, task_.num_drafts, num_rows, ids_.data());
-    Team* team = decoder_.spec().team;
-    process_rows(team, num_rows, size, logits_, ids_.data(), cuts.temperature, cuts.least,
-                 cuts.top_k, cuts.top_p, logits_);
-    verify(team, counts_.num_sampling, counts_.width, size, logits_, task_.draft_ids,
+    process_rows(num_rows, size, logits_, ids_.data(), cuts.temperature, cuts.least, cuts.top_k,
+                 cuts.top_p, logits_);
+    verify(counts_.num_sampling, counts_.width, size, logits_, task_.draft_ids,
            task_.draft_parents, task_.num_drafts, rules.probs, rules.is_sampled, rules.is_greedy,
            rules.draws, rules.seeds, lengths, rules.rule, rules.sampled_trees != 0, task_.emitted,
            task_.accepted, task_.num_emitted);

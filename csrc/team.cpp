@@ -270,7 +270,7 @@ void wait_until_idle(Team* team) {
   for (int64_t i = 0; i < team->num_helpers; ++i) {
     const std::atomic<uint64_t>& works_on = team->helpers[i].works_on;
     const uint64_t job = works_on.load(std::memory_order_seq_cst);
-    // Who has just stored the last unit is idle in a moment; who lost its core is not.
+    // A helper that has just stored a unit is idle in a moment; one that lost its core is not.
     for (int turn = 0; job != 0 && works_on.load(std::memory_order_acquire) == job; ++turn) {
       turn < kIdleTurns ? pause_core() : static_cast<void>(usleep(50));
     }

@@ -185,86 +185,38 @@ int64_t reject_tokens(const Judge& judge, const Tree& chain, const Path& path) {
   return finish(chain, path, chain.num_drafts, last);
 }
 
-// A batch as `verify` gets it.
-struct Batch {
-  int64_t width, size;
-  const float* logits;
-  const int64_t *tokens, *parents, *num_drafts;
-  const float* probs;
-  const bool *is_sampled, *is_greedy, *draws;
-  const int64_t *seeds, *num_tokens;
-  Rule rule;
-  bool sampled_trees;
-
-  // The verdict on one request, whose logits begin with row `first_row`.
-  int64_t verdict(int64_t b, int64_t first_row, const Path& path) const {
-    const int64_t start = b * width;
-    const Tree tree{num_drafts[b], tokens + start, parents + start, is_sampled + start,
-                    probs + start * size};
-    const Judge judge{logits + first_row * size, size, seeds[b], num_tokens[b], is_greedy[b]};
-    const bool has_sampled = std::any_of(tree.is_sampled, tree.is_sampled + tree.num_drafts,
-                                         [](bool one) { return one; });
-    int64_t num_emitted;
-    if (rule == Rule::kMatch || !draws[b] || !has_sampled) {
-      num_emitted = match_tree(tree, path, [&](int64_t row, int64_t depth) {
-        return judge.is_greedy ? argmax(row_of(judge, row), size)
-                               : draw(judge, row, depth, Purpose::kSample);
-      });
-    } else if (rule == Rule::kToken && !sampled_trees) {
-      num_emitted = reject_tokens(judge, tree, path);
-    } else {
-      num_emitted = traverse(judge, tree, path);
-    }
-    pad(path, num_emitted, width);
-    return num_emitted;
-  }
-};
-
-// A unit is a request. Its scratch memory: how many tokens are emitted, then these, then drafts.
-struct VerifyWork {
-  Batch batch;
-  const int64_t* first_rows;
-  int64_t num_requests;
-  int64_t *emitted, *rows, *num_emitted;
-
-  int64_t num_units() const { return num_requests; }
-  size_t scratch_bytes() const { return sizeof(int64_t) * (2 + 2 * batch.width); }
-  void compute(int64_t b, void* scratch) const {
-    auto* number = static_cast<int64_t*>(scratch);
-    *number = batch.verdict(b, first_rows[b], {number + 1, number + 2 + batch.width});
-  }
-  void store(int64_t b, const void* scratch) const {
-    const auto* number = static_cast<const int64_t*>(scratch);
-    const int64_t width = batch.width;
-    num_emitted[b] = *number;
-    std::copy_n(number + 1, width + 1, emitted + b * (width + 1));
-    std::copy_n(number + 2 + width, width, rows + b * width);
-  }
-};
-
 }  // namespace
 }  // namespace outdraft
 
-OUTDRAFT_EXPORT void verify(outdraft::Team* team, int64_t num_requests, int64_t width, int64_t size,
-                            const float* logits, const int64_t* tokens, const int64_t* parents,
+using outdraft::Rule;
+
+OUTDRAFT_EXPORT void verify(int64_t num_requests, int64_t width, int64_t size, const float* logits,
+                            const int64_t* tokens, const int64_t* parents,
                             const int64_t* num_drafts, const float* probs, const bool* is_sampled,
                             const bool* is_greedy, const bool* draws, const int64_t* seeds,
                             const int64_t* num_tokens, int64_t rule, bool sampled_trees,
                             int64_t* emitted, int64_t* rows, int64_t* num_emitted) {
-  using namespace outdraft;
-  std::vector<int64_t> first_rows(static_cast<size_t>(num_requests));
-  int64_t num_rows = 0;
   for (int64_t b = 0; b < num_requests; ++b) {
-    first_rows[b] = num_rows;
-    num_rows += num_drafts[b] + 1;
+    const int64_t start = b * width;
+    const outdraft::Tree tree{num_drafts[b], tokens + start, parents + start, is_sampled + start,
+                              probs + start * size};
+    const outdraft::Judge judge{logits, size, seeds[b], num_tokens[b], is_greedy[b]};
+    const outdraft::Path path{emitted + b * (width + 1), rows + start};
+    const bool has_sampled = std::any_of(tree.is_sampled, tree.is_sampled + tree.num_drafts,
+                                         [](bool one) { return one; });
+    if (rule == static_cast<int64_t>(Rule::kMatch) || !draws[b] || !has_sampled) {
+      num_emitted[b] = match_tree(tree, path, [&](int64_t row, int64_t depth) {
+        return judge.is_greedy ? outdraft::argmax(row_of(judge, row), size)
+                               : draw(judge, row, depth, outdraft::Purpose::kSample);
+      });
+    } else if (rule == static_cast<int64_t>(Rule::kToken) && !sampled_trees) {
+      num_emitted[b] = reject_tokens(judge, tree, path);
+    } else {
+      num_emitted[b] = traverse(judge, tree, path);
+    }
+    pad(path, num_emitted[b], width);
+    logits += (num_drafts[b] + 1) * size;
   }
-  const Batch batch{width,     size,  logits, tokens,     parents,
-                    num_drafts, probs, is_sampled, is_greedy, draws,
-                    seeds,     num_tokens, static_cast<Rule>(rule), sampled_trees};
-  const VerifyWork work{batch, first_rows.data(), num_requests, emitted, rows, num_emitted};
-  if (num_rows * size < kMinSharedLogits) team = nullptr;
-  run(team, work);
-  wait_until_idle(team);
 }
 
 OUTDRAFT_EXPORT void match_choices(int64_t num_requests, int64_t width, const int64_t* choices,

@@ -4,12 +4,11 @@
 #include <cstdint>
 
 #include "export.h"
-#include "team.h"
 
 // The verdict on a batch; arguments as in `DraftBatch` and `SamplingBatch`, results as in
-// `Verdict`. When it returns, no helper reads them any more.
-OUTDRAFT_EXPORT void verify(outdraft::Team* team, int64_t num_requests, int64_t width, int64_t size,
-                            const float* logits, const int64_t* tokens, const int64_t* parents,
+// `Verdict`.
+OUTDRAFT_EXPORT void verify(int64_t num_requests, int64_t width, int64_t size, const float* logits,
+                            const int64_t* tokens, const int64_t* parents,
                             const int64_t* num_drafts, const float* probs, const bool* is_sampled,
                             const bool* is_greedy, const bool* draws, const int64_t* seeds,
                             const int64_t* num_tokens, int64_t rule, bool sampled_trees,

@@ -23,7 +23,8 @@ NUM_REQUESTS = 8
 MOST_RUNS = 4
 SMALL_CACHE = 101  # blocks: logits take more than a tenth then
 # From this size on, glibc gives a tensor pages of its own. By default that size grows with what is
-# freed, and freed memory that nothing fits in then takes up to a fifth of a rank with so many logits.
+# freed, and freed memory that nothing fits in then takes up to a fifth of a rank with so many
+# logits.
 OWN_PAGES = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 NUM_DRAFTS = 15  # with their requests' rows a full step, and as many as a prediction could have
 # Little to compute and much to keep: wide keys and values, few layers. Logits take a twentieth,

@@ -130,7 +130,7 @@ class Echo:
     """All ranks send what this one sends; as with Gloo, the parts lie side by side."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size, self.num_messages = size, 0
 
     def gather(self, data: torch.Tensor) -> torch.Tensor:
         return data.repeat(self.size, 1)

@@ -5,6 +5,8 @@ import torch
 from hypothesis import strategies as st
 
 from outdraft.kernels.choose import choose_kernels, kernels_options
+from outdraft.kernels.native.library import open_library, usable_instruction_sets
+from outdraft.kernels.native.table import native_kernels
 from outdraft.kernels.reference.scores import SCORED_LOGITS, score_tokens
 from tests.kernels.comparisons import Case
 
@@ -20,7 +22,7 @@ def table(name):
 
 def compare_score_tokens(case: Case) -> None:
     draw, rng = case.data.draw, case.rng()
-    size, num_rows = draw(st.integers(1, 3000)), draw(st.integers(1, 40))
+    size, num_rows = draw(st.integers(1, 3000)), draw(st.integers(0, 40))
     num_top = draw(st.sampled_from([0, 1, 3, 20, size]))
     scale = draw(st.sampled_from([0.0, 1.0, 30.0]))
     logits_AV = torch.from_numpy(scale * rng.normal(size=(5, size))).float()
@@ -114,3 +116,22 @@ def test_a_row_scores_the_same_beside_others(name):
         alone = table(name).score_tokens(logits_RV, chosen_R[row : row + 1], 5, torch.tensor([row]))
         for score, one in zip(whole, alone, strict=True):
             assert torch.equal(score[row : row + 1], one)
+
+
+@tables
+def test_no_rows_have_no_scores(name):
+    """A rank scores its part of few rows, which may be none."""
+    none_R = torch.zeros(0, dtype=torch.int64)
+    scores = table(name).score_tokens(torch.zeros(0, 30), none_R, 2)
+    assert [list(part.shape) for part in scores] == [[0], [0], [0, 2], [0, 2]]
+
+
+@pytest.mark.parametrize("name", usable_instruction_sets())
+def test_threads_score_tokens_as_one_does(name):
+    alone, shared = (native_kernels(open_library(name), count) for count in (1, 4))
+    logits_RV = torch.randn(35, 9001, generator=torch.Generator().manual_seed(3))
+    rows_R, chosen_R = torch.arange(35).flip(0), logits_RV.argmax(1)
+    want = alone.score_tokens(logits_RV, chosen_R, 6, rows_R)
+    for _ in range(20):
+        got = shared.score_tokens(logits_RV, chosen_R, 6, rows_R)
+        assert all(map(torch.equal, got, want))

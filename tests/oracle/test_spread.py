@@ -128,6 +128,21 @@ def test_ids_and_logprobs_are_those_of_one_rank(method: str, size: int, draft_si
     check_logprobs(got, want)
 
 
+@pytest.mark.parametrize("length", [2, 3])
+def test_a_rank_may_have_no_token_of_a_prompt_to_score(length: int) -> None:
+    """In float32, where they are scored by the compiled library."""
+    prompts = prompts_of((length,))
+    asked = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=2)
+    chosen = config(FAMILY, None, dtype="float32")
+    want = run(LLM.from_config(chosen), prompts, asked)
+    loaded = spread_models(chosen, 2, 1)
+    llm = LLM.from_config(chosen, loaded[0])
+    with Spread(llm, loaded):
+        got = run(llm, prompts, asked)
+    assert ids(got) == ids(want)
+    check_logprobs(got, want)
+
+
 @pytest.mark.parametrize("method", ["draft_model", "eagle3-tree"])
 @pytest.mark.parametrize(
     ("size", "draft_size"), [*SIZES[:2], pytest.param(4, 2, marks=pytest.mark.slow)]

@@ -17,7 +17,7 @@ def asking(name: str, length: int, wants_drafts: bool = True) -> Request:
 
 
 def owned(*lengths: Sequence[int]) -> list[Request]:
-    """Requests of each group, with texts of so many tokens; less than nothing: it wants no drafts."""
+    """Requests of each group, with texts of so many tokens; below 0: it wants no drafts."""
     found: list[Request] = []
     for group, of_group in enumerate(lengths):
         for length in of_group:

@@ -288,10 +288,9 @@ class Simulation:
                 assert work.num_drafts <= one.max_drafts
             assert work.drafts == choice.truncated(work.num_drafts)
 
-    def _check_owners(
-        self, before: Sequence[Request], owners: Sequence[tuple[int, int]]
-    ) -> None:
-        """A request stays with its draft group, unless that has two more than another one."""
+    def _check_owners(self, before: Sequence[Request], owners: Sequence[tuple[int, int]]) -> None:
+        """A request stays with its draft group, unless that has two more than another one, or two
+        more that want drafts."""
         pairs = [
             (one, owner)
             for one, (owner, num_preemptions) in zip(before, owners, strict=True)

@@ -52,6 +52,12 @@ class Transport(Protocol):
         """
         ...
 
+    @property
+    def num_messages(self) -> int:
+        """How often this rank has taken part in an operation, those within a pass included; it
+        grows while one goes on, and another thread may ask."""
+        ...
+
     def abort(self) -> None:
         """End operations in which other threads wait, on all ranks; there are no more of them."""
         ...
@@ -177,9 +183,10 @@ class Ranks:
         return self.target.rank // self.draft.size
 
     @property
-    def num_calls(self) -> int:
-        """Collectives that this rank took part in; another thread may ask."""
-        return sum(sum(list(group.traffic.calls.values())) for group in (self.target, self.draft))
+    def num_messages(self) -> int:
+        """As `Transport.num_messages`, of all groups."""
+        transports = self.target.transport, self.draft.transport
+        return sum(one.num_messages for one in transports if one is not None)
 
     def abort(self) -> None:
         """As `RankGroup.abort`, for all groups."""

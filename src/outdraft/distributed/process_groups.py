@@ -108,6 +108,7 @@ class ProcessTransport:
         host: str | None = None,
     ) -> None:
         self._size, self._device = size, device
+        self.num_messages = 0
         self._group: Any  # torch does not tell what its groups can do
         timeout = timedelta(seconds=timeout_s)
         try:
@@ -144,6 +145,7 @@ class ProcessTransport:
         self._group.abort()
 
     def _wait(self, start: Callable[[], dist.Work]) -> None:
+        self.num_messages += 1
         try:
             start().wait()
         except RuntimeError as error:

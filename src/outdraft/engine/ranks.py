@@ -216,7 +216,7 @@ class RankProcesses:
 
     def num_moves(self) -> int:
         """As WatchedRanks.num_moves."""
-        return self._num_told + self._groups.num_calls
+        return self._num_told + self._groups.num_messages
 
     def check(self) -> None:
         """Raises RanksError: the ranks cannot go on."""

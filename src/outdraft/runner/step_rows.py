@@ -150,7 +150,8 @@ def _choice(
     if sampling.needs_history:
         paths = committed_paths(task.token_ids_SL, texts, max(task.facts[1]), sampling)
     if paths is not None or model.vocabulary.group.size > 1:
-        # Texts grow; ranks that share the vocabulary wait for each other in between.
+        # Graphs have one shape, and texts grow. Ranks that share the vocabulary wait for each other
+        # in between.
         choose = choose_by_parts
     choosing, rest = _Choosing(model, verifier, paths), (task.drafts, sampling, texts.num_tokens_B)
     return DeviceChoice(*choose(choosing, states_RD, *rest))

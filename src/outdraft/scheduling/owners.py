@@ -1,8 +1,8 @@
 """Which draft group drafts for which request, where a target's ranks form several draft groups.
 
-A request stays with its group, where the drafter's keys and values of its text are. Groups draft and
-verify at the same time, so a step waits for the one with the most requests, and for the one with the
-most that want drafts.
+A request stays with its group, where the drafter's keys and values of its text are. Groups draft
+and verify at the same time, so a step waits for the one with the most requests, and for the one
+with the most that want drafts.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ class Move:
 def freest_groups(running: Sequence[Request], num_groups: int, request: Request) -> list[int]:
     """Where a request may go: of the groups that own the fewest requests those that own the fewest
     of its kind, those that want drafts or those that want none."""
-    counts = _counts(running, num_groups)
-    alike = _counts([one for one in running if one.wants_drafts == request.wants_drafts], num_groups)
-    loads = list(zip(counts, alike, strict=True))
+    alike = [one for one in running if one.wants_drafts == request.wants_drafts]
+    counts = _counts(running, num_groups), _counts(alike, num_groups)
+    loads = list(zip(*counts, strict=True))
     return [group for group, load in enumerate(loads) if load == min(loads)]
 
 
@@ -32,7 +32,7 @@ def overdue_moves(running: Sequence[Request], num_groups: int) -> list[Move]:
     """Requests that should change to another group, so that no group has two more than another,
     nor two more that want drafts. Empty: the load is balanced.
 
-    One of them wants drafts at most. Its new owner reads its text again, so the shortest one goes.
+    At most one of them wants drafts. Its new owner reads its text again, so the shortest one goes.
     """
     counts = _counts(running, num_groups)
     drafting = _counts([one for one in running if one.wants_drafts], num_groups)
@@ -50,7 +50,7 @@ def overdue_moves(running: Sequence[Request], num_groups: int) -> list[Move]:
 
 
 def _shortest(running: Sequence[Request], group: int, wants_drafts: bool) -> Request:
-    """Of a group; of the other kind if it has none of this one."""
+    """The shortest text of a group; one of the other kind if there is none of this."""
     owned = [request for request in running if request.owner == group]
     return min(owned, key=lambda one: (one.wants_drafts != wants_drafts, one.num_tokens))
 

@@ -317,7 +317,8 @@ class Scheduler:
         return rows
 
     def _balance_owners(self) -> None:
-        """Give requests to other draft groups if one has two more than another."""
+        """Give requests to other draft groups if one has two more than another, or two more that
+        want drafts."""
         if self._num_draft_groups > 1:
             for move in overdue_moves(self.running, self._num_draft_groups):
                 self._books.change_owner(move.request, move.group)

@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import sys
+import threading
 from contextlib import nullcontext
 from functools import partial
 
@@ -21,9 +22,10 @@ from outdraft.server.engine_loop import EngineLoop, send_reports
 from outdraft.server.messages import Assignment, EngineInfo, Failed, Loading
 from outdraft.server.step_watch import StepWatch
 
-# How often a rank may have waited for another in vain before rank 0 counts as stuck: another one that
-# hangs is told by name, and what all ranks compile at the same time takes its time.
-STILL_TIMEOUTS = 3
+# After so many timeouts of a rank in which nothing happened, rank 0 counts as stuck: if it waits
+# for another one, that is told by name before. What a GPU compiles first takes seconds.
+STILL_TIMEOUTS, LEAST_STILL_S = 3, 30.0
+EXIT_S = 1.0
 _logger = logging.getLogger(__name__)
 
 
@@ -97,13 +99,14 @@ def _start(
     )
     watch: StepWatch | None = None
     if engine.ranks is not None:
-        timeout_s = STILL_TIMEOUTS * config.parallel.rank_timeout_s
+        timeout_s = max(LEAST_STILL_S, STILL_TIMEOUTS * config.parallel.rank_timeout_s)
         watch = StepWatch(engine.ranks.num_moves, timeout_s, partial(_end_still, timeout_s))
     return EngineLoop(engine, commands, reports, watch), watch, info
 
 
 def _end_still(timeout_s: float) -> None:
-    """The other ranks end with this process."""
+    """The other ranks end with this process, even if who is stuck has the lock of the log."""
+    threading.Timer(EXIT_S, os._exit, (STOOD_STILL,)).start()
     _logger.error("rank 0 has stood still in a step for %g s", timeout_s)
     os._exit(STOOD_STILL)
 

@@ -58,7 +58,7 @@ class EngineLoop:
         reports: zmq.Socket[bytes],
         watched: AbstractContextManager[None] | None = None,
     ) -> None:
-        """`watched`: is entered for each step."""
+        """`watched`: is entered for what has to go on: steps and commands, but not for profiles."""
         self._engine = engine
         self._watched = watched or nullcontext()
         self._commands = commands
@@ -126,7 +126,8 @@ class EngineLoop:
                 command = self._decoder.decode(self._commands.recv())
                 if isinstance(command, Stop):
                     return False
-                self._carry_out(command)
+                with self._watched if not isinstance(command, Profile) else nullcontext():
+                    self._carry_out(command)
                 self._has_news = True
             elif self._engine.has_work:
                 return True

@@ -1,7 +1,7 @@
 """Notices that a step of rank 0 stands still.
 
 Within a step the other ranks wait for rank 0 only so long, but whoever is stuck in the step itself
-does not hear that they have given up; and between two of its messages they wait for ever, since they
+does not hear that they have given up. Between two of its messages they wait for ever, since they
 cannot tell a step that is being planned from an engine that has nothing to do.
 """
 
@@ -15,8 +15,8 @@ POLLS = 10  # looks within the time that a step may stand still
 class StepWatch:
     """Calls a function, in a thread of its own, when a step has done nothing for too long.
 
-    A step is what happens while the watch is entered, one after the other. Endless loops and devices
-    that never answer are seen; not who holds Python's lock for ever.
+    A step is what happens while the watch is entered, one after the other. Endless loops are seen,
+    and devices that never answer; not a call that holds Python's lock for ever.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outdraft.kernels.data.noise import NoiseKeys
 from outdraft.kernels.native.arrays import Addresses, BatchColumns, Column
-from outdraft.kernels.native.team import Team
+from outdraft.kernels.native.library import Library
 
 if TYPE_CHECKING:
     from outdraft.sampling.batch import SamplingBatch
@@ -38,16 +38,14 @@ def penalty_columns(sampling: "SamplingBatch") -> tuple[Column, ...]:
 class NativeSampling:
     """The operations of csrc/noise.cpp, penalties.cpp, sampling.cpp: float32 logits on the CPU."""
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, library: Library) -> None:
         def function(name: str, num_sizes: int, num_arrays: int) -> Callable[..., None]:
             arguments = [*[c_int64] * num_sizes, *[c_void_p] * num_arrays]
-            return team.library.function(name, arguments, releases_gil=True)
+            return library.function(name, arguments, releases_gil=True)
 
-        arguments = [c_void_p, *[c_int64] * 2, *[c_void_p] * 7]
-        self._process = team.library.function("process_rows", arguments, releases_gil=True)
-        self._team = team
         self._gumbel = function("fill_gumbel", 2, 5)
         self._mask = function("mask_forbidden", 3, 3)
+        self._process = function("process_rows", 2, 7)
         self._finite = function("finite_rows", 2, 2)
         self._penalize = function("penalize_rows", 4, 10)
         self._columns = BatchColumns(cut_columns)
@@ -106,7 +104,6 @@ class NativeSampling:
         processed_RV = torch.empty_like(logits_RV, memory_format=torch.contiguous_format)
         at = Addresses()
         self._process(
-            self._team.address,
             *logits_RV.shape,
             at(logits_RV, torch.float32),
             at(request_R, torch.int64),

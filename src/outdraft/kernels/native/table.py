@@ -55,7 +55,7 @@ def native_kernels(library: Library, num_threads: int) -> Kernels:
     """For float32 and bfloat16 models on the CPU; `num_threads` compute, the caller included."""
     kernels = native_host_kernels(library, reference_kernels(in_order=True), is_cpu=True)
     team = shared_team(library.name, num_threads)
-    sampling, verification = NativeSampling(team), NativeVerification(team)
+    sampling, verification = NativeSampling(library), NativeVerification(library)
     drafting, heads, linear = NativeDrafting(library), NativeHeads(library), NativeLinear(team)
     return replace(
         kernels,

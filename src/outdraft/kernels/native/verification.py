@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
 from outdraft.kernels.native.arrays import Addresses, BatchColumns, Column
-from outdraft.kernels.native.team import Team
+from outdraft.kernels.native.library import Library
 
 if TYPE_CHECKING:
     from outdraft.sampling.batch import SamplingBatch
@@ -29,12 +29,11 @@ def choice_columns(sampling: "SamplingBatch") -> tuple[Column, ...]:
 class NativeVerification:
     """The operations of csrc/verification.cpp: float32 logits on the CPU."""
 
-    def __init__(self, team: Team) -> None:
-        library, arrays = team.library, [c_void_p]
-        self._team = team
+    def __init__(self, library: Library) -> None:
+        arrays = [c_void_p]
         rule, results = [c_int64, c_bool], arrays * 3
         self._verify = library.function(
-            "verify", [*arrays, *[c_int64] * 3, *arrays * 10, *rule, *results], releases_gil=True
+            "verify", [*[c_int64] * 3, *arrays * 10, *rule, *results], releases_gil=True
         )
         self._columns = BatchColumns(choice_columns)
         self._match = library.function("match_choices", [c_int64, c_int64, *arrays * 4, *results])
@@ -53,7 +52,6 @@ class NativeVerification:
         verdict, at = _blank(drafts), Addresses()
         probs_BNV = drafts.probs_BNV
         self._verify(
-            self._team.address,
             *drafts.token_ids_BN.shape,
             processed_RV.shape[1],
             at(processed_RV, torch.float32),

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from outdraft.kernels.data.scores import Scores, concatenated
 
-# That are scored at the same time. On a CPU half a megabyte in each temporary tensor: such as are
-# as large as all logits would take several times their memory, since C libraries reuse aligned
-# memory badly. A GPU takes as long for many rows as for one.
+# That are scored at the same time. On a CPU each temporary tensor has half a megabyte: C libraries
+# reuse aligned memory badly, and tensors of all logits would take several times their memory. A GPU
+# takes hardly longer for some rows than for one.
 SCORED_LOGITS, SCORED_ON_DEVICE = 1 << 17, 1 << 22
 
 
