@@ -47,6 +47,7 @@ class Request:
         slot: row of the device-resident state while running, else None.
         owner: the draft group that drafts for it while it runs.
         seed: the noise key of every choice of this request.
+        wants_drafts: the client leaves it to the engine to draft; it never changes.
         prediction_ids: int32 [num_tokens], what the client expects the output to be; may be empty.
         grammar: what the output must keep to; None: to nothing.
         may_draft: False: the next step verifies no drafts, which may have spoilt the last one.
@@ -72,6 +73,8 @@ class Request:
         self.params = params
         self.seed = seed
         self.priority = priority
+        asked = params.speculation
+        self.wants_drafts = asked.enabled and asked.num_speculative_tokens != 0
         self.stop_token_ids = stop_token_ids
         self.bad_words_ids = bad_words_ids
         self.prediction_ids = np.array(prediction_ids, dtype=np.int32)
@@ -104,12 +107,6 @@ class Request:
     @property
     def token_ids(self) -> np.ndarray:
         return self._ids[: self.num_tokens]
-
-    @property
-    def wants_drafts(self) -> bool:
-        """Whether the client leaves it to the engine to draft."""
-        asked = self.params.speculation
-        return asked.enabled and asked.num_speculative_tokens != 0
 
     @property
     def num_output(self) -> int:

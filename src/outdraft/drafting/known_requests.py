@@ -80,7 +80,7 @@ class KnownRequests:
 
     def most_drafts(self, request: Request) -> int:
         """Most drafts for this request in any step."""
-        if not self._config.sources or not request.params.speculation.enabled:
+        if not self._config.sources or not request.wants_drafts:
             return 0
         most = MAX_DRAFTS if has_prediction(request) else self._config.max_drafts
         return wished_drafts(most, request)

@@ -6,13 +6,12 @@ with the most that want drafts.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from outdraft.core.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """A request that changes to another group."""
 
     request: Request

@@ -321,7 +321,7 @@ class Scheduler:
         want drafts."""
         if self._num_draft_groups > 1:
             for move in overdue_moves(self.running, self._num_draft_groups):
-                self._books.change_owner(move.request, move.group)
+                self._books.change_owner(*move)
 
     def _work(
         self, request: Request, num_new: int, choice: DraftChoice | None, budget: int
