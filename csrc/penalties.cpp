@@ -76,7 +76,7 @@ void penalize_trees(const PenaltyColumns& penalties, const PenalizedTexts& texts
   SeenTokens& seen = seen_tokens();
   std::vector<int64_t> path;
   for (int64_t b = 0; b < num_requests; ++b, tokens += width, parents += width) {
-    if (!penalties.change(b)) {
+    if (!penalties.are_used_by(b)) {
       logits += (num_drafts[b] + 1) * vocab_size;
       continue;
     }
@@ -106,7 +106,7 @@ OUTDRAFT_EXPORT void penalize_rows(int64_t num_rows, int64_t size, int64_t histo
   std::copy_n(logits, num_rows * size, penalized);
   for (int64_t row = 0; row < num_rows; ++row) {
     const int64_t request = requests[row], *path = paths + row * path_len;
-    if (!penalties.change(request)) continue;
+    if (!penalties.are_used_by(request)) continue;
     if (request != newest) {
       seen.read(size, history + request * history_len, prompt_lens[request],
                 std::min(num_tokens[request], history_len));

@@ -13,8 +13,8 @@ namespace outdraft {
 struct PenaltyColumns {
   const float *repetition, *presence, *frequency;
 
-  // Whether those of a request change a logit.
-  bool change(int64_t request) const {
+  // Whether a request has one that changes logits.
+  bool are_used_by(int64_t request) const {
     return repetition[request] != 1 || presence[request] != 0 || frequency[request] != 0;
   }
 };

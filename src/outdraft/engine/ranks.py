@@ -22,7 +22,7 @@ from outdraft.core.endings import ending
 from outdraft.core.errors import ConfigError, PartedError, RanksError
 from outdraft.core.plan import StepPlan
 from outdraft.distributed.channel import KEY_BYTES, Speaker
-from outdraft.distributed.group import Ranks
+from outdraft.distributed.group import ONE_RANK, Ranks
 from outdraft.distributed.plan_bytes import allowed_as_bytes, plan_as_bytes
 from outdraft.distributed.process_groups import join_ranks
 from outdraft.engine.cores import Cores, stay_on, topology
@@ -112,7 +112,7 @@ class RankProcesses:
         self._failure: RanksError | None = None
         self._engine = 0  # the newest one
         self._num_told = 0
-        self._groups = Ranks()
+        self._groups = ONE_RANK
         self._key = secrets.token_bytes(KEY_BYTES)
         self._speaker = Speaker(self._key, self._size, hosts.channel)
         self._ending = weakref.finalize(
