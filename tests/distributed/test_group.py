@@ -145,6 +145,20 @@ def test_each_rank_gets_whole_rows_of_its_requests(
         assert texts.tolist() == owners
 
 
+def test_each_operation_is_seen_from_outside(on_ranks: Callable[..., list[Any]]) -> None:
+    part = torch.ones(4, 3)
+
+    def work(ranks: Ranks) -> list[int]:
+        group, seen = ranks.target, [ranks.num_messages]
+        for call in (group.sum, group.gather, partial(group.turn, counts=[2, 2])):
+            call(part)
+            seen.append(ranks.num_messages)
+        return seen
+
+    for seen in on_ranks(2, 1, work):
+        assert seen == sorted(set(seen))
+
+
 def test_a_rank_that_is_left_alone_says_so(on_ranks: Callable[..., list[Any]]) -> None:
     def work(ranks: Ranks) -> None:
         if ranks.target.rank == 0:

@@ -16,6 +16,8 @@ from outdraft.distributed.process_groups import ProcessTransport
 from outdraft.engine.cost_steps import Samples, ScratchSteps, Step
 from outdraft.engine.llm import LLM
 from outdraft.engine.loading import LoadedModels
+from outdraft.kernels.choose import has_library
+from outdraft.kernels.native.ranks import RankLink
 from tests.oracle import forms
 from tests.oracle.engines import (
     COMBINED,
@@ -126,6 +128,34 @@ def test_ids_and_logprobs_are_those_of_one_rank(method: str, size: int, draft_si
         assert any(one.metrics and one.metrics.num_preemptions for one in outputs)
     assert ids(got) == ids(want)
     check_logprobs(got, want)
+
+
+@pytest.mark.skipif(not has_library(), reason="no library")
+def test_another_thread_sees_that_a_pass_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before what the library has sent in it is counted: a long one is no standstill."""
+    settle, seen = RankLink.settle, list[tuple[int, int]]()
+    chosen = config(FAMILY, None, dtype="float32")
+    loaded = spread_models(chosen, 2, 1)
+    group = loaded[0].ranks.target
+
+    def counts() -> tuple[int, int]:
+        assert group.transport is not None
+        return group.transport.num_messages, group.traffic.calls.total()
+
+    def noting(link: RankLink) -> None:
+        before = counts() if link._group is group else None
+        settle(link)
+        if before is not None:
+            seen.extend([before, counts()])
+
+    monkeypatch.setattr(RankLink, "settle", noting)
+    llm = LLM.from_config(chosen, loaded[0])
+    with Spread(llm, loaded):
+        run(llm, prompts_of((9,)), SamplingParams(temperature=0.0, max_tokens=5))
+    between = list(zip(seen[1::2], seen[2::2], strict=False))
+    assert len(between) >= 3
+    for (sent, counted), (sent_then, counted_then) in between:
+        assert sent_then - sent > counted_then - counted
 
 
 @pytest.mark.parametrize("length", [2, 3])

@@ -17,7 +17,7 @@ from outdraft.core.recorded import read_requests
 from outdraft.server.launcher import bind
 from tests.cli.pair import pair
 from tests.server.process.engines import ranks_of
-from tests.server.served import START_S, serving, wait_for
+from tests.server.served import START_S, Server, serving, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +30,19 @@ def is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def rest_of_stream(server: Server, hangs_by: signal.Signals) -> list[str]:
+    """The lines of a stream behind a signal by which the engine's process hangs."""
+    engine = server.engine
+    try:
+        with server.stream(max_tokens=900, n=16) as lines:
+            next(lines)
+            os.kill(engine, hangs_by)
+            return list(lines)
+    except BaseException:
+        os.kill(engine, signal.SIGKILL)  # else nothing would ever end it
+        raise
 
 
 def self_signed(folder: Path) -> Path:
@@ -163,14 +176,7 @@ def test_a_rank_0_that_hangs_is_told_and_ends_the_server(tmp_path):
     flags = (*EMBEDDED, "--tensor-parallel-size", "2", "--rank-timeout", "3")
     with serving(tmp_path, *flags) as server:
         engine, [rank] = server.engine, ranks_of(server.engine)
-        try:
-            with server.stream(max_tokens=900, n=16) as lines:
-                next(lines)
-                os.kill(engine, signal.SIGSTOP)
-                rest = list(lines)
-        except BaseException:
-            os.kill(engine, signal.SIGKILL)  # else nothing would ever end it
-            raise
+        rest = rest_of_stream(server, signal.SIGSTOP)
         assert server.wait() == 1
         assert "the engine has died: its process was stopped for 3 s" in server.log.read_text()
         assert not is_running(engine)
@@ -198,15 +204,8 @@ def test_a_rank_0_in_an_endless_loop_is_told_and_ends_the_server(tmp_path, monke
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     flags = (*EMBEDDED, "--tensor-parallel-size", "2", "--rank-timeout", "2")
     with serving(tmp_path, *flags) as server:
-        engine, [rank] = server.engine, ranks_of(server.engine)
-        try:
-            with server.stream(max_tokens=900, n=16) as lines:
-                next(lines)
-                os.kill(engine, signal.SIGUSR1)
-                rest = list(lines)
-        except BaseException:
-            os.kill(engine, signal.SIGKILL)  # else nothing would ever end it
-            raise
+        [rank] = ranks_of(server.engine)
+        rest = rest_of_stream(server, signal.SIGUSR1)
         assert server.wait() == 1
         log = server.log.read_text()
         assert "rank 0 has stood still in a step for 30 s" in log
