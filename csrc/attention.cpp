@@ -10,13 +10,15 @@
 // divided by the sum of the rounded ones. A sink joins the sum when it is complete.
 //
 // Where few lanes meet a piece, to lay it out takes longer than to multiply it. So matrix registers
-// load keys where they lie, as rows, and queries are what they meet: the sums are the same ones.
+// load keys where they lie, as rows, and queries are what they meet. In float32 values are met where
+// they lie, and rows are read in the order of memory, of all heads. The sums are the same ones.
 //
-// A long context has parts of 2048 keys, which threads may share, as in flash-decoding (Dao,
-// Haziza, Massa, Sizov 2023). Sums of parts are added in the order of the parts, whoever made them.
-// So the order of a lane's sums depends neither on the other lanes nor on the number of threads. So
-// that this holds in trees too, each row of a tree meets its own drafted keys in the order of its
-// text, as if they were committed; only the pieces before them are read for all rows.
+// A long context has parts, which threads may share, as in flash-decoding (Dao, Haziza, Massa,
+// Sizov 2023): of 2048 keys, in float32 shorter ones first. Sums of parts are added in the order of
+// the parts, whoever made them. So the order of a lane's sums depends neither on the other lanes nor
+// on the number of threads. So that this holds in trees too, each row of a tree meets its own
+// drafted keys in the order of its text, as if they were committed; only the pieces before them are
+// read for all rows.
 //
 // attention_tiles.h says what a tile is, tile_keys.h where its keys lie, attention_softmax.h has
 // the softmax, and tile_work.h puts them together.
@@ -35,10 +37,9 @@
 namespace outdraft {
 namespace {
 
-// Lanes of one job at most: where products are fast, what is laid out for them serves more.
-constexpr int64_t kMaxLanes = kHasMatrixRegisters ? 256 : 128;
 constexpr int64_t kFewJobs = 2;    // for each thread: more are joined, to read longer rows
 constexpr int64_t kEvenJobs = 4;   // for each thread; prefill has more, and large partial sums
+constexpr int64_t kTileJobs = 2;   // that a tile read in order counts as: all of its heads at once
 constexpr int64_t kMinShared = 1 << 16;  // multiply-adds below which sharing costs what it saves
 
 // At most kMaxUnits jobs, each a unit, as team.h describes it.
@@ -67,7 +68,7 @@ struct AttentionWork {
     TileWork* work = new (scratch) TileWork(batch, sizes(), tile, place % num_groups());
     work->copy_rows();
     if (is_over()) return;
-    const int64_t part = place / num_groups();
+    const int64_t part = tile.part_at(place / num_groups());
     if (partial == nullptr) {
       work->attend_parts(0, tile.num_parts);
     } else {
@@ -98,7 +99,8 @@ void merge(const AttentionWork& all) {
     for (int64_t group = 0; group < all.num_groups(); ++group) {
       const TileWork* work = new (scratch) TileWork(all.batch, all.sizes(), *tile, group);
       const auto part_sums = [&](int64_t part) {
-        const int64_t job = tile->first_job + part * all.num_groups() + group;
+        const int64_t place = tile->part_at(part);  // it is its own inverse
+        const int64_t job = tile->first_job + place * all.num_groups() + group;
         return Sums(all.partial + job * work->sizes().sums_size, work->sizes());
       };
       for (int64_t part = 1; part < tile->num_parts; ++part) {
@@ -114,6 +116,42 @@ void clear_padding(const AttentionBatch& batch) {
   const int64_t first = batch.query_start[batch.num_requests];
   std::memset(static_cast<char*>(batch.out) + first * row_bytes, 0,
               (batch.num_rows - first) * row_bytes);
+}
+
+// Whether jobs would be too few to be even among the threads, so that they become parts. Who reads in
+// order should read whole rows: all heads of them.
+bool should_split(const AttentionBatch& batch, int64_t num_tiles, int64_t threads, bool in_order) {
+  if (threads == 1) return false;
+  if (in_order) {
+    return num_tiles * std::min(kTileJobs, batch.num_kv_heads) < kEvenJobs * threads;
+  }
+  // Parts that grow are many, and so are their sums.
+  return num_tiles * batch.num_kv_heads < (parts_of(batch).grow ? 1 : kEvenJobs) * threads;
+}
+
+// kv heads of a job: as many as leave enough jobs that are even enough.
+int64_t heads_of_job(const AttentionBatch& batch, const Tile* tiles, int64_t num_tiles,
+                     int64_t threads, bool is_split, bool in_order, int64_t lanes) {
+  int64_t num_parts = 0, num_keys = 0, longest = 0;
+  for (const Tile* tile = tiles; tile < tiles + num_tiles; ++tile) {
+    num_parts += tile->num_parts;
+    num_keys += tile->num_keys();
+    longest = std::max(longest, tile->longest_part);
+  }
+  const int64_t num_pieces = is_split ? num_parts : num_tiles;  // of work, each for all heads
+  const auto are_even = [&](int64_t job_heads) {
+    if (in_order && threads == 1) return true;
+    if (in_order && is_split) {
+      return 2 * longest * job_heads * threads <= 3 * num_keys * batch.num_kv_heads;
+    }
+    return num_pieces * batch.num_kv_heads / job_heads >= kFewJobs * threads;
+  };
+  int64_t job_heads = 1;
+  while (batch.num_kv_heads % (2 * job_heads) == 0 && 2 * job_heads * lanes <= kMaxLanes &&
+         are_even(2 * job_heads)) {
+    job_heads *= 2;
+  }
+  return job_heads;
 }
 
 }  // namespace
@@ -136,22 +174,19 @@ void attend(Team* team, const AttentionBatch& batch, AttentionMemory& memory) {
       const Tile& tile = tiles[num_tiles++] =
           make_tile(batch, b, row, std::min(row + tile_rows, num_rows));
       num_parts += tile.num_parts;
-      const int64_t num_keys = tile.end_key - tile.first_key;
       const int64_t size = (batch.key_size + batch.value_size) / 2;
-      work += (tile.end_row - row) * batch.num_heads * size * num_keys;
+      work += (tile.end_row - row) * batch.num_heads * size * tile.num_keys();
     }
   }
   const Turn turn(work < kMinShared ? nullptr : team);
-  // Jobs that are too few to be even among the threads become parts; many have several heads.
   const int64_t threads = num_threads(turn.team());
-  const bool is_split =
-      num_parts > num_tiles && num_tiles * batch.num_kv_heads < kEvenJobs * threads;
-  const int64_t num_pieces = is_split ? num_parts : num_tiles;  // of work, each for all heads
-  int64_t job_heads = 1;
-  while (batch.num_kv_heads % (2 * job_heads) == 0 &&
-         2 * job_heads * tile_rows * heads_per_kv <= kMaxLanes &&
-         num_pieces * batch.num_kv_heads / (2 * job_heads) >= kFewJobs * threads) {
-    job_heads *= 2;
+  const bool in_order = reads_in_order(batch, tile_rows * heads_per_kv);
+  const bool is_split = num_parts > num_tiles && should_split(batch, num_tiles, threads, in_order);
+  const int64_t job_heads = heads_of_job(batch, tiles, num_tiles, threads, is_split, in_order,
+                                         tile_rows * heads_per_kv);
+  if (is_split) {
+    std::sort(tiles, tiles + num_tiles,
+              [](const Tile& a, const Tile& b) { return a.longest_part > b.longest_part; });
   }
   int64_t num_jobs = 0;
   for (int64_t i = 0; i < num_tiles; ++i) {

@@ -27,6 +27,11 @@ struct Sums {
   float* top;    // [L]; the highest score, which weights are relative to
 };
 
+// 2 to the power of a difference of tops: mostly the top stays, and 2 ** 0 is 1.
+inline float power_of(float difference) {
+  return difference == 0 ? 1.0f : exp2_of(broadcast(difference))[0];
+}
+
 // One step of the online softmax of some lanes: scores of a piece become weights relative to the
 // new tops, as float32 or bfloat16. `shrink`: what the rise of a top does to everything that was
 // summed under the old one. First come all tops, then all weights: what is short waits for nothing
@@ -44,8 +49,7 @@ void weigh(float* scores, int64_t num_lanes, float* tops, float* totals, float* 
     tops[lane] = top;
   }
   for (int64_t lane = 0; lane < num_lanes; ++lane) {
-    // 2 ** 0 is 1, and mostly the top stays.
-    shrink[lane] = shrink[lane] == 0 ? 1.0f : exp2_of(broadcast(shrink[lane]))[0];
+    shrink[lane] = power_of(shrink[lane]);
     float* of_lane = scores + lane * kPiece;
     const Floats top = broadcast(tops[lane]);
     Floats total = numbers(totals + lane * kWidth) * shrink[lane];

@@ -56,9 +56,12 @@ struct Product {
     if (rows.count < 1 || rows.count > most_rows) return;
     if (rows.first < 0 || rows.first > num_rows - rows.count) return;
     const LinearWeights& own = *weights[rows.expert];
-    const MultiplyTile multiply = kernel_of(own, layout.keeps_bf16);
+    const MultiplyTile multiply = kernel_of(own, layout.kind);
     const auto* words = static_cast<const uint32_t*>(x.rows) + rows.first * x.stride;
-    const Inputs inputs = {words, x.stride, x.sums + rows.first, x.sums_stride};
+    Inputs inputs = x;
+    inputs.rows = words;
+    inputs.sums += rows.first;
+    if (inputs.steps != nullptr) inputs.steps += rows.first;
     float *sums = static_cast<float*>(scratch), *up = sums + unit_tiles() * rows.count * kTile;
     for_tiles(unit, [&](int64_t tile) {
       if (is_gated) {
@@ -135,22 +138,22 @@ struct Workspace {
   int64_t *starts, *pairs, *rows;  // pairs by expert: [starts[e], starts[e + 1]), and their rows
   Segment* segments;
   char *x_block, *h_block;  // for the kernels
-  float *x_sums, *h_sums, *products, *sums;
+  float *x_floats, *h_floats, *products, *sums;
   char* h;  // [chunk rows, num_between], of x's dtype
 
   Workspace(Parts& parts, const ExpertWeights& experts, const InputLayout& in,
             const InputLayout& between, Dtype dtype, int64_t num_pairs, int64_t num_rows) {
-    const LinearWeights &gate_up = **experts.gate_up, &down = **experts.down;
+    const LinearWeights& down = **experts.down;
     const int64_t chunk = std::min(num_pairs, kChunkRows);
     starts = parts.take<int64_t>(experts.num_experts + 2);
     pairs = parts.take<int64_t>(num_pairs);
     rows = parts.take<int64_t>(num_pairs);
     segments = parts.take<Segment>(chunk);
     x_block = parts.take<char>(4 * in.stride * chunk);
-    x_sums = parts.take<float>(gate_up.num_groups * chunk);
+    x_floats = parts.take<float>(in.group_floats * in.num_groups * chunk);
     h = parts.take<char>(size_of(dtype) * down.num_inputs * chunk);
     h_block = parts.take<char>(4 * between.stride * chunk);
-    h_sums = parts.take<float>(down.num_groups * chunk);
+    h_floats = parts.take<float>(between.group_floats * between.num_groups * chunk);
     products = parts.take<float>(down.num_outputs * chunk);
     sums = parts.take<float>(down.num_outputs * num_rows);
   }
@@ -202,16 +205,16 @@ struct Chunks {
     for (int64_t s = 0; s < num_segments; ++s) {
       most_rows = std::max(most_rows, work.segments[s].count);
     }
-    run_in_turn(team, Copy{x, work.rows + first, gate_up, count, in, work.x_block, work.x_sums});
+    run_in_turn(team, Copy{x, work.rows + first, gate_up, count, in, work.x_block, work.x_floats});
     run_in_turn(team, Product{experts.gate_up, work.segments, experts.num_experts, num_segments,
                               down.num_inputs, count, most_rows, true, experts.gate, in,
-                              Inputs{work.x_block, in.stride, work.x_sums, count},
+                              in.inputs(work.x_block, work.x_floats, count),
                               Rows{work.h, x.dtype, down.num_inputs}});
     const ConstRows h = {work.h, x.dtype, down.num_inputs};
-    run_in_turn(team, Copy{h, nullptr, down, count, between, work.h_block, work.h_sums});
+    run_in_turn(team, Copy{h, nullptr, down, count, between, work.h_block, work.h_floats});
     run_in_turn(team, Product{experts.down, work.segments, experts.num_experts, num_segments,
                               down.num_outputs, count, most_rows, false, experts.gate, between,
-                              Inputs{work.h_block, between.stride, work.h_sums, count},
+                              between.inputs(work.h_block, work.h_floats, count),
                               Rows{work.products, Dtype::kFloat32, down.num_outputs}});
   }
 

@@ -62,7 +62,8 @@ struct Rows {
 };
 
 // Products of all rows. bfloat16 rows and weights are multiplied by the machine's bfloat16 dot
-// products if it has them, all others in float32; sums are float32. Inputs that are not kept are
+// products if it has them. Else rows that meet codes become integers of 16 bits (linear_tiles.h), and
+// all others are multiplied in float32. Sums are float32. Inputs that are not kept are
 // copied first, so x may be freed when this returns; y may not overlap x. `team` is not of a turn: a product takes its
 // own, and one of few numbers none.
 void linear(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64_t num_rows);

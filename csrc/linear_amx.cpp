@@ -169,7 +169,7 @@ void add_scaled(const LinearWeights& weights, const Inputs& x, int64_t tile, int
   const bool has_shifts = weights.shifts != nullptr;
   const TileNumbers scales(weights.scales + at, weights.scale_bytes);
   const TileNumbers shifts(has_shifts ? weights.shifts + at : nullptr, weights.scale_bytes);
-  const float* x_sums = x.sums + number * x.sums_stride + group.first_row;
+  const float* x_sums = x.sums + number * x.group_stride + group.first_row;
   for (int64_t r = 0; r < group.num_rows; ++r) {
     Floats sums[kTile / kWidth];
     for (int v = 0; v < kTile / kWidth; ++v) sums[v] = numbers(group.sums + r * kTile + v * kWidth);

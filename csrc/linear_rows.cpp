@@ -1,6 +1,7 @@
 // What happens to rows before and behind products with tiles: see linear_tiles.h.
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "linear_tiles.h"
@@ -35,13 +36,26 @@ float gated(const Gate& gate, float x, float up) {
 
 // Whole steps fill lines.
 InputLayout::InputLayout(const LinearWeights& weights, Dtype dtype)
-    : keeps_bf16(kHasBf16Dot && dtype == Dtype::kBfloat16 && weights.format != Format::kFloat32) {
-  const Dtype read = keeps_bf16 ? Dtype::kBfloat16 : Dtype::kFloat32;
-  stride = kept_stride(weights.num_inputs, read) * size_of(read) / 4;
+    : kind(InputKind::kFloat32),
+      group_inputs(weights.group_inputs),
+      num_groups(weights.num_groups),
+      group_floats(weights.shifts != nullptr) {
+  if (kHasBf16Dot && dtype == Dtype::kBfloat16 && weights.format != Format::kFloat32) {
+    kind = InputKind::kBf16Pairs;
+  } else if (weights.format >= Format::kInt8) {
+    kind = InputKind::kShorts;
+    group_inputs = std::min(group_inputs, kMostShorts);
+    num_groups = (weights.num_inputs + group_inputs - 1) / group_inputs;
+    group_floats = 2;
+  }
+  const Dtype as_large = kind == InputKind::kFloat32 ? Dtype::kFloat32 : Dtype::kBfloat16;
+  stride = kept_stride(weights.num_inputs, as_large) * size_of(as_large) / 4;
 }
 
 bool InputLayout::is_of(const LinearWeights& weights, const ConstRows& x) const {
-  return x.is_kept && keeps_bf16 == (x.dtype == Dtype::kBfloat16) && weights.shifts == nullptr &&
+  const bool is_read = x.dtype == Dtype::kBfloat16 ? kind == InputKind::kBf16Pairs
+                                                   : kind == InputKind::kFloat32;
+  return x.is_kept && is_read && group_floats == 0 &&
          weights.num_inputs * size_of(x.dtype) % kLineBytes == 0;
 }
 
@@ -95,7 +109,7 @@ void Copy::store(int64_t unit, const void*) const {
   const int64_t end = std::min((unit + 1) * kUnitRows, num_rows);
   for (int64_t r = unit * kUnitRows; r < end; ++r) {
     copy_row(r);
-    for (int64_t group = 0; weights.shifts != nullptr && group < weights.num_groups; ++group) {
+    for (int64_t group = 0; layout.group_floats == 1 && group < layout.num_groups; ++group) {
       sum_group(r, group);
     }
   }
@@ -103,16 +117,62 @@ void Copy::store(int64_t unit, const void*) const {
 
 void Copy::copy_row(int64_t row) const {
   char* to = block + 4 * layout.stride * row;
-  const int64_t count = weights.num_inputs, bytes = (layout.keeps_bf16 ? 2 : 4) * count;
+  const int64_t count = weights.num_inputs;
+  const int64_t bytes = (layout.kind == InputKind::kFloat32 ? 4 : 2) * count;
   const int64_t at = (picked == nullptr ? row : picked[row]) * x.stride;
   with_numbers(x.numbers, x.dtype == Dtype::kBfloat16, [&](const auto* from) {
-    if (layout.keeps_bf16) {
+    if (layout.kind == InputKind::kBf16Pairs) {
       std::memcpy(to, from + at, bytes);
-    } else {
+    } else if (layout.kind == InputKind::kFloat32) {
       convert(from + at, count, reinterpret_cast<float*>(to));
+    } else {
+      for (int64_t group = 0; group < layout.num_groups; ++group) {
+        round_group(row, group, from + at);
+      }
     }
   });
   std::memset(to + bytes, 0, 4 * layout.stride - bytes);
+}
+
+// To the nearest integers, ties to even; what would be 32,768 becomes 32,767.
+template <class Number>
+void Copy::round_group(int64_t row, int64_t group, const Number* from) const {
+  constexpr int32_t kMost = 32767;
+  constexpr uint32_t kInfinity = 0x7F800000, kLeastExponent = 15;
+  const int64_t first = group * layout.group_inputs;
+  const int64_t count = std::min(layout.group_inputs, weights.num_inputs - first);
+  from += first;
+  auto* to = reinterpret_cast<int16_t*>(block + 4 * layout.stride * row) + first;
+  const auto load_vector = [&](int64_t i) {
+    if (count - i >= kWidth) return numbers(from + i);
+    float rest[kWidth] = {};
+    for (int64_t k = i; k < count; ++k) rest[k - i] = number(from + k);
+    return load<Floats>(rest);
+  };
+  Ints largest = {};  // sizes compare as their bits do, those of NaN above all
+  for (int64_t i = 0; i < count; i += kWidth) {
+    const Ints size = (Ints)load_vector(i) & 0x7FFFFFFF;
+    largest = size > largest ? size : largest;
+  }
+  uint32_t bits = 0;
+  for (int lane = 0; lane < kWidth; ++lane) bits = std::max<uint32_t>(bits, largest[lane]);
+  const uint32_t exponent = std::max(bits >> 23, kLeastExponent);  // steps below have no inverse
+  const Floats inverse = (Floats)broadcast_word((268 - exponent) << 23);
+  Ints sums = {};
+  for (int64_t i = 0; i < count; i += kWidth) {
+    Ints shorts = rounded(bits < kInfinity ? load_vector(i) * inverse : Floats{});
+    shorts = shorts > kMost ? Ints{} + kMost : shorts;
+    shorts = shorts < -kMost ? Ints{} - kMost : shorts;
+    sums += shorts;
+    const Shorts packed = __builtin_convertvector(shorts, Shorts);
+    std::memcpy(to + i, &packed, 2 * std::min<int64_t>(kWidth, count - i));
+  }
+  int32_t sum = 0;
+  for (int lane = 0; lane < kWidth; ++lane) sum += sums[lane];
+  float* const found = floats + group * num_rows + row;
+  found[0] = static_cast<float>(sum);
+  found[layout.num_groups * num_rows] =
+      bits < kInfinity ? ((Floats)broadcast_word((exponent - 14) << 23))[0] : NAN;
 }
 
 // In order, of the numbers that are multiplied.
@@ -122,7 +182,7 @@ void Copy::sum_group(int64_t row, int64_t group) const {
   const int64_t end = std::min(first + weights.group_inputs, weights.num_inputs);
   float sum = 0;
   for (int64_t k = first; k < end; ++k) sum += x.at(from, k);
-  sums[group * num_rows + row] = sum;
+  floats[group * num_rows + row] = sum;
 }
 
 }  // namespace outdraft

@@ -5,9 +5,11 @@
 //   bfloat16   a step is two neighbouring inputs: 32 words, the even input in the low half
 //   int8       a step is four inputs: twice 32 pairs of bytes
 //   int4       a step is eight inputs: 32 words, even inputs in the four nibbles of the low half
-// int8 and int4 become bfloat16 pairs for dot products, else float32, exactly, before they are
-// multiplied. A group of inputs has a scale, and int4 with a zero point a shift:
-// w = scale * (q + shift).
+// int8 and int4 become bfloat16 pairs for dot products, exactly, before they are multiplied; else
+// they are multiplied as integers of 16 bits, and rows are rounded to such (linear_tiles.h): the
+// sums over a group of inputs are exact. A group has a scale, and int4 with a zero point a shift:
+// w = scale * (q + shift). Codes of four bits are multiplied as they lie, 8 above what they stand
+// for, so that sums begin with -8 times the sum of the inputs.
 // Rows are copied one behind the other, and meet a tile in blocks whose sums fit the registers. With
 // AVX2 a few blocks meet it piece by piece. The sum of an output runs over the inputs of a group, or
 // over all, in order, in one register that begins with zero, or with what the pieces before left in
@@ -61,20 +63,16 @@ constexpr int64_t kPieceSteps = 64;
 constexpr int64_t kPieceAhead = 128;  // steps from the end of a piece to what is fetched
 constexpr int64_t kPieceCalls = 24;  // at most: sums of more rows would push the piece out
 
-template <int R>
-using Sums = Floats[R][vectors_of(R)];
+template <class Sum, int R>
+using Sums = Sum[R][vectors_of(R)];
 
-// Adds one input, which has the weights `w`. Where they are decoded, that needs registers, too: the
-// compiler chooses better unless sums take all that there are.
-template <int R, bool kIsQuantised>
+// Adds one input, which has the weights `w`.
+template <int R>
 OUTDRAFT_INLINE void add_input(const Floats (&w)[vectors_of(R)], const float* x, int64_t stride,
-                               Sums<R>& sums) {
+                               Sums<Floats, R>& sums) {
   for (int r = 0; r < R; ++r) {
     const Floats a = broadcast(x[r * stride]);
-    for (int v = 0; v < vectors_of(R); ++v) {
-      Floats& sum = sums[r][v];
-      sum = kIsQuantised && R < kMaxRows ? fused(w[v], a, sum) : added(sum, w[v], a);
-    }
+    for (int v = 0; v < vectors_of(R); ++v) sums[r][v] = added(sums[r][v], w[v], a);
   }
 }
 
@@ -83,57 +81,84 @@ OUTDRAFT_INLINE void add_input(const Floats (&w)[vectors_of(R)], const float* x,
 struct Float32Kernel {
   static constexpr bool kIsQuantised = false;
   using Number = float;  // of a row
+  using Sum = Floats;
   static constexpr int kInputs = 1, kLaneBytes = 4, kRowNumbers = 1;
   template <int R>
   OUTDRAFT_INLINE static void add(const char* step, const float* x, int64_t stride,
-                                  Sums<R>& sums) {
+                                  Sums<Floats, R>& sums) {
     Floats w[vectors_of(R)];
     for (int v = 0; v < vectors_of(R); ++v) w[v] = load<Floats>(step + v * sizeof(Floats));
-    add_input<R, false>(w, x, stride, sums);
+    add_input<R>(w, x, stride, sums);
   }
 };
 
-// `kDots`: rows are pairs of bfloat16, for the machine's dot products; else float32.
-template <class Decoder, bool kDots>
+// bfloat16 weights and float32 rows.
+struct Bf16Kernel {
+  static constexpr bool kIsQuantised = false;
+  using Number = float;
+  using Sum = Floats;
+  static constexpr int kInputs = 2, kLaneBytes = 4, kRowNumbers = 2;
+  template <int R>
+  OUTDRAFT_INLINE static void add(const char* step, const float* x, int64_t stride,
+                                  Sums<Floats, R>& sums) {
+    constexpr int kVectors = vectors_of(R);
+    Floats w[kVectors];
+    for (int v = 0; v < kVectors; ++v) w[v] = low_halves(load<Words>(step + v * sizeof(Words)));
+    add_input<R>(w, x, stride, sums);
+    for (int v = 0; v < kVectors; ++v) w[v] = high_halves(load<Words>(step + v * sizeof(Words)));
+    add_input<R>(w, x + 1, stride, sums);
+  }
+};
+
+// Pairs of inputs: of bfloat16, for the machine's dot products, or of shorts.
+template <class Decoder, bool kShorts>
 struct PairKernel {
-  using Number = std::conditional_t<kDots, uint32_t, float>;
-  static constexpr int kInputs = Decoder::kInputs, kLaneBytes = Decoder::kLaneBytes;
   static constexpr bool kIsQuantised = Decoder::kIsQuantised;
-  static constexpr int kRowNumbers = kDots ? kInputs / 2 : kInputs;
+  using Number = uint32_t;
+  using Sum = std::conditional_t<kShorts, Ints, Floats>;
+  static constexpr int kInputs = Decoder::kInputs, kLaneBytes = Decoder::kLaneBytes;
+  static constexpr int kRowNumbers = kInputs / 2;
 
   template <int R>
-  OUTDRAFT_INLINE static void add(const char* step, const Number* x, int64_t stride,
-                                  Sums<R>& sums) {
+  OUTDRAFT_INLINE static void add(const char* step, const uint32_t* x, int64_t stride,
+                                  Sums<Sum, R>& sums) {
     add_pairs<R>(step, x, stride, sums, std::make_index_sequence<kInputs / 2>());
   }
   template <int R, size_t... kPairs>
-  OUTDRAFT_INLINE static void add_pairs(const char* step, const Number* x, int64_t stride,
-                                        Sums<R>& sums, std::index_sequence<kPairs...>) {
-    (add_pair<R, kPairs>(step, x + kPairs * (kDots ? 1 : 2), stride, sums), ...);
+  OUTDRAFT_INLINE static void add_pairs(const char* step, const uint32_t* x, int64_t stride,
+                                        Sums<Sum, R>& sums, std::index_sequence<kPairs...>) {
+    (add_pair<R, kPairs>(step, x + kPairs, stride, sums), ...);
   }
   template <int R, size_t kPair>
-  OUTDRAFT_INLINE static void add_pair(const char* step, const Number* x, int64_t stride,
-                                       Sums<R>& sums) {
-    if constexpr (kDots) {
-      Words pairs[vectors_of(R)];
-      for (int v = 0; v < vectors_of(R); ++v) {
-        pairs[v] = Decoder::template pair<kPair>(step + v * kWidth * kLaneBytes);
+  OUTDRAFT_INLINE static void add_pair(const char* step, const uint32_t* x, int64_t stride,
+                                       Sums<Sum, R>& sums) {
+    Words pairs[vectors_of(R)];
+    for (int v = 0; v < vectors_of(R); ++v) {
+      const char* lanes = step + v * kWidth * kLaneBytes;
+      if constexpr (kShorts) {
+        pairs[v] = Decoder::template codes<kPair>(lanes);
+      } else {
+        pairs[v] = Decoder::template pair<kPair>(lanes);
       }
-      for (int r = 0; r < R; ++r) {
-        const Words a = broadcast_word(x[r * stride]);
-        for (int v = 0; v < vectors_of(R); ++v) sums[r][v] = dot_pairs(sums[r][v], pairs[v], a);
-      }
-    } else {
-      Floats w[vectors_of(R)];
-      for (int v = 0; v < vectors_of(R); ++v) {
-        w[v] = Decoder::template even<kPair>(step + v * kWidth * kLaneBytes);
-      }
-      add_input<R, kIsQuantised>(w, x, stride, sums);
-      for (int v = 0; v < vectors_of(R); ++v) {
-        w[v] = Decoder::template odd<kPair>(step + v * kWidth * kLaneBytes);
-      }
-      add_input<R, kIsQuantised>(w, x + 1, stride, sums);
     }
+    for (int r = 0; r < R; ++r) {
+      const Words a = broadcast_word(x[r * stride]);
+      for (int v = 0; v < vectors_of(R); ++v) {
+        if constexpr (kShorts) {
+          sums[r][v] = dot_shorts(sums[r][v], pairs[v], a);
+        } else {
+          sums[r][v] = dot_pairs(sums[r][v], pairs[v], a);
+        }
+      }
+    }
+  }
+
+  // Shorts only. Where the sum over a group of inputs begins, and what it is in the end.
+  OUTDRAFT_INLINE static Ints begin(float sum_of_inputs) {
+    return Ints{} - Decoder::kZero * static_cast<int32_t>(sum_of_inputs);
+  }
+  OUTDRAFT_INLINE static Floats end(Ints sum, float step) {
+    return __builtin_convertvector(sum, Floats) * step;
   }
 };
 
@@ -147,6 +172,13 @@ int64_t steps_of_piece(int64_t num_calls, int64_t num_steps) {
   return is_whole ? num_steps : std::min(kPieceSteps, num_steps);
 }
 
+// Steps of a group of inputs, whose sum is taken by itself.
+template <class Kernel>
+int64_t group_steps(const Inputs& x, int64_t num_steps) {
+  if (!Kernel::kIsQuantised) return num_steps;
+  return std::min((x.group_inputs + Kernel::kInputs - 1) / Kernel::kInputs, num_steps);
+}
+
 // A strip of a tile and the rows that it meets. Null: the weights have none.
 template <class Kernel>
 struct Strip {
@@ -158,10 +190,21 @@ struct Strip {
   int64_t x_stride;
   const char *scales, *shifts;  // of the first group
   int64_t scale_bytes;          // of one
-  const float* x_sums;          // of each row over the group, for weights with shifts
-  int64_t sums_stride;          // from the sums over a group to those over the next
-  float* out;                   // [rows, kTile]
+  int64_t next_scales;          // bytes from those of a group of inputs to those of the next
+  const float *x_sums, *x_steps;  // of each row's group: see Inputs
+  int64_t x_group_stride;
+  float* out;  // [rows, kTile]
 };
+
+// What a group of inputs adds to an output, from its sum.
+template <class Kernel>
+OUTDRAFT_INLINE Floats in_numbers(typename Kernel::Sum sum, const float* steps, int row) {
+  if constexpr (std::is_same_v<typename Kernel::Sum, Ints>) {
+    return Kernel::end(sum, steps[row]);
+  } else {
+    return sum;
+  }
+}
 
 // out[R, kTile] = the products; the next piece adds to them. Meanwhile the cache fetches kLines lines
 // a step, or parts of one.
@@ -171,14 +214,18 @@ void multiply_strip(const Strip<Kernel>& strip) {
   const char *weights = strip.weights, *ahead = strip.ahead;
   const char *scales = strip.scales, *shifts = strip.shifts;
   const auto* x = strip.x;
-  const float* x_sums = strip.x_sums;
+  const float *x_sums = strip.x_sums, *x_steps = strip.x_steps;
   const int64_t x_stride = strip.x_stride, next_ahead = strip.next_ahead;
   for (int64_t first = 0; first < strip.num_steps; first += strip.group_steps) {
-    Sums<R> sums;
+    Sums<typename Kernel::Sum, R> sums;
     for (int r = 0; r < R; ++r) {
       for (int v = 0; v < kVectors; ++v) {
-        const float* at = strip.out + r * kTile + v * kWidth;
-        sums[r][v] = kAddsToSums<Kernel> && kLines < 2 ? load<Floats>(at) : Floats{};
+        if constexpr (std::is_same_v<typename Kernel::Sum, Ints>) {
+          sums[r][v] = Kernel::begin(x_sums[r]);
+        } else {
+          const float* at = strip.out + r * kTile + v * kWidth;
+          sums[r][v] = kAddsToSums<Kernel> && kLines < 2 ? load<Floats>(at) : Floats{};
+        }
       }
     }
     int64_t left = std::min(strip.group_steps, strip.num_steps - first);
@@ -192,25 +239,38 @@ void multiply_strip(const Strip<Kernel>& strip) {
       weights += kStepBytes;
       x += Kernel::kRowNumbers;
     } while (--left > 0);
+    // What follows needs more registers. As it has sums of its own, those of the loop above stay in
+    // some.
+    Sums<typename Kernel::Sum, R> found;
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < kVectors; ++v) found[r][v] = apart(sums[r][v]);
+    }
+    // Read once for all rows: for all that the compiler knows, what is stored changes them.
+    Floats factors[kVectors] = {}, offsets[kVectors] = {};
+    for (int v = 0; Kernel::kIsQuantised && v < kVectors; ++v) {
+      factors[v] = scale_numbers(scales, strip.scale_bytes, v);
+      if (shifts != nullptr) offsets[v] = scale_numbers(shifts, strip.scale_bytes, v);
+    }
     for (int r = 0; r < R; ++r) {
       for (int v = 0; v < kVectors; ++v) {
         float* at = strip.out + r * kTile + v * kWidth;
-        Floats sum = sums[r][v];
+        Floats sum = in_numbers<Kernel>(found[r][v], x_steps, r);
         if constexpr (Kernel::kIsQuantised) {
           const Floats total = first == 0 ? Floats{} : load<Floats>(at);
           if (shifts != nullptr) {
-            const Floats factors = scale_numbers(shifts, strip.scale_bytes, v);
-            sum = fused(factors, broadcast(x_sums[r]), sum);
+            const float x_sum = x_steps == nullptr ? x_sums[r] : x_sums[r] * x_steps[r];
+            sum = fused(offsets[v], broadcast(x_sum), sum);
           }
-          sum = fused(scale_numbers(scales, strip.scale_bytes, v), sum, total);
+          sum = fused(factors[v], sum, total);
         }
         store(at, sum);
       }
     }
     if constexpr (Kernel::kIsQuantised) {
-      scales += kTile * strip.scale_bytes;
-      if (shifts != nullptr) shifts += kTile * strip.scale_bytes;
-      x_sums += strip.sums_stride;
+      scales += strip.next_scales;
+      if (shifts != nullptr) shifts += strip.next_scales;
+      x_sums += strip.x_group_stride;
+      if (x_steps != nullptr) x_steps += strip.x_group_stride;
     }
   }
 }
@@ -242,16 +302,15 @@ void multiply_tile(const LinearWeights& weights, const Inputs& x, int64_t num_ro
   Strip<Kernel> all;
   all.next_ahead = (kStepBytes + num_fetching - 1) / num_fetching;
   all.x_stride = x.stride;
-  all.sums_stride = x.sums_stride;
+  all.x_group_stride = x.group_stride;
   all.scale_bytes = scale_bytes;
+  all.next_scales = weights.num_groups > 1 ? kTile * scale_bytes : 0;
   if (kAddsToSums<Kernel> && !is_alone) std::memset(sums, 0, sizeof(float) * num_rows * kTile);
   for (int64_t step = 0; step < num_steps; step += piece_steps) {
     const char* piece = weights.tiles + tile * weights.tile_bytes + step * kStepBytes;
     const char* ahead = piece + (is_alone ? kAheadAlone : steps_ahead * kStepBytes);
     all.num_steps = std::min(piece_steps, num_steps - step);
-    all.group_steps = Kernel::kIsQuantised && weights.num_groups > 1
-                          ? weights.group_inputs / Kernel::kInputs
-                          : all.num_steps;
+    all.group_steps = group_steps<Kernel>(x, all.num_steps);
     for (int64_t block = 0, r = 0, call = 0; block < num_blocks; ++block) {
       const int64_t end = num_rows * (block + 1) / num_blocks;  // blocks of about equal size
       for (int64_t e = 0; e < kTile; e += kTile / num_strips, ++call) {
@@ -263,6 +322,7 @@ void multiply_tile(const LinearWeights& weights, const Inputs& x, int64_t num_ro
         all.scales = weights.scales == nullptr ? nullptr : weights.scales + at;
         all.shifts = weights.shifts == nullptr ? nullptr : weights.shifts + at;
         all.x_sums = x.sums + r;
+        all.x_steps = x.steps == nullptr ? nullptr : x.steps + r;
         all.out = sums + r * kTile + e;
         const auto& calls = is_alone              ? kStripCalls<Kernel, 2>
                             : call < num_fetching ? kStripCalls<Kernel, 1>
@@ -275,28 +335,30 @@ void multiply_tile(const LinearWeights& weights, const Inputs& x, int64_t num_ro
 }
 
 template <class Decoder>
-MultiplyTile kernel_of(bool keeps_bf16) {
+MultiplyTile kernel_of(InputKind kind) {
   if constexpr (kHasBf16Dot) {
-    if (keeps_bf16) return multiply_tile<PairKernel<Decoder, true>>;
+    if (kind == InputKind::kBf16Pairs) return multiply_tile<PairKernel<Decoder, false>>;
   }
-  return multiply_tile<PairKernel<Decoder, false>>;
+  if constexpr (Decoder::kIsQuantised) return multiply_tile<PairKernel<Decoder, true>>;
+  return multiply_tile<Bf16Kernel>;
 }
 
 }  // namespace
 
-MultiplyTile kernel_of(const LinearWeights& weights, bool keeps_bf16) {
-  if (const MultiplyTile in_matrices = keeps_bf16 ? matrix_kernel_of(weights) : nullptr) {
-    return in_matrices;
+MultiplyTile kernel_of(const LinearWeights& weights, InputKind kind) {
+  const bool may_be_matrices = kind == InputKind::kBf16Pairs;
+  if (const MultiplyTile kernel = may_be_matrices ? matrix_kernel_of(weights) : nullptr) {
+    return kernel;
   }
   switch (weights.format) {
     case Format::kFloat32:
       return multiply_tile<Float32Kernel>;
     case Format::kBfloat16:
-      return kernel_of<Bf16Words>(keeps_bf16);
+      return kernel_of<Bf16Words>(kind);
     case Format::kInt8:
-      return kernel_of<Int8Words>(keeps_bf16);
+      return kernel_of<Int8Words>(kind);
     default:
-      return kernel_of<Int4Words>(keeps_bf16);
+      return kernel_of<Int4Words>(kind);
   }
 }
 

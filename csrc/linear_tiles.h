@@ -13,13 +13,21 @@ namespace outdraft {
 constexpr int64_t kBlockRows = 288;
 constexpr int64_t kMinShared = 1 << 16;  // multiplications; below, sharing costs what it saves
 
-// Rows as the kernels read them: [row][inputs], `stride` words apart, and for weights with shifts
-// their sums: [group][row], `sums_stride` apart.
+// What rows are for a kernel. kShorts: 16-bit integers, each times the step of its group of inputs,
+// a power of two: the number of largest size in a group has 15 bits, so that bfloat16 numbers from
+// a 128th of it on stay as they are. A group with a number that is not finite becomes NaN.
+enum class InputKind { kFloat32, kBf16Pairs, kShorts };
+
+constexpr int64_t kMostShorts = 128;  // of a group; their products with int8 codes fit 32 bits
+
+// Rows as the kernels read them: [row][inputs], `stride` words apart. For some weights the sums of
+// their groups of inputs, and the steps of these: [group][row], `group_stride` apart. Sums of shorts
+// are without their steps. `group_inputs`: of a group.
 struct Inputs {
   const void* rows;
   int64_t stride;
-  const float* sums;
-  int64_t sums_stride;
+  const float *sums, *steps;
+  int64_t group_stride, group_inputs;
 };
 
 // sums[num_rows, kTile] = the products with one tile.
@@ -29,15 +37,25 @@ using MultiplyTile = void (*)(const LinearWeights& weights, const Inputs& x, int
 // For bfloat16 rows on machines that have matrix registers (linear_amx.cpp); null: there is none.
 MultiplyTile matrix_kernel_of(const LinearWeights& weights);
 
-// `keeps_bf16`: of the rows' layout.
-MultiplyTile kernel_of(const LinearWeights& weights, bool keeps_bf16);
+MultiplyTile kernel_of(const LinearWeights& weights, InputKind kind);
 
 // How rows of a dtype lie for the kernels of a weight.
 struct InputLayout {
-  bool keeps_bf16;  // else they become float32
-  int64_t stride;   // words: a float32 number or a pair
+  InputKind kind;
+  int64_t stride;  // words: a float32 number or a pair
+  int64_t group_inputs, num_groups;
+  int64_t group_floats;  // that a row has for each group: its sum, and for shorts its step
 
   InputLayout(const LinearWeights& weights, Dtype dtype);
+
+  // `floats`: group_floats of each group of each of num_rows rows.
+  Inputs inputs(const void* rows, const float* floats, int64_t num_rows) const {
+    const float* steps = kind == InputKind::kShorts ? floats + num_groups * num_rows : nullptr;
+    return {rows, stride, floats, steps, num_rows, group_inputs};
+  }
+
+  // Those of a row, its floats included.
+  int64_t row_words() const { return stride + group_floats * num_groups; }
 
   // Whether rows lie so already.
   bool is_of(const LinearWeights& weights, const ConstRows& x) const;
@@ -71,7 +89,7 @@ struct Copy {
   int64_t num_rows;
   InputLayout layout;
   char* block;
-  float* sums;  // [group][num_rows]
+  float* floats;  // [group][num_rows], group_floats times
 
   static constexpr int64_t kUnitRows = 32;
 
@@ -82,6 +100,8 @@ struct Copy {
 
  private:
   void copy_row(int64_t row) const;
+  template <class Number>
+  void round_group(int64_t row, int64_t group, const Number* from) const;
   void sum_group(int64_t row, int64_t group) const;
 };
 
@@ -96,18 +116,18 @@ void run_products(Team* team, const LinearWeights& weights, ConstRows x, int64_t
   const int64_t most_rows = std::min(num_rows, kBlockRows);
   const bool is_copied = !layout.is_of(weights, x);
   auto* block = static_cast<char*>(input_block(
-      turn.team(), is_copied ? most_rows * 4 * (layout.stride + weights.num_groups) : 0));
+      turn.team(), is_copied ? most_rows * 4 * layout.row_words() : 0));
   for (int64_t first = 0; first < num_rows; first += kBlockRows) {
     const int64_t count = std::min(kBlockRows, num_rows - first);
     const auto* from = static_cast<const char*>(x.numbers) + first * x.stride * size_of(x.dtype);
-    Inputs inputs = {from, layout.stride, nullptr, 0};
+    Inputs inputs = layout.inputs(from, nullptr, 0);
     if (is_copied) {
-      auto* sums = reinterpret_cast<float*>(block) + count * layout.stride;
-      inputs = {block, layout.stride, sums, count};
+      auto* floats = reinterpret_cast<float*>(block) + count * layout.stride;
+      inputs = layout.inputs(block, floats, count);
       const ConstRows rows = {from, x.dtype, x.stride};
-      run_in_turn(turn.team(), Copy{rows, nullptr, weights, count, layout, block, sums});
+      run_in_turn(turn.team(), Copy{rows, nullptr, weights, count, layout, block, floats});
     }
-    run_in_turn(turn.team(), work(kernel_of(weights, layout.keeps_bf16), inputs, first, count));
+    run_in_turn(turn.team(), work(kernel_of(weights, layout.kind), inputs, first, count));
   }
 }
 

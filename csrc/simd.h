@@ -34,6 +34,7 @@ typedef uint32_t Words __attribute__((vector_size(4 * kWidth)));
 typedef int32_t Ints __attribute__((vector_size(4 * kWidth)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kWidth)));
 typedef int16_t Shorts __attribute__((vector_size(2 * kWidth)));
+typedef uint16_t WordHalves __attribute__((vector_size(4 * kWidth)));
 typedef int8_t Bytes __attribute__((vector_size(kWidth)));
 
 template <class Vector>
@@ -97,6 +98,17 @@ inline Floats added(Floats sum, Floats a, Floats b) {
 #endif
 }
 
+// The same vector, for the compiler another one: it may be in memory though the first one is not.
+template <class Vector>
+inline Vector apart(Vector vector) {
+#if defined(__x86_64__)
+  asm("" : "+v"(vector));
+#elif defined(__aarch64__)
+  asm("" : "+w"(vector));
+#endif
+  return vector;
+}
+
 // sums + a[2i] * b[2i] + a[2i + 1] * b[2i + 1], of bfloat16 pairs, rounded as the machine does.
 inline Floats dot_pairs(Floats sums, Words a, Words b) {
 #if defined(__AVX512BF16__)
@@ -106,6 +118,23 @@ inline Floats dot_pairs(Floats sums, Words a, Words b) {
 #else
   (void)a, (void)b;
   return sums;
+#endif
+}
+
+// sums + a[2i] * b[2i] + a[2i + 1] * b[2i + 1], of pairs of 16-bit integers, not all of them -32768.
+// Where that is two instructions, they are named: compilers take many sums of one step apart, and
+// the parts do not fit the registers.
+inline Ints dot_shorts(Ints sums, Words a, Words b) {
+#if defined(__AVX512VNNI__)
+  return (Ints)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
+#elif defined(__x86_64__)
+  Ints products;
+  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(sums), "=&v"(products) : "v"(a), "v"(b));
+  return sums;
+#elif defined(__aarch64__)
+  const int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
+  const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y));
+  return sums + (Ints)vpaddq_s32(low, vmull_high_s16(x, y));
 #endif
 }
 
@@ -149,6 +178,28 @@ inline Ints widened(Bytes numbers) {
   return (Ints)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((long long)numbers));
 #elif defined(__aarch64__)
   return (Ints)vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8((uint32_t)numbers))));
+#endif
+}
+
+// Twice as many bytes as words, as 16-bit integers.
+inline Words widened_bytes(const void* from) {
+#if defined(__AVX512BW__)
+  return (Words)_mm512_maskz_cvtepi8_epi16(__mmask32(-1), load<__m256i>(from));
+#elif defined(__AVX2__)
+  return (Words)_mm256_cvtepi8_epi16(load<__m128i>(from));
+#elif defined(__aarch64__)
+  return (Words)vmovl_s8(load<int8x8_t>(from));
+#endif
+}
+
+// To the nearest integer, ties to even.
+inline Ints rounded(Floats x) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_maskz_cvtps_epi32(__mmask16(-1), x);
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtps_epi32(x);
+#elif defined(__aarch64__)
+  return (Ints)vcvtnq_s32_f32(x);
 #endif
 }
 

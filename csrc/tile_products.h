@@ -1,5 +1,6 @@
 // Products of the rows of an attention tile with keys or values, which are laid out for that first:
-// the layout and the loops of linear.cpp, for matrices that are read once.
+// the layout and the loops of linear.cpp, for matrices that are read once. Or with values where they
+// lie, where so few rows meet them that a copy is not worth it.
 //
 // A laid-out matrix has its outputs in groups of vectors; a group has, step by step, what one
 // instruction meets: one input in float32, a pair of inputs in bfloat16. The sum of an output runs
@@ -28,6 +29,26 @@ constexpr int kGroupVectors = 4, kGroupRows = 6;
 // Where sums start: out[row] = scale * x[row] . matrix, or x[row] . matrix + shrink[row] * out[row]
 enum class Start { kZero, kShrunk };
 
+// What the cache fetches meanwhile: rows, line by line, and what follows them.
+struct Fetch {
+  const void* const *row, *const *end;
+  int64_t row_bytes, at = 0;
+  const Fetch* next = nullptr;
+
+  void lines(int64_t count) {
+    for (; count > 0; --count) {
+      if (row == end) {
+        if (next == nullptr) return;
+        *this = *next;
+        continue;
+      }
+      prefetch_far(static_cast<const char*>(*row) + at);
+      at += 64;
+      if (at >= row_bytes) at = 0, ++row;
+    }
+  }
+};
+
 // For outputs that fill vectors and at most kGroupRows rows.
 struct TileProduct {
   const uint32_t* matrix;
@@ -39,6 +60,10 @@ struct TileProduct {
   int64_t out_stride;
   float scale;          // of sums that start with zero
   const float* shrink;  // of the others
+  // Instead of a matrix: rows where they lie, from one of their numbers on.
+  const void* const* rows;
+  int64_t first_number;
+  Fetch* fetch;
 };
 
 namespace detail {
@@ -52,11 +77,46 @@ inline Floats add_products(Floats sum, Words matrix, const uint32_t* x) {
   return fused(high_halves(matrix), (Floats)broadcast_word(x[1]), sum);
 }
 
+// The words of a laid-out matrix, step by step, for outputs from `first` on.
+class LaidOut {
+ public:
+  LaidOut(const TileProduct& p, int64_t first) : at_(p.matrix + first * p.matrix_steps) {}
+
+  template <int V>
+  void read(Words* words) {
+    for (int v = 0; v < V; ++v) words[v] = load<Words>(at_ + v * kWidth);
+    at_ += V * kWidth;
+  }
+
+ private:
+  const uint32_t* at_;
+};
+
+// The same of rows of float32 numbers where they lie; what `fetch` names is fetched meanwhile.
+class InPlace {
+ public:
+  InPlace(const TileProduct& p, int64_t first)
+      : row_(p.rows), at_(p.first_number + first), fetch_(*p.fetch) {}
+
+  template <int V>
+  void read(Words* words) {
+    const float* row = static_cast<const float*>(*row_++) + at_;
+    for (int v = 0; v < V; ++v) words[v] = load<Words>(row + v * kWidth);
+    fetch_.lines(V * sizeof(Words) / 64);
+  }
+
+ private:
+  const void* const* row_;
+  const int64_t at_;
+  Fetch& fetch_;
+};
+
 // `p.num_rows` is R; outputs [first, first + V vectors).
-template <Products kProducts, Start kStart, int V, int R>
+template <Products kProducts, Start kStart, class Source, int V, int R>
 void multiply_group(const TileProduct& p, int64_t first) {
   constexpr int kStepWords = kProducts == Products::kWidened ? 2 : 1;  // of a row
-  const uint32_t *matrix = p.matrix + first * p.matrix_steps, *x = p.x;
+  Source source(p, first);
+  const uint32_t* x = p.x;
   const int64_t x_stride = p.x_stride, out_stride = p.out_stride;
   float* out = p.out + first;
   Floats sums[R][V];
@@ -70,9 +130,9 @@ void multiply_group(const TileProduct& p, int64_t first) {
       }
     }
   }
-  for (int64_t left = p.num_steps; left > 0; --left, matrix += V * kWidth, x += kStepWords) {
+  for (int64_t left = p.num_steps; left > 0; --left, x += kStepWords) {
     Words words[V];
-    for (int v = 0; v < V; ++v) words[v] = load<Words>(matrix + v * kWidth);
+    source.template read<V>(words);
     for (int r = 0; r < R; ++r) {
       for (int v = 0; v < V; ++v) {
         sums[r][v] = add_products<kProducts>(sums[r][v], words[v], x + r * x_stride);
@@ -89,12 +149,12 @@ void multiply_group(const TileProduct& p, int64_t first) {
   }
 }
 
-template <Products kProducts, Start kStart, int V, int R = kGroupRows>
+template <Products kProducts, Start kStart, class Source, int V, int R = kGroupRows>
 void multiply_outputs(const TileProduct& p, int64_t first) {
   if constexpr (R > 1) {
-    if (p.num_rows < R) return multiply_outputs<kProducts, kStart, V, R - 1>(p, first);
+    if (p.num_rows < R) return multiply_outputs<kProducts, kStart, Source, V, R - 1>(p, first);
   }
-  multiply_group<kProducts, kStart, V, R>(p, first);
+  multiply_group<kProducts, kStart, Source, V, R>(p, first);
 }
 
 #if defined(__AMX_BF16__)
@@ -146,24 +206,29 @@ inline int64_t group_vectors(int64_t first, int64_t num_outputs) {
   return num_outputs - first >= kGroupVectors * kWidth ? kGroupVectors : 1;
 }
 
-template <Products kProducts, Start kStart>
+template <Products kProducts, Start kStart, class Source = detail::LaidOut>
 void multiply_rows(const TileProduct& p) {
   for (int64_t first = 0; first < p.num_outputs;) {
     const int64_t vectors = group_vectors(first, p.num_outputs);
     if (vectors == kGroupVectors) {
-      detail::multiply_outputs<kProducts, kStart, kGroupVectors>(p, first);
+      detail::multiply_outputs<kProducts, kStart, Source, kGroupVectors>(p, first);
     } else {
-      detail::multiply_outputs<kProducts, kStart, 1>(p, first);
+      detail::multiply_outputs<kProducts, kStart, Source, 1>(p, first);
     }
     first += vectors * kWidth;
   }
 }
 
+// Values of float32 where they lie, by their weights: the same sums as of values that are laid out.
+inline void multiply_in_place(const TileProduct& p) {
+  multiply_rows<Products::kFloat32, Start::kShrunk, detail::InPlace>(p);
+}
+
 #if defined(__AMX_BF16__)
 
-// The same of pairs by pairs, for up to kMatrixRows rows, in matrix registers, which have the shape
-// of these rows: amx.h has the order of the sums. Rows and matrix have zeros behind their last step,
-// to a multiple of 16 steps.
+// As multiply_rows, of pairs by pairs, for up to kMatrixRows rows, in matrix registers, which have
+// the shape of these rows: amx.h has the order of the sums. Rows and matrix have zeros behind their
+// last step, to a multiple of 16 steps.
 template <Start kStart>
 void multiply_rows_in_matrices(const TileProduct& p) {
   if constexpr (kStart == Start::kShrunk) {
@@ -234,11 +299,9 @@ void turn_block(const void* const* rows, int64_t at, int64_t count, uint32_t* to
   for (int i = 0; i < kWidth; ++i) store(to + i * next, words[i]);
 }
 
-typedef uint16_t PairHalves __attribute__((vector_size(4 * kWidth)));
-
 // Word i is half kFirst + i of `even`, and above it that of `odd`.
 template <int kFirst, int... kPlaces>
-inline Words pairs(PairHalves even, PairHalves odd, std::integer_sequence<int, kPlaces...>) {
+inline Words pairs(WordHalves even, WordHalves odd, std::integer_sequence<int, kPlaces...>) {
   return (Words)__builtin_shufflevector(
       even, odd, (kFirst + kPlaces / 2 + kPlaces % 2 * 2 * kWidth)...);
 }
@@ -247,26 +310,12 @@ inline Words pairs(PairHalves even, PairHalves odd, std::integer_sequence<int, k
 inline void pair_rows(const uint16_t* even, const uint16_t* odd, int64_t count, int64_t vectors,
                       uint32_t* to) {
   using AllPlaces = std::make_integer_sequence<int, 2 * kWidth>;
-  const auto low = load_up_to<PairHalves>(even, count), high = load_up_to<PairHalves>(odd, count);
+  const auto low = load_up_to<WordHalves>(even, count), high = load_up_to<WordHalves>(odd, count);
   store(to, pairs<0>(low, high, AllPlaces()));
   if (vectors > 1) store(to + kWidth, pairs<kWidth>(low, high, AllPlaces()));
 }
 
 }  // namespace detail
-
-// What the cache fetches meanwhile: rows, line by line.
-struct Fetch {
-  const void* const *row, *const *end;
-  int64_t row_bytes, at = 0;
-
-  void lines(int64_t count) {
-    for (; count > 0 && row != end; --count) {
-      prefetch_far(static_cast<const char*>(*row) + at);
-      at += 64;
-      if (at >= row_bytes) at = 0, ++row;
-    }
-  }
-};
 
 // The steps of a matrix whose inputs are numbers of this kind.
 template <class Number>
@@ -289,7 +338,7 @@ int64_t lay_out_columns(const void* const* rows, int64_t num_rows, int64_t offse
         const int64_t at = step * kNumbers / kWidth, count = size - at;
         const auto& turn = count >= kNumbers ? detail::turn_block<true, Number>
                                              : detail::turn_block<false, Number>;
-        fetch.lines(kWidth);
+        fetch.lines(kWidth * sizeof(Words) / 64);
         turn(rows + first, offset + at, count, to + (step * vectors + v) * kWidth,
              vectors * kWidth);
       }

@@ -1,5 +1,5 @@
-// The steps of a tile of bfloat16 or quantised weights, as pairs of bfloat16 inputs or as float32:
-// see linear_tiles.cpp for the layout.
+// The steps of a tile of bfloat16 or quantised weights, as pairs of bfloat16 inputs; quantised
+// ones as pairs of 16-bit integers, too: see linear_tiles.cpp for the layout.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,8 @@ alignas(64) constexpr uint16_t kInt4Numbers[32] = {
     0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0};
 #endif
 
-// The words of a step for a vector of outputs, and the even and the odd input of a pair as float32.
-// kInputs: of a step; kLaneBytes: of an output in it.
+// The words of a step for a vector of outputs. kInputs: of a step; kLaneBytes: of an output in it;
+// kZero: what the codes of `codes` are above those that they stand for.
 
 struct Bf16Words {
   static constexpr bool kIsQuantised = false;
@@ -36,36 +36,20 @@ struct Bf16Words {
   OUTDRAFT_INLINE static Words pair(const char* lanes) {
     return load<Words>(lanes);
   }
-  template <int kPair>
-  OUTDRAFT_INLINE static Floats even(const char* lanes) {
-    return low_halves(load<Words>(lanes));
-  }
-  template <int kPair>
-  OUTDRAFT_INLINE static Floats odd(const char* lanes) {
-    return high_halves(load<Words>(lanes));
-  }
 };
 
 struct Int8Words {
   static constexpr bool kIsQuantised = true;
-  static constexpr int kInputs = 4, kLaneBytes = 2;
+  static constexpr int kInputs = 4, kLaneBytes = 2, kZero = 0;
+  template <int kPair>
+  OUTDRAFT_INLINE static Words codes(const char* lanes) {
+    return widened_bytes(lanes + kPair * kTile * kLaneBytes);
+  }
   template <int kPair>
   OUTDRAFT_INLINE static Words pair(const char* lanes) {
     const char* bytes = lanes + kPair * kTile * kLaneBytes;
     return pairs_of(floats_of(bytes), floats_of(bytes + kWidth),
                     std::make_integer_sequence<int, 2 * kWidth>());
-  }
-  template <int kPair>
-  OUTDRAFT_INLINE static Floats even(const char* lanes) {
-    return __builtin_convertvector(both<kPair>(lanes) << 24 >> 24, Floats);
-  }
-  template <int kPair>
-  OUTDRAFT_INLINE static Floats odd(const char* lanes) {
-    return __builtin_convertvector(both<kPair>(lanes) >> 8, Floats);
-  }
-  template <int kPair>
-  OUTDRAFT_INLINE static Ints both(const char* lanes) {
-    return widened(load<Shorts>(lanes + kPair * kTile * kLaneBytes));
   }
   OUTDRAFT_INLINE static Floats floats_of(const char* bytes) {
     return __builtin_convertvector(widened(load<Bytes>(bytes)), Floats);
@@ -73,14 +57,18 @@ struct Int8Words {
   template <int... kPlaces>
   OUTDRAFT_INLINE static Words pairs_of(Floats a, Floats b,
                                         std::integer_sequence<int, kPlaces...>) {
-    typedef uint16_t PairHalves __attribute__((vector_size(4 * kWidth)));
-    return (Words)__builtin_shufflevector((PairHalves)a, (PairHalves)b, (2 * kPlaces + 1)...);
+    return (Words)__builtin_shufflevector((WordHalves)a, (WordHalves)b, (2 * kPlaces + 1)...);
   }
 };
 
 struct Int4Words {
   static constexpr bool kIsQuantised = true;
-  static constexpr int kInputs = 8, kLaneBytes = 4;
+  static constexpr int kInputs = 8, kLaneBytes = 4, kZero = kInt4Zero;
+  template <int kPair>
+  OUTDRAFT_INLINE static Words codes(const char* lanes) {
+    const WordHalves all = load<WordHalves>(lanes) >> (4 * kPair);
+    return (Words)(kPair == 3 ? all : all & 15);
+  }
   template <int kPair>
   OUTDRAFT_INLINE static Words pair(const char* lanes) {
 #if defined(__AVX512BW__)
@@ -88,21 +76,13 @@ struct Int4Words {
     // By the low five bits of each half; the fifth is the next input's.
     return (Words)_mm512_permutexvar_epi16((__m512i)codes, _mm512_load_si512(kInt4Numbers));
 #else
-    return (Words)even<kPair>(lanes) >> 16 | (Words)odd<kPair>(lanes);
+    // With the highest bit of each flipped, codes are signed.
+    static_assert(kInt4Zero == 8);
+    const Ints flipped = (Ints)(load<Words>(lanes) ^ 0x8888'8888);
+    const Floats even = __builtin_convertvector(flipped << (28 - 4 * kPair) >> 28, Floats);
+    const Floats odd = __builtin_convertvector(flipped << (12 - 4 * kPair) >> 28, Floats);
+    return (Words)even >> 16 | (Words)odd;
 #endif
-  }
-  template <int kPair>
-  OUTDRAFT_INLINE static Floats even(const char* lanes) {
-    return __builtin_convertvector(flipped(lanes) << (28 - 4 * kPair) >> 28, Floats);
-  }
-  template <int kPair>
-  OUTDRAFT_INLINE static Floats odd(const char* lanes) {
-    return __builtin_convertvector(flipped(lanes) << (12 - 4 * kPair) >> 28, Floats);
-  }
-  // With the highest bit of each flipped, codes are signed.
-  static_assert(kInt4Zero == 8);
-  OUTDRAFT_INLINE static Ints flipped(const char* lanes) {
-    return (Ints)(load<Words>(lanes) ^ 0x8888'8888);
   }
 };
 

@@ -18,6 +18,8 @@ namespace outdraft {
 // Lanes that meet a piece together at most: of dot products, and of any.
 constexpr int64_t kDotLanes = kHasMatrixRegisters ? kMatrixRows : kGroupRows;
 constexpr int64_t kMostLanes = std::max<int64_t>(kDotLanes, kGroupRows);
+constexpr int64_t kGroupKeys = kGroupVectors * kWidth;  // that meet some lanes at once
+constexpr int64_t kKeysAhead = 16;  // that the cache fetches before they are read in order
 // The next piece's; twice for a register of keys in place.
 [[maybe_unused]] constexpr int64_t kFetchedLines = 16;
 
@@ -41,7 +43,7 @@ inline constexpr MultiplyCalls kMultiply<Products::kDots> = {
 class TileWork {
  public:
   static size_t bytes(const AttentionBatch& batch, const Sizes& sizes) {
-    const int64_t floats = 2 * sizes.sums_size + kMostLanes * kPiece +
+    const int64_t floats = 2 * sizes.sums_size + num_scores(sizes) +
                            (sizes.max_lanes + kPiece) * sizes.key_size +
                            kPiece * sizes.value_size + num_zeros(sizes) + turned_size(sizes);
     return round_up(sizeof(TileWork), 64) + round_up(4 * floats, 64) +
@@ -50,6 +52,10 @@ class TileWork {
 
   static int64_t num_zeros(const Sizes& sizes) {
     return sizes.job_heads * std::max(sizes.key_size, sizes.value_size);
+  }
+
+  static int64_t num_scores(const Sizes& sizes) {
+    return std::max(kMostLanes, std::min(sizes.max_lanes, sizes.job_heads * kInOrderLanes)) * kPiece;
   }
 
   // What queries take that meet keys where they lie, in words.
@@ -68,6 +74,7 @@ class TileWork {
         meets_keys_in_place_(kHasMatrixRegisters && are_dots_ && num_lanes_ <= kMatrixRows &&
                              batch.key_size % (2 * kMatrixRows) == 0 &&
                              batch.block_size % kMatrixRows == 0),
+        reads_in_order_(reads_in_order(batch, num_lanes_)),
         places_(batch_, tile_, first_kv_head_),
         multiply_(!batch.is_bf16_cache ? kMultiply<Products::kFloat32>
                   : are_dots_          ? kMultiply<Products::kDots>
@@ -79,7 +86,7 @@ class TileWork {
     key_matrix_ = q_ + sizes_.max_lanes * sizes_.key_size;
     value_matrix_ = key_matrix_ + kPiece * sizes_.key_size;
     scores_ = value_matrix_ + kPiece * sizes_.value_size;
-    zeros_ = scores_ + kMostLanes * kPiece;
+    zeros_ = scores_ + num_scores(sizes_);
     turned_q_ = zeros_ + num_zeros(sizes_);
     const int64_t num_floats = turned_q_ + turned_size(sizes_) - sums_;
     places_.put_into(memory + round_up(4 * num_floats, 64), zeros_, sizes_.tile_rows);
@@ -105,8 +112,8 @@ class TileWork {
   void fold(const Sums& sums, const Sums& next) const {
     for (int64_t lane = 0; lane < sizes_.job_heads * num_lanes_; ++lane) {
       const float highest = std::max(sums.top[lane], next.top[lane]);
-      const float shrink = exp2_of(broadcast(sums.top[lane] - highest))[0];
-      const float next_shrink = exp2_of(broadcast(next.top[lane] - highest))[0];
+      const float shrink = power_of(sums.top[lane] - highest);
+      const float next_shrink = power_of(next.top[lane] - highest);
       sums.top[lane] = highest;
       const auto add = [&](float* numbers, const float* more, int64_t size) {
         for (int64_t c = lane * size; c < (lane + 1) * size; ++c) {
@@ -147,8 +154,8 @@ class TileWork {
   // What divides a lane's sums, once more, if its sink joins their total.
   float inverse_with_sink(int64_t lane, float top, float total) const {
     const float sink = batch_.sinks[head_of(lane)] * kLog2E, highest = std::max(top, sink);
-    const float shrink = exp2_of(broadcast(top - highest))[0];
-    return shrink / (total * shrink + exp2_of(broadcast(sink - highest))[0]);
+    const float shrink = power_of(top - highest);
+    return shrink / (total * shrink + power_of(sink - highest));
   }
 
   // Queries as the products read them, padded with zeros.
@@ -191,8 +198,10 @@ class TileWork {
     std::fill_n(sums.out, num_lanes * sizes_.value_size, 0.0f);
     std::fill_n(sums.top, num_lanes, kHidden);
     std::fill_n(sums.total, num_lanes * kWidth, 0.0f);
-    int64_t start = (tile_.first_key / kPart + part) * kPart;
-    const int64_t end = std::min(start + kPart, tile_.end_key);
+    const Parts parts = parts_of(batch_);
+    const int64_t number = parts.of(tile_.first_key) + part;
+    int64_t start = parts.start(number);
+    const int64_t end = std::min(parts.start(number + 1), tile_.end_key);
     // A window begins inside of a piece: where pieces begin must not depend on the tile's rows.
     start = std::max(start, tile_.first_key / kPiece * kPiece);
     int64_t first_own = end;
@@ -242,6 +251,7 @@ class TileWork {
   // changes the scores of a lane.
   template <class Hide>
   void attend_keys(int64_t first, int64_t end, const Sums& sums, bool in_place, const Hide& hide) {
+    if (reads_in_order_) return attend_in_order(first, end, sums, hide);
     const int64_t head_bytes = sizes_.job_heads * places_.number_bytes();
     const int64_t k_bytes = head_bytes * batch_.key_size, v_bytes = head_bytes * batch_.value_size;
     Fetch k = {next_.k, next_.k + next_.num_keys, k_bytes};
@@ -253,22 +263,80 @@ class TileWork {
       for (int64_t key = 0; key < keys_.num_keys; ++key) touch(keys_.v[key], v_bytes);
     }
     const int64_t most_lanes = are_dots_ ? kDotLanes : kGroupRows;
-    const int64_t num_blocks = (end - first + most_lanes - 1) / most_lanes;
     for (int64_t head = 0; head < sizes_.job_heads; ++head) {
       TileProduct keys = {};
-      if (!in_place) keys = lay_out_keys(head, k);
+      if (!in_place) keys = lay_out_keys(head, 0, round_up(keys_.num_keys, kWidth), k);
       TileProduct values = lay_out_values(head, v);
-      for (int64_t block = 0; block < num_blocks; ++block) {  // of about equal size
-        const int64_t from = first + (end - first) * block / num_blocks;
-        const int64_t to = first + (end - first) * (block + 1) / num_blocks;
+      for_blocks(first, end, most_lanes, [&](int64_t from, int64_t to) {
         shape(to - from, in_place);
         if (in_place) {
           score_in_place(head, from, to, k);
         } else {
-          score(head, from, to, keys);
+          score(head, from, to, keys, scores_);
         }
         attend_block(head, from, to, sums, values, hide);
+      });
+    }
+  }
+
+  // Blocks of lanes of about equal size, at most so many.
+  template <class Meet>
+  static void for_blocks(int64_t first, int64_t end, int64_t most_lanes, const Meet& meet) {
+    const int64_t num_blocks = (end - first + most_lanes - 1) / most_lanes;
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      meet(first + (end - first) * block / num_blocks,
+           first + (end - first) * (block + 1) / num_blocks);
+    }
+  }
+
+  // As attend_keys, with the same sums, for few lanes, where memory is what takes time: a few keys
+  // of all heads, then the next ones, and values where they lie. So little has to stay in the caches.
+  template <class Hide>
+  void attend_in_order(int64_t first, int64_t end, const Sums& sums, const Hide& hide) {
+    const int64_t num_keys = keys_.num_keys, num_ahead = std::min(kKeysAhead, num_keys);
+    const int64_t head_bytes = sizes_.job_heads * places_.number_bytes();
+    const int64_t k_bytes = head_bytes * batch_.key_size, v_bytes = head_bytes * batch_.value_size;
+    const Fetch next_k = {next_.k, next_.k + std::min(kKeysAhead, next_.num_keys), k_bytes};
+    const Fetch v = {keys_.v, keys_.v + num_keys, v_bytes, 0, &next_k};
+    Fetch fetch = {keys_.k + num_ahead, keys_.k + num_keys, k_bytes, 0, &v};
+    const auto scores_of = [&](int64_t head, int64_t lane) {
+      return scores_ + (head * num_lanes_ + lane) * kPiece;
+    };
+    for (int64_t key = 0; key < num_keys; key += kGroupKeys) {
+      const int64_t count = round_up(std::min(kGroupKeys, num_keys - key), kWidth);
+      for (int64_t head = 0; head < sizes_.job_heads; ++head) {
+        TileProduct keys = lay_out_keys(head, key, count, fetch);
+        for_blocks(first, end, kGroupRows, [&](int64_t from, int64_t to) {
+          score(head, from, to, keys, scores_of(head, from) + key);
+        });
       }
+    }
+    float shrink[kMaxLanes];
+    for (int64_t head = 0; head < sizes_.job_heads; ++head) {
+      for_blocks(first, end, kGroupRows, [&](int64_t from, int64_t to) {
+        weigh_lanes(head, from, to, sums, scores_of(head, from), shrink + head * num_lanes_ + from,
+                    hide);
+      });
+    }
+    for (int64_t key = 0; key < num_keys; key += kGroupKeys) {
+      for (int64_t head = 0; head < sizes_.job_heads; ++head) {
+        for_blocks(first, end, kGroupRows, [&](int64_t from, int64_t to) {
+          const int64_t lane = head * num_lanes_ + from;
+          TileProduct values = {};
+          values.rows = keys_.v + key;
+          values.first_number = head * batch_.value_size;
+          values.fetch = &fetch;
+          values.num_steps = std::min(kGroupKeys, num_keys - key);
+          values.num_outputs = values.out_stride = sizes_.value_size;
+          values.num_rows = to - from;
+          values.x = words(scores_of(head, from) + key);
+          values.x_stride = kPiece;
+          values.out = sums.out + lane * sizes_.value_size;
+          values.shrink = shrink + lane;
+          multiply_in_place(values);
+        });
+      }
+      std::fill_n(shrink, sizes_.job_heads * num_lanes_, 1.0f);  // the sums have shrunk
     }
   }
 
@@ -281,7 +349,8 @@ class TileWork {
 #endif
   }
 
-  void score(int64_t head, int64_t from, int64_t to, TileProduct& keys) {
+  void score(int64_t head, int64_t from, int64_t to, TileProduct& keys, float* scores) {
+    keys.out = scores;
     keys.x = words(q_ + (head * num_lanes_ + from) * q_stride());
     keys.num_rows = to - from;
     multiply_.scores(keys);
@@ -327,19 +396,26 @@ class TileWork {
   void attend_block(int64_t head, int64_t from, int64_t to, const Sums& sums, TileProduct& values,
                     const Hide& hide) {
     float shrink[kMostLanes];
-    const int64_t num_keys = keys_.num_keys, lane = head * num_lanes_ + from;
-    values.out = sums.out + lane * values.out_stride;
+    weigh_lanes(head, from, to, sums, scores_, shrink, hide);
+    values.out = sums.out + (head * num_lanes_ + from) * values.out_stride;
     values.shrink = shrink;
     values.num_rows = to - from;
-    if (batch_.soft_cap != 0) bend(scores_, to - from, round_up(num_keys, kWidth), batch_.soft_cap);
-    for (int64_t i = 0; i < to - from; ++i) {
-      float* scores = scores_ + i * kPiece;
-      hide(from + i, scores);
-      std::fill(scores + num_keys, scores + kPiece, kHidden);
-    }
-    const auto& weigh_lanes = are_dots_ ? weigh<true> : weigh<false>;
-    weigh_lanes(scores_, to - from, sums.top + lane, sums.total + lane * kWidth, shrink);
     multiply_.values(values);
+  }
+
+  // Their scores become weights.
+  template <class Hide>
+  void weigh_lanes(int64_t head, int64_t from, int64_t to, const Sums& sums, float* scores,
+                   float* shrink, const Hide& hide) {
+    const int64_t num_keys = keys_.num_keys, lane = head * num_lanes_ + from;
+    if (batch_.soft_cap != 0) bend(scores, to - from, round_up(num_keys, kWidth), batch_.soft_cap);
+    for (int64_t i = 0; i < to - from; ++i) {
+      float* of_lane = scores + i * kPiece;
+      hide(from + i, of_lane);
+      std::fill(of_lane + num_keys, of_lane + kPiece, kHidden);
+    }
+    const auto& weigh_them = are_dots_ ? weigh<true> : weigh<false>;
+    weigh_them(scores, to - from, sums.top + lane, sums.total + lane * kWidth, shrink);
   }
 
   int64_t first_draft() const { return tile_.first_draft(); }
@@ -351,20 +427,20 @@ class TileWork {
     return batch_.soft_cap != 0 ? batch_.scale / batch_.soft_cap : batch_.scale * kLog2E;
   }
 
-  // scores = scale * q . k, of some lanes, and of what fills the last vector.
-  TileProduct lay_out_keys(int64_t head, Fetch& fetch) {
-    const int64_t size = batch_.key_size, num_keys = round_up(keys_.num_keys, kWidth);
+  // scores = scale * q . k, of some lanes, for keys [first, first + num_keys): what fills the last
+  // vector, too.
+  TileProduct lay_out_keys(int64_t head, int64_t first, int64_t num_keys, Fetch& fetch) {
+    const int64_t size = batch_.key_size;
     TileProduct product = {};
     with_numbers(batch_.k, batch_.is_bf16_cache, [&](const auto* cached) {
       using Number = std::remove_cvref_t<decltype(*cached)>;
-      product.matrix_steps = lay_out_columns<Number>(keys_.k, num_keys, head * size, size,
-                                                     words(key_matrix_), fetch);
+      product.matrix_steps = lay_out_columns<Number>(keys_.k + first, num_keys, head * size,
+                                                     size, words(key_matrix_), fetch);
       product.num_steps = num_steps<Number>(size);
     });
     product.matrix = words(key_matrix_);
     product.num_outputs = num_keys;
     product.x_stride = q_stride();
-    product.out = scores_;
     product.out_stride = kPiece;
     product.scale = score_scale();
     return product;
@@ -394,7 +470,7 @@ class TileWork {
   const Tile tile_;
   const Sizes sizes_;
   const int64_t first_kv_head_, num_lanes_;  // lanes of one kv head
-  const bool are_dots_, meets_keys_in_place_;
+  const bool are_dots_, meets_keys_in_place_, reads_in_order_;
   TileKeys places_;
   const MultiplyCalls& multiply_;
   float *sums_, *next_sums_;

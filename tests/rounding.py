@@ -4,14 +4,44 @@ A sum of n products in float32 is within n * 2**-24 of the sum of their sizes, i
 without fused multiply-adds (Higham, Accuracy and Stability of Numerical Algorithms, 3.1).
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
 
 UNIT = 2.0**-24  # of float32
 # Two evaluations of a small model in float32: about a thousand roundings lie between a token and
 # its logits, which are of size one.
 MODEL_ROUNDING = 1000 * UNIT
+# The same where rows become integers of 16 bits before they meet quantised weights: ten such
+# products lie between a token and its logits, and each is off by a few halves of the last bit.
+SHORTS_ROUNDING = 32 * 2.0**-15
+
+
+def model_bound(formats: Iterable[WeightFormat]) -> float:
+    """How far two evaluations of a small model may be apart, from how its weights are kept."""
+    has_codes = any(format in QUANTIZATIONS for format in formats)
+    return SHORTS_ROUNDING if has_codes else 4 * MODEL_ROUNDING
+
+
+def as_shorts(x_TD: Tensor, group_inputs: int) -> Tensor:
+    """Rows as csrc/linear_rows.cpp rounds them for quantised weights, float32.
+
+    In each group of at most 128 inputs the number of largest size has 15 bits, and the others are
+    rounded as far, ties to even. 32,768 steps become 32,767.
+
+    Args:
+        group_inputs: that share a scale; 0: all.
+    """
+    groups = []
+    for group_TG in x_TD.double().split(min(group_inputs or 128, 128), dim=1):
+        _, exponent_T1 = torch.frexp(group_TG.abs().amax(dim=1, keepdim=True))
+        step_T1 = torch.ldexp(torch.ones_like(exponent_T1.double()), exponent_T1 - 15)
+        groups.append((group_TG / step_T1).round().clamp(-32767, 32767) * step_T1)
+    return torch.cat(groups, dim=1).float()
 
 
 def assert_float32_products(

@@ -35,7 +35,7 @@ from tests.models.checkpoints import (
 )
 from tests.models.families import randomised_family
 from tests.ranks import on_ranks
-from tests.rounding import MODEL_ROUNDING
+from tests.rounding import MODEL_ROUNDING, SHORTS_ROUNDING
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 64
@@ -355,7 +355,7 @@ def test_the_library_packs_parts_as_the_reference_rounds_them(
     want_TV = joined(on_ranks(size, 1, logits("reference")))
     got_TV = joined(on_ranks(size, 1, logits("auto")))
 
-    assert (got_TV - want_TV).abs().max() <= 2 * MODEL_ROUNDING * want_TV.abs().max()
+    assert (got_TV - want_TV).abs().max() <= SHORTS_ROUNDING * want_TV.abs().max()
 
 
 @pytest.mark.parametrize(

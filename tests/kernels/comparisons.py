@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from outdraft.kernels.native.library import open_library, usable_instruction_sets
 from outdraft.kernels.ops import Kernels
 
 
@@ -45,6 +46,14 @@ class Case:
     def rng(self) -> np.random.Generator:
         """Numbers of a drawn seed."""
         return np.random.default_rng(self.data.draw(st.integers(0, 2**32 - 1), "seed"))
+
+    def rounds_rows(self) -> bool:
+        """Whether rows become integers of 16 bits where they meet quantised weights."""
+        if self.kernels.name not in usable_instruction_sets():
+            return False
+        library = open_library(self.kernels.name)
+        assert library is not None
+        return not (library.keeps_bf16 and self.dtype is torch.bfloat16)
 
 
 Comparison = Callable[[Case], None]

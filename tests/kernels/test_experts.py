@@ -73,7 +73,10 @@ def compare_pack_experts(case: Case) -> None:
     if quantization is not None:
         assert experts.format is quantization
     exact = in_float64(weights, quantization, dtype if case.kernels.name == "reference" else None)
-    want_TD, error_TD = bounded(exact, gate, x_TD, ids_TK, weights_TK, dtype)
+    group_inputs = 0
+    if quantization is not None and case.rounds_rows():
+        group_inputs = quantization.group_inputs or 128
+    want_TD, error_TD = bounded(exact, gate, x_TD, ids_TK, weights_TK, dtype, group_inputs)
     assert ((got_TD.double() - want_TD).abs() <= error_TD).all()
     alone = [
         experts(x_TD[t : t + 1], ids_TK[t : t + 1], weights_TK[t : t + 1]) for t in range(num_rows)
@@ -111,8 +114,13 @@ def bounded(
     ids_TK: Tensor,
     weights_TK: Tensor,
     dtype: torch.dtype,
+    group_inputs: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The result in float64, and how far it may be off: each product may be rounded to dtype."""
+    """The result in float64, and how far it may be off: each product may be rounded to dtype.
+
+    Args:
+        group_inputs: of rows that are rounded to 16 bits (tests/rounding.py); 0: they are not.
+    """
     eps = torch.finfo(dtype).eps
     x_TD, weights_TK = x_TD.double(), weights_TK.double()
     want_TD, error_TD, size_TD = (torch.zeros_like(x_TD) for _ in range(3))
@@ -127,13 +135,25 @@ def bounded(
             gate_up = exact.gate_up_X[expert]
             assert isinstance(gate_up, Tensor)
             x_1D = x_TD[t : t + 1]
-            both_1E, error_1E = product(x_1D, torch.zeros_like(x_1D), gate_up, biases[0], eps)
+            error_1D = rounding(x_1D, group_inputs)
+            both_1E, error_1E = product(x_1D, error_1D, gate_up, biases[0], eps)
             h_1I, error_1I = gated(both_1E, error_1E, gate, eps)
+            error_1I = error_1I + rounding(h_1I.abs() + error_1I, group_inputs)
             out_1D, error_1D = product(h_1I, error_1I, exact.down_X[expert], biases[1], eps)
             want_TD[t] += weights_TK[t, k] * out_1D[0]
             error_TD[t] += weights_TK[t, k] * error_1D[0]
             size_TD[t] += (weights_TK[t, k] * out_1D[0]).abs()
     return want_TD, error_TD + 12 * UNIT * size_TD + eps * (want_TD.abs() + error_TD)
+
+
+def rounding(x_1D: Tensor, group_inputs: int) -> Tensor:
+    """At most a step, which has the 15th bit of the largest number of a group."""
+    if group_inputs == 0:
+        return torch.zeros_like(x_1D)
+    steps = [
+        (one.abs().amax() * 2.0**-14).expand_as(one) for one in x_1D.split(group_inputs, dim=1)
+    ]
+    return torch.cat(steps, dim=1)
 
 
 def product(
@@ -254,6 +274,25 @@ def test_codes_of_experts_stay_as_they_are(instruction_set, tile: WeightFormat):
         experts = pack(codes, GATE)
         assert experts.format is tile
         torch.testing.assert_close(experts(*rows), want_TD, rtol=1e-2, atol=1e-2)
+
+
+def test_experts_of_one_layer_have_their_codes_in_one_format(instruction_set):
+    """Rows are laid out once for all of them."""
+
+    def coded(tile: WeightFormat) -> CodedWeight:
+        codes_ED = torch.zeros(128, 128, dtype=torch.int8)
+        return CodedWeight(tile, codes_ED, torch.ones(128, 128 // (tile.group_inputs or 128)))
+
+    one, other = coded(WeightFormat.INT4), coded(WeightFormat.INT4_G32)
+    same = [coded(WeightFormat.INT4)] * 2
+    gate_up = CodedWeight(
+        WeightFormat.INT4, torch.zeros(256, 128, dtype=torch.int8), torch.ones(256, 1)
+    )
+    with pytest.raises(ValueError, match="several formats"):
+        native(instruction_set, 1)(
+            ExpertWeights([gate_up] * 2, [one, other], dtype=torch.float32), GATE
+        )
+    native(instruction_set, 1)(ExpertWeights([gate_up] * 2, same, dtype=torch.float32), GATE)
 
 
 def test_gate_and_up_may_come_in_parts_and_across(instruction_set):

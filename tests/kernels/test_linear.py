@@ -13,7 +13,7 @@ from outdraft.kernels.native.linear import NativeLinear, NativeProduct
 from outdraft.kernels.native.team import Team
 from outdraft.kernels.reference.linear import quantized
 from tests.kernels.comparisons import Case
-from tests.rounding import UNIT, assert_float32_products
+from tests.rounding import UNIT, as_shorts, assert_float32_products
 
 NUM_ROWS = [0, *range(1, 41), 63, 64, 65, 200, 300]
 SHAPES = [(512, 160), (33, 61), (1, 1), (16, 1000), (200, 33), (1281, 64)]
@@ -48,7 +48,7 @@ def compare_pack_linear(case: Case) -> None:
     exact_ED = quantized(weight_ED.float(), quantization)
     if case.kernels.name == "reference":
         exact_ED = exact_ED.to(case.dtype)
-    assert_quantized_products(got_TE, x_TD, exact_ED, bias_E)
+    assert_quantized_products(got_TE, multiplied(x_TD, quantization, case), exact_ED, bias_E)
 
 
 def random_codes(
@@ -84,7 +84,13 @@ def compare_pack_codes(case: Case) -> None:
         exact_ED = exact_ED.to(case.dtype)
     # Neither a code nor a shift is larger than 128, and a sum of them has no more roundings.
     largest_E1 = 128 * weight.scales_EN.amax(dim=1, keepdim=True)
-    assert_quantized_products(product(x_TD), x_TD, exact_ED, bias_E, largest_E1)
+    rows_TD = multiplied(x_TD, format, case)
+    assert_quantized_products(product(x_TD), rows_TD, exact_ED, bias_E, largest_E1)
+
+
+def multiplied(x_TD: Tensor, format: WeightFormat, case: Case) -> Tensor:
+    """What of a row meets quantised weights."""
+    return as_shorts(x_TD, format.group_inputs) if case.rounds_rows() else x_TD
 
 
 def assert_quantized_products(
@@ -93,10 +99,12 @@ def assert_quantized_products(
     weight_ED: Tensor,
     bias_E: Tensor | None,
     largest_E1: Tensor | None = None,
+    lost_TD: Tensor | None = None,
 ) -> None:
     """As assert_float32_products; a code's size may be up to twice that of its number.
 
     `largest_E1`: of all numbers that a code of an output may stand for; None: the largest one.
+    `lost_TD`: by how much rows may be rounded before.
     """
     if largest_E1 is None:
         largest_E1 = weight_ED.abs().amax(dim=1, keepdim=True)
@@ -105,6 +113,8 @@ def assert_quantized_products(
     if bias_E is not None:
         want_TE, size_TE = want_TE + bias_E.double(), size_TE + bias_E.abs().double()
     bound_TE = (2 * x_TD.shape[1] + 8) * UNIT * size_TE
+    if lost_TD is not None:
+        bound_TE = bound_TE + F.linear(lost_TD.double(), weight_ED.abs().double())
     bound_TE = bound_TE + (want_TE.abs() + bound_TE) * torch.finfo(got_TE.dtype).eps / 2
     assert ((got_TE.double() - want_TE).abs() <= bound_TE).all()
 
@@ -205,6 +215,82 @@ def test_float32_becomes_bfloat16_as_in_torch(linear):
 
     for got_E in got_TE:
         torch.testing.assert_close(got_E, bias_E.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("format", QUANTIZATIONS)
+@pytest.mark.parametrize("size", [0.0, 1e-44, 1e-36, 1e-30, 1e25])
+def test_rows_of_any_size_meet_quantized_weights_with_fifteen_bits(linear, format, size):
+    torch.manual_seed(0)
+    weight = random_codes(format, 40, 300, torch.bfloat16)
+    x_TD = torch.randn(9, 300) * size
+    x_TD[1] *= torch.randn(300).mul(4).exp()  # most are far below the largest one
+    x_TD[3, 100:] = 0
+
+    got_TE = linear.pack_codes(weight, None, torch.float32)(x_TD)
+
+    # A step is not below 2 ** -126.
+    rows_TD = as_shorts(x_TD, format.group_inputs) if size > 1e-32 else x_TD
+    lost_TD = torch.zeros_like(x_TD) if size > 1e-32 else torch.full_like(x_TD, 2.0**-127)
+    largest_E1 = 128 * weight.scales_EN.amax(dim=1, keepdim=True)
+    assert_quantized_products(got_TE, rows_TD, weight.numbers(), None, largest_E1, lost_TD)
+
+
+@pytest.mark.parametrize("format", QUANTIZATIONS)
+@pytest.mark.parametrize("largest", [32767.0, 32767.75, -32767.75])
+def test_sums_of_the_largest_codes_and_inputs_are_exact(linear, format, largest):
+    """A group's largest number is a step below a power of two, or would be rounded up to it."""
+    weight = random_codes(format, 40, 1281, torch.bfloat16)
+    most = 127 if format.is_int8 else 7
+    codes_ED = torch.full((40, 1281), most, dtype=torch.int8)
+    codes_ED[1::2] = -most - 1
+    ones_EN = torch.ones_like(weight.scales_EN)
+    shifts_EN = None if weight.shifts_EN is None else 0 * ones_EN
+    product = linear.pack_codes(
+        CodedWeight(format, codes_ED, ones_EN, shifts_EN), None, torch.float32
+    )
+
+    got_TE = product(torch.full((7, 1281), largest))
+
+    kept = 32767 if largest > 0 else -32767
+    want_E = 1281 * kept * codes_ED[:, 0].double()
+    torch.testing.assert_close(got_TE.double(), want_E.expand(7, -1), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("format", QUANTIZATIONS)
+def test_whole_numbers_of_fifteen_bits_stay_as_they_are(linear, format):
+    torch.manual_seed(0)
+    weight = random_codes(format, 40, 300, torch.bfloat16)
+    weight = CodedWeight(
+        format,
+        weight.codes_ED,
+        torch.ones_like(weight.scales_EN),
+        None if weight.shifts_EN is None else torch.zeros_like(weight.shifts_EN),
+    )
+    x_TD = torch.randint(-99, 100, (7, 300)).float()
+    x_TD[:, ::32] = 16385  # each group's largest one: a step is 1
+
+    got_TE = linear.pack_codes(weight, None, torch.float32)(x_TD)
+
+    want_TE = F.linear(x_TD.double(), weight.numbers().double())
+    torch.testing.assert_close(got_TE.double(), want_TE, rtol=0, atol=4)
+
+
+@pytest.mark.parametrize("format", QUANTIZATIONS)
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_gives_nothing_finite_and_no_other_row_changes(
+    linear, dtype, number, format
+):
+    torch.manual_seed(0)
+    product = linear.pack_linear(torch.randn(40, 300).add(3).to(dtype), None, format)
+    x_TD = torch.randn(3, 300).to(dtype)
+    before_TE = product(x_TD)
+    x_TD[1, 170] = number
+
+    got_TE = product(x_TD)
+
+    assert torch.equal(got_TE[::2], before_TE[::2])
+    assert not got_TE[1].isfinite().any()
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)

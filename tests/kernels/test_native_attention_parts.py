@@ -1,4 +1,4 @@
-"""Contexts that are so long that the compiled library's attention has parts."""
+"""Contexts that have parts in the compiled attention: long ones, and short ones in float32."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from outdraft.kernels.reference.attention import ReferenceAttention
 from tests.attention.ragged import Batch, Model, Shape, build_batch, converted, models, sinks, trees
 from tests.kernels.tables import each_library, native_attention
 
-PART = 2048  # as in csrc/attention_tiles.h
+PART = 2048  # as in csrc/attention_tiles.h; in float32 four of 64, then two for each power of two
 REFERENCE = ReferenceAttention()
 PLAIN = AttentionForm(0.3)
 BUSH = (0, 0, 1, 1, 2, 3, 4)
@@ -42,7 +42,8 @@ def near(*numbers: int) -> st.SearchStrategy[int]:
 
 @st.composite
 def long_shapes(draw: st.DrawFn) -> Shape:
-    context_len, parents = draw(near(0, PART, PART, 2 * PART)), draw(trees())
+    context_len = draw(near(0, 64, 256, 384, PART, PART, 2 * PART))
+    parents = draw(trees())
     num_causal = draw(st.sampled_from([1, 1, 2, 40, 130]))
     if not parents or draw(st.booleans()):
         return Shape(context_len, num_causal, parents)
@@ -84,6 +85,7 @@ def test_parts_equal_the_reference_and_threads_change_no_bit(
         (Shape(2 * PART - 9, 1, tuple(range(20))), PART),  # both
         (Shape(PART - 3, 1, BUSH), 3),
         (Shape(3 * PART, 1, BUSH), 5),  # only the last part is seen
+        (Shape(4 * PART - 9, 40, ()), None),  # parts grow no more
     ],
 )
 def test_parts_that_some_rows_do_not_see_change_nothing(name, num_threads, shape, window):
@@ -107,12 +109,21 @@ FORMS = {
 @each_library
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize(
+    ("context_len", "model"),
+    [
+        (0, Model(4, 2, 16, 16, 24)),
+        (20, Model(4, 4, 192, 16, 128)),  # so large that threads share it
+        (250, Model(4, 2, 64, 16)),
+        (PART - 5, Model(4, 2, 16, 16, 24)),
+    ],
+)
 @each_dtype
 def test_a_row_reads_the_same_bits_alone_and_in_a_chunk_across_parts(
-    name, num_threads, form, dtype
+    name, num_threads, form, context_len, model, dtype
 ):
     attention = native(name, num_threads)
-    batch = build_batch([Shape(PART - 5, 70, ())], Model(4, 2, 16, 16, 24), dtype, seed=6)
+    batch = build_batch([Shape(context_len, 70, ())], model, dtype, seed=6)
     batch = dataclasses.replace(batch, q_THC=batch.q_THC.to(dtype))
     together = attend(attention, batch, form)
     for row in range(70):

@@ -20,7 +20,7 @@ from tests.models.checkpoints import (
     randomised,
     save,
 )
-from tests.rounding import MODEL_ROUNDING
+from tests.rounding import MODEL_ROUNDING, SHORTS_ROUNDING
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-biases"])
@@ -82,6 +82,6 @@ def test_a_quantized_model_has_the_logits_of_its_rounded_weights_and_says_so(
     torch.testing.assert_close(
         chunked_logits(model, token_ids_T, [15, 1, 7]),
         chunked_logits(rounded, token_ids_T, [15, 1, 7]),
-        rtol=4 * MODEL_ROUNDING,  # the sizes of codes are larger than those of their sums
-        atol=4 * MODEL_ROUNDING,
+        rtol=SHORTS_ROUNDING,
+        atol=SHORTS_ROUNDING,
     )

@@ -229,7 +229,9 @@ class AppendTokenIds(Protocol):
 class Product(Protocol):
     """x W^T + b, with a weight that is kept as it is read fastest.
 
-    A row's bits depend neither on the rows beside it nor on the number of threads.
+    A row's bits depend neither on the rows beside it nor on the number of threads. Where the weight
+    is quantised, rows may be rounded first: of every 128 inputs of a row, or of each group of the
+    format if that is smaller, the number of largest size to 15 bits, and the others as far.
 
     Attributes:
         nbytes: of its own copy of the weight; 0: it reads the one that it was made from.

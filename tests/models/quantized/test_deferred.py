@@ -7,8 +7,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.models.loader import Place
-from outdraft.models.quantized.deferred import DeferredTensor
+from outdraft.models.quantized.deferred import DeferredTensor, StoredParameter
 from outdraft.models.quantized.stand_ins import StandIns
 from outdraft.models.quantized.tensors import StoredTensors
 from outdraft.models.transformers_checkpoint import deferred_products
@@ -101,6 +103,37 @@ def test_a_part_of_stacked_weights_is_read_of_each(
     assert torch.equal(read(part), want.narrow(dim, first, count))
     size = (2, 4, 3, 4) if is_outputs else (6, 2, 6, 2)
     assert sizes_read == [size[:2], size[2:]] * 2
+
+
+class Codes:
+    """A weight of a checkpoint, whose codes fit a tile; notes which tile they are asked for."""
+
+    shape = (4, 64)
+
+    def __init__(self, tile: WeightFormat) -> None:
+        self.tile = tile
+        self.asked: list[WeightFormat] = []
+
+    def codes(self) -> "Codes":
+        return self
+
+    def coded(self, tile: WeightFormat) -> CodedWeight:
+        self.asked.append(tile)
+        num_groups = 64 // (tile.group_inputs or 64) or 1
+        shifts_EN = torch.zeros(4, num_groups) if tile.has_zero else None
+        codes_ED = torch.zeros(4, 64, dtype=torch.int8)
+        return CodedWeight(tile, codes_ED, torch.ones(4, num_groups), shifts_EN)
+
+
+def test_codes_of_all_experts_have_the_tile_that_fits_all() -> None:
+    tiles = WeightFormat.INT4_G32, WeightFormat.INT4_G32_ZERO, WeightFormat.INT4_G32
+    weights = [Codes(tile) for tile in tiles]
+    experts = StoredParameter([[one] for one in weights], True, False, torch.float32)  # type: ignore[arg-type]
+    assert experts.has_tiles
+    assert [experts.coded(expert).format for expert in range(3)] == [WeightFormat.INT4_G32_ZERO] * 3
+    assert [one.asked for one in weights] == [[WeightFormat.INT4_G32_ZERO]] * 3
+    mixed = [[Codes(WeightFormat.INT4)], [Codes(WeightFormat.INT8)]]
+    assert not StoredParameter(mixed, True, False, torch.float32).has_tiles  # type: ignore[arg-type]
 
 
 def test_what_cannot_stay_unread_is_computed_with_its_numbers(places: dict[str, Place]) -> None:

@@ -23,7 +23,7 @@ from tests.models.quantized.writers import (
     save_quantized,
     small_llama,
 )
-from tests.rounding import MODEL_ROUNDING
+from tests.rounding import model_bound
 
 INT8_ACTIVATIONS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 # What the products of the layers with the most inputs are kept as.
@@ -92,11 +92,11 @@ def tokens(num_tokens: int = 23) -> torch.Tensor:
     return torch.randint(0, SIZES["vocab_size"], (num_tokens,), generator=generator)
 
 
-def assert_same_logits(model: CausalLM, theirs: torch.nn.Module, share: float = 4) -> None:
+def assert_same_logits(model: CausalLM, theirs: torch.nn.Module) -> None:
     token_ids_T = tokens()
     with torch.no_grad():
         wanted = theirs(token_ids_T[None]).logits[0]
-    tolerance = share * MODEL_ROUNDING
+    tolerance = model_bound(linear.format for linear in linears_of(model))
     got = chunked_logits(model, token_ids_T, [15, 1, 7])
     torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
 

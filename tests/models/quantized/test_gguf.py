@@ -19,7 +19,7 @@ from outdraft.models.loader import load_model, resolve_model_path
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import chunked_logits, llama, mistral, qwen2, qwen3, randomised
 from tests.models.quantized.gguf_files import SIZES, byte_level, same_numbers, write_gguf
-from tests.rounding import MODEL_ROUNDING
+from tests.rounding import model_bound
 
 TEXTS = ("a tale of two cities", "the cities of the plain", "tall tales, tall cities")
 MODELS = {
@@ -47,10 +47,10 @@ def assert_same_logits(path: Path, theirs: PreTrainedModel) -> set[WeightFormat]
     with torch.no_grad():
         wanted = theirs(token_ids_T[None]).logits[0]
     got = chunked_logits(model, token_ids_T, [15, 1, 7])
-    size = wanted.abs().max().item()
-    tolerance = 8 * MODEL_ROUNDING * max(1.0, size)  # a shift may be larger than what it leaves
+    formats = {linear.format for linear in linears_of(model)}
+    tolerance = model_bound(formats) * max(1.0, wanted.abs().max().item())
     torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance)
-    return {linear.format for linear in linears_of(model)}
+    return formats
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
 from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.kernels.expert_ops import Activation, ExpertWeights, Gate
 from outdraft.kernels.native.arrays import Addresses
@@ -70,6 +70,10 @@ class NativeExperts:
             for expert, weight in enumerate(weights.down_X)
         ]
         products = *self._gate_up_X, *self._down_X
+        for of_one_kind in (self._gate_up_X, self._down_X):
+            formats = {product.format for product in of_one_kind}
+            if len(formats) > 1 and formats & set(QUANTIZATIONS):
+                raise ValueError(f"experts of one layer in several formats: {sorted(formats)}")
         self.format = self._down_X[0].format
         self.nbytes = sum(product.nbytes for product in products)
         self._dtype, self._hidden = dtype, self._down_X[0].num_outputs

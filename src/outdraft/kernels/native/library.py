@@ -30,7 +30,8 @@ class Library:
 
     Attributes:
         name: its instruction set.
-        keeps_bf16: it multiplies bfloat16 as it is; else numbers become float32 first.
+        keeps_bf16: it multiplies bfloat16 as it is; else numbers become float32 first, or
+            integers of 16 bits where they meet codes.
 
     Raises:
         ConfigError: it was made for another version of the code, which may call it with other

@@ -47,8 +47,8 @@ class StoredParameter:
 
     @property
     def has_tiles(self) -> bool:
-        """Whether the codes of each expert fit a tile."""
-        return all(self._tile(expert) is not None for expert in range(len(self.rows_X)))
+        """Whether the codes of all experts fit one tile."""
+        return self._tile() is not None
 
     @property
     def coded_bytes(self) -> int:
@@ -57,7 +57,7 @@ class StoredParameter:
 
     def coded(self, expert: int = 0) -> CodedWeight:
         """The codes of one expert, [E, D]."""
-        tile = self._tile(expert)
+        tile = self._tile()
         assert tile is not None, "a parameter of numbers"
         parts = [weight.codes().coded(tile) for weight in self.rows_X[expert]]
         return joined(parts)
@@ -78,8 +78,9 @@ class StoredParameter:
                 part_ED.copy_(numbers_ED if weight.is_plain else numbers_ED.to(kept))
         return found
 
-    def _tile(self, expert: int) -> WeightFormat | None:
-        return common_tile([weight.tile for weight in self.rows_X[expert]])
+    def _tile(self) -> WeightFormat | None:
+        """That of all experts: rows are laid out for one."""
+        return common_tile([weight.tile for rows in self.rows_X for weight in rows])
 
 
 class DeferredTensor(Tensor):
