@@ -80,7 +80,8 @@ class EngineOptions:
         "of its machines)."
     )
     rank_timeout_s: float | None = flag(
-        "Seconds that ranks wait for each other in a step, until one of them counts as hung.",
+        "Seconds that ranks wait for each other in a step, until one of them counts as hung; and "
+        "that a server waits for an engine whose process was stopped.",
         "--rank-timeout",
     )
     check_ranks: bool | None = flag(

@@ -20,7 +20,8 @@ class ParallelConfig:
         tensor_parallel_size: ranks; 1: the engine's own process computes all.
         distributed_executor_backend: who starts the other ranks: "mp": this machine; "ray": a Ray
             cluster, on any of its machines.
-        rank_timeout_s: how long one rank waits for another within a step; then that one hangs.
+        rank_timeout_s: how long one rank waits for another within a step; then that one hangs. A
+            server also waits so long for an engine's process that was stopped.
         check_ranks: compare on every rank, in each step, what the ranks were told and what they
             chose. Costs a few small messages and the overlap of steps; to find faults with.
     """

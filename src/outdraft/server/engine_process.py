@@ -50,7 +50,7 @@ class EngineProcess:
             env=dict(environ),
         )
         assert self._process.stdin is not None
-        self._parallel = config.parallel
+        self._timeout_s = config.parallel.rank_timeout_s
         pickle.dump(Assignment(config, commands, reports, log_level), self._process.stdin)
         self._process.stdin.flush()
 
@@ -80,16 +80,15 @@ class EngineProcess:
     async def _death(self) -> str:
         """Wait for the end of the process, and of what it had to tell; how it ended, in words.
 
-        Among several ranks it is rank 0, which watches the others and is watched here: it
-        counts as ended when it was stopped for as long as one rank waits for another.
+        It counts as ended when it was stopped for as long as one rank waits for another: nobody
+        else would tell, neither other ranks, which it watches, nor the relay of a replica.
         """
-        stopped_s, timeout_s = 0.0, self._parallel.rank_timeout_s
+        stopped_s = 0.0
         while (code := self._process.poll()) is None:
             await asyncio.sleep(DEATH_POLL_S)
-            is_stopped = self._parallel.has_ranks and self._is_stopped()
-            stopped_s = stopped_s + DEATH_POLL_S if is_stopped else 0.0
-            if stopped_s > timeout_s:
-                return f"its process was stopped for {timeout_s:g} s"
+            stopped_s = stopped_s + DEATH_POLL_S if self._is_stopped() else 0.0
+            if stopped_s > self._timeout_s:
+                return f"its process was stopped for {self._timeout_s:g} s"
         await asyncio.sleep(GOODBYE_S)
         return ending(code)
 

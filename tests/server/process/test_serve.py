@@ -184,6 +184,16 @@ def test_a_rank_0_that_hangs_is_told_and_ends_the_server(tmp_path):
     assert any('"error"' in line and "was stopped for 3 s" in line for line in rest)
 
 
+def test_a_lone_engine_that_is_stopped_is_told_and_ends_the_server(tmp_path):
+    with serving(tmp_path, *EMBEDDED, "--rank-timeout", "2") as server:
+        engine = server.engine
+        rest = rest_of_stream(server, signal.SIGSTOP)
+        assert server.wait() == 1
+        assert "the engine has died: its process was stopped for 2 s" in server.log.read_text()
+        assert not is_running(engine)
+    assert any('"error"' in line and "was stopped for 2 s" in line for line in rest)
+
+
 ENDLESS = """import os, signal, threading
 
 def loop(_, frame):

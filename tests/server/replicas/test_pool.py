@@ -173,3 +173,22 @@ def test_a_silent_replica_counts_as_lost_and_is_not_taken_back(two):
     assert f"node of {name} for {LOST_AFTER_S:g} s" in error.ended_by
     assert again.finished
     assert two.replicas[name].exitcode == 0  # it was told to end
+
+
+def test_a_replica_whose_engine_is_stopped_counts_as_lost():
+    with pooled("alone", rank_timeout_s=1.0) as one:
+
+        async def stop():
+            prompt = one.pool.inputs.encoded("def")
+            stream = one.pool.generate("id", prompt, LONG)
+            await anext(stream)
+            os.kill(one.engine("alone"), signal.SIGSTOP)
+            with pytest.raises(ReplicaLostError) as lost:
+                [update async for update in stream]
+            return lost.value
+
+        error = one.run(stop())
+        assert error.ended_by == "its process was stopped for 1 s"
+        assert one.counted("replicas") == 0
+        one.replicas["alone"].join(60)
+        assert one.replicas["alone"].exitcode == 0
