@@ -1,6 +1,7 @@
 """The document's table and plot of `outdraft bench sweep`: chosen lengths against fixed ones."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,21 +50,28 @@ def setting(sweep: dict[str, Any]) -> Setting:
     )
 
 
-def newest_sweeps(results: list[Result]) -> tuple[dict[Setting, Result], list[Result]]:
-    """The newest sweep of each setting, in the order of the table; and the others."""
-    groups = by_setting(results, setting)
-    newest = {setting(group[0].content): group[0] for group in groups}
-    order = sorted(newest, key=lambda one: (bool(one.coins), one))
-    return {one: newest[one] for one in order}, [old for group in groups for old in group[1:]]
+def newest_levels(
+    results: list[Result],
+) -> tuple[dict[Setting, dict[int, dict[str, Any]]], list[Result], list[Result]]:
+    """For each setting, in the order of the table, its levels as they were measured last; the files
+    that they come from, and the others."""
+    found: dict[Setting, dict[int, dict[str, Any]]] = {}
+    shown, others = list[Result](), list[Result]()
+    for group in by_setting(results, setting):
+        levels = found.setdefault(setting(group[0].content), {})
+        for result in group:
+            own = {level["concurrency"]: level for level in result.content["levels"]}
+            (shown if own.keys() - levels.keys() else others).append(result)
+            levels |= own | levels
+    order = sorted(found, key=lambda one: (bool(one.coins), one))
+    by_level = {one: dict(sorted(found[one].items())) for one in order}
+    shown.sort(key=lambda result: order.index(setting(result.content)))
+    return by_level, shown, others
 
 
 def sweep_table(results: list[Result]) -> str:
     """Markdown: a row for each setting, and what each row is of."""
-    newest, others = newest_sweeps(results)
-    by_level = {
-        one: {level["concurrency"]: level for level in result.content["levels"]}
-        for one, result in newest.items()
-    }
+    by_level, shown, others = newest_levels(results)
     columns = sorted({*LEVELS, *(level for levels in by_level.values() for level in levels)})
     heads = ["machine", "dtype", "T", "model, drafter", *map(str, columns)]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
@@ -73,10 +81,10 @@ def sweep_table(results: list[Result]) -> str:
         lines.append(f"| {' | '.join(texts)} |")
     measured = [level for levels in by_level.values() for level in levels.values()]
     lines += ["", _summary(measured), ""]
-    lines += [f"- `{one.name}`: {one.commit}; {_rounds(one)} rounds." for one in newest.values()]
+    lines += [f"- `{one.name}`: {one.commit}; {_rounds(one)} rounds." for one in shown]
     if others:
         names = ", ".join(f"`{one.name}`" for one in others)
-        lines.append(f"- Not shown, as a newer file is of the same setting: {names}.")
+        lines.append(f"- Not shown, as newer files are of the same settings: {names}.")
     return "\n".join(lines)
 
 
@@ -116,8 +124,8 @@ def _rounds(result: Result) -> str:
 
 def sweep_plot(results: list[Result], path: Path) -> None:
     """Chosen lengths over the best by requests at a time, a panel for each setting, and the bar."""
-    newest, _ = newest_sweeps(results)
-    num_rows = -(-len(newest) // PANELS)
+    by_level, _, _ = newest_levels(results)
+    num_rows = -(-len(by_level) // PANELS)
     with plt.rc_context({"svg.hashsalt": "sweeps", "font.size": 7}):  # same numbers, same file
         figure, grid = plt.subplots(
             *(num_rows, PANELS),
@@ -126,9 +134,9 @@ def sweep_plot(results: list[Result], path: Path) -> None:
             sharey=True,
             squeeze=False,
         )
-        for axes, (one, result) in zip(grid.flat, newest.items(), strict=False):
-            _panel(axes, one, result.content["levels"])
-        for axes in grid.flat[len(newest) :]:
+        for axes, (one, levels) in zip(grid.flat, by_level.items(), strict=False):
+            _panel(axes, one, levels.values())
+        for axes in grid.flat[len(by_level) :]:
             axes.set_axis_off()
         figure.supxlabel(f"requests at a time; the line is the bar of {BAR:g}, red misses it")
         figure.supylabel("speed, times the best")
@@ -136,7 +144,7 @@ def sweep_plot(results: list[Result], path: Path) -> None:
         plt.close(figure)
 
 
-def _panel(axes: Any, one: Setting, levels: list[dict[str, Any]]) -> None:
+def _panel(axes: Any, one: Setting, levels: Iterable[dict[str, Any]]) -> None:
     for level in levels:
         ratio = level["ratio_to_best"]
         middle = ratio["median"]

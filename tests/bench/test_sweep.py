@@ -151,7 +151,8 @@ def test_all_variants_complete_the_same_prompts_and_each_level_others(configs, m
     for level in plan.levels:
         assert seen[level, PLAIN][1] == 0
         assert seen[level, "2"][1] > 0
-    ran = unequal(all_requests)[plan.num_requests(1) : 2 * plan.num_requests(1)]
+    first, num = plan.num_warm_up(1), plan.num_requests(1)
+    ran = unequal(all_requests)[first : first + num]
     lengths = [request.max_tokens for request in ran]
     assert seen[1, PLAIN][0] == 2 * sum(lengths)
     assert 9 / 2 <= min(lengths) < max(lengths) <= 9
@@ -170,7 +171,7 @@ def test_variants_take_turns_within_a_round_and_each_follows_every_other_one(con
     names, firsts, follows = list(configs), set[str](), Counter[tuple[str, str]]()
     for number in range(40):
         order.clear()
-        run_round(engines, part, result, Generation(ignore_eos=True), number)
+        run_round(engines, part.of_round, result, Generation(ignore_eos=True), number)
         firsts.add(order[0])
         for start in range(0, 9, 3):  # while all of them run
             assert sorted(order[start : start + 3]) == sorted(names)

@@ -70,8 +70,20 @@ def test_it_says_how_many_reach_the_bar_and_what_rows_are_of(results):
         "- `new.json`: commit c; 3 to 7 rounds.\n"
         "- `t1.json`: commit d; 3 rounds.\n"
         "- `big.json`: commit a; 3 rounds.\n"
-        "- Not shown, as a newer file is of the same setting: `old.json`.",
+        "- Not shown, as newer files are of the same settings: `old.json`.",
     ]
+
+
+def test_levels_may_be_measured_apart_and_each_is_the_newest(results):
+    later = sweep(level(32, 1.0, 1.0, 1.0), level(2, 0.99, 0.99, 0.99))
+    results.append(Result("later.json", later, 3.0, "commit e"))
+    text = sweep_table(results)
+    cells = [cell.strip() for cell in text.splitlines()[2].strip("|").split("|")]
+    assert cells[4:6] == ["**0.970** (0.970 to 1.010); 1.00", "**0.990** (0.990 to 0.990); 1.00"]
+    assert cells[6:] == [*["not measured"] * 3, "**1.000** (1.000 to 1.000); 1.00"]
+    assert "- `later.json`: commit e; 3 rounds.\n- `new.json`" in text
+    assert text.endswith("`old.json`.")
+    assert text.startswith(sweep_table(list(reversed(results))).split("\n\n")[0])
 
 
 def test_other_levels_have_columns_too(results):

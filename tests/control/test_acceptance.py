@@ -195,3 +195,47 @@ def test_drafts_that_are_told_together_teach_as_much_as_one_by_one():
     assert together.information == pytest.approx(one_by_one.information, rel=0.05)
     own, others = (curve.survivals("a", 4) for curve in (one_by_one, together))
     assert others == pytest.approx(own, abs=0.03)
+
+
+def requests_that_differ(rng, deviation, num=40):
+    """A curve that has seen so many requests of 40 drafts, whose logits differ by `deviation`."""
+    curve = NetworkCurve(3)
+    for number in range(num):
+        chances = [sigmoid(0.3 + deviation * rng.standard_normal())] * 3
+        learn(curve, rng, chances, 40, f"r{number}")
+        curve.forget(f"r{number}")
+    return curve
+
+
+@pytest.mark.parametrize(("deviation", "moved"), [(0.0, 0.45), (1.0, 1.3)])
+def test_a_few_labels_say_the_more_of_a_request_the_more_requests_differ(deviation, moved):
+    logits = []
+    for seed in range(8):
+        curve = requests_that_differ(np.random.default_rng([seed, 3]), deviation)
+        usual = curve.survivals("unknown", 1)[0]
+        for _ in range(8):
+            curve.observe(DraftOutcome("new", 3, 3))
+        new = curve.survivals("new", 1)[0]
+        logits.append(math.log(new / (1 - new)) - math.log(usual / (1 - usual)))
+    if deviation:
+        assert np.mean(logits) > moved
+    else:
+        assert np.mean(logits) < moved
+
+
+def test_a_shape_is_hoped_for_again_when_it_was_long_unseen():
+    curve, rng = NetworkCurve(3), np.random.default_rng(5)
+    learn(curve, rng, [0.6] * 3, 60)
+    curve.forget("a")
+
+    def hope():
+        return curve.all_survivals(["b"], most_known=100.0)[0][0] - curve.chances[0]
+
+    at_first = hope()
+    for _ in range(3000):
+        curve.follow([0.0] * 3)
+    later = hope()
+    assert later > at_first + 0.1
+    learn(curve, rng, [0.6] * 3, 10)
+    curve.forget("a")
+    assert hope() < at_first + (later - at_first) / 2

@@ -188,3 +188,16 @@ def test_levels_that_no_plan_has_change_nothing(seed: int):
         assert [(pick.request, pick.levels) for pick in plan.picks] == [
             (pick.request, pick.levels) for pick in whole.picks
         ]
+
+
+@pytest.mark.parametrize("num_requests", [1, 2])
+def test_levels_without_a_pass_of_their_own_pay_for_the_one_before_them(num_requests: int):
+    """As heads, or mask tokens: the first level alone would not pay for the only pass."""
+    prices = Prices([1 + 0.01 * rows for rows in range(17)], [0.0, *[1.5] * 60], 1, 1.0)
+    option = Option("medusa", [0.9, 0.8, 0.7, 0.6], is_network=True)
+    if num_requests == 2:
+        prices = replace(prices, pass_N=[0.0, *[2.5] * 60])
+    options = [[option]] * num_requests
+    plan = best_plan(options, prices)
+    assert [pick.levels for pick in plan.picks] == [4] * num_requests
+    assert plan.objective == pytest.approx(best_by_brute_force(options, prices))

@@ -5,6 +5,7 @@ import pytest
 from outdraft.control.outlook import Regime
 from outdraft.control.plain_steps import (
     FIRST_PLAIN,
+    LARGE,
     RARER,
     TIMED_PLAIN,
     WARM_PLAIN,
@@ -52,11 +53,15 @@ def test_a_step_that_drafts_ends_a_row():
     assert timed(steps, 20) == first
 
 
+def first_interval(gain: float) -> int:
+    return round(FIRST_PLAIN * (1 + gain / LARGE))
+
+
 @pytest.mark.parametrize("num_bursts", [0, 1, 2])
 def test_plain_decoding_is_tried_first_soon_then_at_the_interval_of_its_gain(num_bursts: int):
     gain, regime = 0.02, Regime(num_plain_bursts=num_bursts)
     usual = plain_interval(gain, after_drafts(0).burst)
-    interval = min(usual, FIRST_PLAIN) if num_bursts == 0 else usual
+    interval = min(usual, first_interval(gain)) if num_bursts == 0 else usual
     assert not after_drafts(interval - 1).is_due(gain, regime)
     assert after_drafts(interval).is_due(gain, regime)
 
@@ -65,21 +70,21 @@ def test_where_steps_are_short_first_intervals_grow():
     gain, steps = 0.5, after_drafts(0, SHORT_S)
     for num_bursts in range(4):
         usual = plain_interval(gain, steps.burst)
-        interval = min(usual, FIRST_PLAIN * RARER**num_bursts)
+        interval = min(usual, first_interval(gain) * RARER**num_bursts)
         regime = Regime(num_plain_bursts=num_bursts)
         assert not after_drafts(interval - 1, SHORT_S).is_due(gain, regime)
         assert after_drafts(interval, SHORT_S).is_due(gain, regime)
 
 
 def test_where_steps_are_long_a_plain_step_begins_the_count_anew():
-    steps = after_drafts(FIRST_PLAIN)
+    steps = after_drafts(first_interval(0.5))
     assert steps.is_due(0.5, Regime())
     steps.pass_by()
     assert not steps.is_due(0.5, Regime())
 
 
 def test_where_steps_are_short_a_burst_does_and_a_plain_step_alone_does_not():
-    steps = after_drafts(FIRST_PLAIN, SHORT_S)
+    steps = after_drafts(first_interval(0.5), SHORT_S)
     for _ in range(steps.burst - 1):
         steps.pass_by()
         assert steps.is_due(0.5, Regime())
@@ -88,7 +93,7 @@ def test_where_steps_are_short_a_burst_does_and_a_plain_step_alone_does_not():
 
 
 def test_a_burst_that_is_cut_short_is_not_begun_again_at_once():
-    steps = after_drafts(FIRST_PLAIN, SHORT_S)
+    steps = after_drafts(first_interval(0.5), SHORT_S)
     steps.begin_burst()
     steps.pass_by()
     steps.draft()

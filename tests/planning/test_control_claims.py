@@ -210,6 +210,30 @@ def test_losses_end_where_deciding_takes_a_tenth_of_a_step(loss: str, concurrenc
     assert steps.rate(600) >= 0.95 * max(fixed_rates(alone, 800))
 
 
+def test_a_network_that_slows_down_is_noticed_where_deciding_takes_a_tenth_of_a_step():
+    before, after = LOSSES["drafting slows down"]
+    for seed in range(8):
+        scenario = changing(Load(1, (150, 90, 200)), before, after, seed=seed)
+        steps = Simulator(scenario, Controller(before.table, 5), DEAR).run(1400)
+        alone = Scenario(scenario.load, lambda _: after, 5, seed)
+        assert steps.rate(600) >= 0.97 * max(fixed_rates(alone, 800))
+
+
+def test_lengths_suit_one_request_after_the_other_where_deciding_takes_two_thirds_of_a_step():
+    """Requests of 50 to 100 tokens that differ much, so that the best fixed length suits few."""
+    shares = []
+    for seed in range(12):
+        rng = np.random.default_rng([seed, 9])
+        acceptance = Acceptance((0.63, 0.66), tuple(rng.normal(0, 1, 64).tolist()))
+        world = World(line(0.1), acceptance)
+        load = Load(1, tuple(rng.integers(50, 100, 64).tolist()))
+        scenario = Scenario(load, lambda _, world=world: world, 7, seed)
+        steps = Simulator(scenario, Controller(world.table, 7), 2 / 3).run(1500)
+        shares.append(steps.rate(300) / max(fixed_rates(scenario, 1500, 300)))
+    assert np.mean(shares) >= 1
+    assert min(shares) >= 0.97
+
+
 @pytest.mark.parametrize("concurrency", [1, 8])
 def test_a_gain_of_the_host_that_returns_is_found_where_deciding_takes_a_tenth(concurrency: int):
     # Each step with an offer is decided.
@@ -315,9 +339,11 @@ def test_drafts_that_pay_again_stay_once_the_patience_is_over():
     waiting = 0
     for seed in range(4):
         scenario = changing(Load(4, (300,)), before, after, seed=seed, at=1200)
-        decisions = Simulator(scenario, Controller(table, 5)).run(2400).decisions
+        decisions = Simulator(scenario, Controller(table, 5)).run(3200).decisions
         waiting += sum(d.reason is Reason.PATIENCE for d in decisions[600:1200])
-        assert sum(d.reason is Reason.GAIN for d in decisions[1600:]) > 0.95 * 800
+        first = next(n for n in range(1200, 3200) if decisions[n].reason is Reason.GAIN)
+        later = decisions[first : first + 1000]
+        assert sum(d.reason is Reason.GAIN for d in later) > 0.95 * 1000
     assert waiting > 4 * 300
 
 

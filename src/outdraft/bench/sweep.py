@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from itertools import islice
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -28,7 +29,8 @@ from outdraft.engine.stats import StatsTotal
 from outdraft.runner.model_runner import ModelRunner
 
 CHOSEN = "auto"  # the variant that chooses
-REQUESTS_PER_PLACE, LEAST_REQUESTS = 3, 4  # of a round
+REQUESTS_PER_PLACE = 3  # of a round,
+WARM_UP_PER_PLACE, LEAST_WARM_UP = 2, 8  # and before the first one
 RESAMPLES, INTERVAL = 2000, (2.5, 97.5)  # of the bootstrap, percentiles
 SPLITS = 200  # of the rounds into halves
 GOLDEN = (5**0.5 - 1) / 2  # its multiples, whole parts left out, are spread evenly at any count
@@ -40,38 +42,55 @@ class SweepPlan:
 
     Attributes:
         levels: requests that run at once.
+        least_requests: that a round completes, also where few run at once: of a few texts, which
+            all rounds share, some fixed length is the best by luck.
         tolerance: rounds are added until the ratio's interval is as narrow to either side.
         acceptance: chances that a synthetic draft's token is accepted, request by request in turn;
             None: the target decides.
     """
 
     levels: tuple[int, ...]
+    least_requests: int = 24
     min_rounds: int = 3
     max_rounds: int = 12
     tolerance: float = 0.02
     acceptance: tuple[float, ...] | None = None
 
     def num_requests(self, level: int) -> int:
-        return max(LEAST_REQUESTS, REQUESTS_PER_PLACE * level)
+        """Requests of each round."""
+        return max(self.least_requests, REQUESTS_PER_PLACE * level)
+
+    def num_warm_up(self, level: int) -> int:
+        """Requests before the first round."""
+        return max(min(LEAST_WARM_UP, self.least_requests), WARM_UP_PER_PLACE * level)
 
     @property
     def num_prompts(self) -> int:
         """For all levels, warming up included."""
-        return 2 * sum(self.num_requests(level) for level in self.levels)
+        return sum(self.num_warm_up(level) + self.num_requests(level) for level in self.levels)
 
     def parts(
         self, requests: Sequence[BenchRequest], names: Collection[str]
-    ) -> Iterator[tuple["LevelResult", Sequence[BenchRequest]]]:
+    ) -> Iterator[tuple["LevelResult", "LevelRequests"]]:
         """Each level without rounds yet, and its requests, which no other level has."""
         assert len(requests) == self.num_prompts
-        requests = unequal(requests)
-        start = 0
+        left = iter(unequal(requests))
         for level in self.levels:
-            end = start + 2 * self.num_requests(level)
             rates = {name: list[float]() for name in names}
             stats = {name: StatsTotal() for name in names}
-            yield LevelResult(level, rates, stats), requests[start:end]
-            start = end
+            own = LevelRequests(
+                list(islice(left, self.num_warm_up(level))),
+                list(islice(left, self.num_requests(level))),
+            )
+            yield LevelResult(level, rates, stats), own
+
+
+@dataclass(frozen=True, slots=True)
+class LevelRequests:
+    """What one level completes: before the first round, and in each one."""
+
+    warm_up: Sequence[BenchRequest]
+    of_round: Sequence[BenchRequest]
 
 
 def unequal(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
@@ -152,8 +171,8 @@ def sweep(
     on_run: Callable[[str], object] = lambda variant: None,
 ) -> Iterator[LevelResult]:
     """Each level when it is measured. `requests`: `plan.num_prompts` different ones."""
-    for result, part in plan.parts(requests, list(configs)):
-        _measure(result, configs, models, part, plan, generation, on_run)
+    for result, own in plan.parts(requests, list(configs)):
+        _measure(result, configs, models, own, plan, generation, on_run)
         yield result
 
 
@@ -161,16 +180,16 @@ def _measure(
     result: LevelResult,
     configs: Mapping[str, EngineConfig],
     models: Mapping[str, LoadedModels],
-    part: Sequence[BenchRequest],
+    requests: LevelRequests,
     plan: SweepPlan,
     generation: Generation,
     on_run: Callable[[str], object],
 ) -> None:
     """One level, whose engines are gone when it returns: the next one's need their memory."""
     engines = level_engines(configs, models, plan, [result.concurrency])[0]
-    warm_up_level(engines, part, result.concurrency, generation, on_run)
+    warm_up_level(engines, requests.warm_up, result.concurrency, generation, on_run)
     while not _is_enough(result, plan):
-        run_round(engines, part, result, generation, result.num_rounds, on_run)
+        run_round(engines, requests.of_round, result, generation, result.num_rounds, on_run)
 
 
 def level_engines(
@@ -198,28 +217,28 @@ def level_engines(
 
 def warm_up_level(
     engines: Mapping[str, Engine],
-    part: Sequence[BenchRequest],
+    requests: Sequence[BenchRequest],
     level: int,
     generation: Generation,
     on_run: Callable[[str], object] = lambda variant: None,
 ) -> None:
-    """Every engine completes the first half of the level's requests."""
+    """Each engine in turn completes all of these requests."""
     for name, engine in engines.items():
-        with closing(_Run(engine, part[: len(part) // 2], level, generation)) as run:
+        with closing(_Run(engine, requests, level, generation)) as run:
             run.advance(math.inf)
         on_run(name)
 
 
 def run_round(
     engines: Mapping[str, Engine],
-    part: Sequence[BenchRequest],
+    requests: Sequence[BenchRequest],
     result: LevelResult,
     generation: Generation,
     number: int,
     on_run: Callable[[str], object] = lambda variant: None,
 ) -> None:
-    """Each variant completes the second half of the requests; they take turns, see `take_turns`."""
-    requests, level = part[len(part) // 2 :], result.concurrency
+    """Each variant completes all of these requests; they take turns, see `take_turns`."""
+    level = result.concurrency
     with ExitStack() as stack:
         runs: dict[str, _Run] = {}
         for name, engine in engines.items():

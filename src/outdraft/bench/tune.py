@@ -130,12 +130,12 @@ def race(
     results = [result for result, _ in parts]
     engines = level_engines(configs, models, plan, plan.levels)
     for (result, part), own in zip(parts, engines, strict=True):
-        warm_up_level(own, part, result.concurrency, generation, on_run)
+        warm_up_level(own, part.warm_up, result.concurrency, generation, on_run)
     running = list(configs)
     for number in range(plan.max_rounds):
         for (result, part), own in zip(parts, engines, strict=True):
             left = {name: own[name] for name in running}
-            run_round(left, part, result, generation, number, on_run)
+            run_round(left, part.of_round, result, generation, number, on_run)
         running = survivors(results, running)
         if number + 1 >= plan.min_rounds and len(running) <= 2:
             break

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from outdraft.bench.sweep import LevelResult
 
 LENGTHS = (2, 3, 5)  # of networks that draft as much in every step
+REQUESTS = 4  # of each candidate in a round, if no more run at once
 FIXED, PROBE = "always ", f"always {PROBE_LENGTH}: "  # what their names begin with
 
 
@@ -80,7 +81,12 @@ def tune(
     from outdraft.bench.workloads import load_requests
     from outdraft.kernels.choose import machine_limits
 
-    plan = SweepPlan(levels=levels, min_rounds=min(2, options.rounds), max_rounds=options.rounds)
+    plan = SweepPlan(
+        levels=levels,
+        least_requests=REQUESTS,
+        min_rounds=min(2, options.rounds),
+        max_rounds=options.rounds,
+    )
     configs = {PLAIN: base} | {
         name: replace(base, speculation=parse_speculative_config(complete(values)))
         for name, values in tried.items()

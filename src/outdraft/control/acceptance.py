@@ -6,6 +6,11 @@ step is the label's error over the information gathered, which is bounded, so ol
 level that was seldom seen leans on the level above it: it moves where that one moves. The first one
 begins at a prior.
 
+How much requests differ is learned from those that ended, as the variance of a random effect (by
+the method of moments: DerSimonian and Laird 1986). Where they are alike, a few labels do not move a
+request's offset; where they differ, they do, and say little about other requests: with K one over
+that variance, information I about one request is K I / (K + I) about all.
+
 Live, the margin between a level's two largest logits sharpens the chance (`LiveLevel`). It is known
 before the level's token is drawn, so a length may depend on it. What such a length leaves out has
 no label; the chance that the margin gave it stands in, else levels would look better than they are.
@@ -13,7 +18,7 @@ no label; the chance that the margin gave it stands in, else levels would look b
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -26,11 +31,17 @@ LEANING = 2.0  # information of the level above; about 10 labels
 MAX_INFORMATION = 100.0  # about 500 labels, of a request that drafts alone
 NEWS_INFORMATION = 3.0  # what is left of it when chances turn out wrong
 UNSEEN = 0.998  # of a level's information, per draft that did not reach it
-OTHER_SHAPE = 0.9995  # of all, per draft of the same network in another shape
-OFFSET_INFORMATION = 14.0  # of "no offset"; about 70 labels
+OTHER_SHAPE = 0.9995  # of all, per draft of the same network in another shape,
+UNSEEN_CHANGE = 1 / 2500  # and the variance of what its logits may have changed by meanwhile;
+TOLD_OF_CHANGE = 3.0  # times what it tells of the logits, a label tells of that: trials are short
+OFFSETS = 0.5  # standard deviation of requests' offsets, in logits, before any was seen,
+OFFSETS_WEIGHT = 400.0  # of that, as of four requests with 40 labels each,
+OFFSETS_MEMORY = 0.97  # and of what was learned, per request that ended
+LEAST_OFFSETS, MOST_OFFSETS = 0.2, 1.2
 MAX_OFFSET_INFORMATION = 50.0
 MAX_OFFSET = 4.0
-FIRM_INFORMATION = 50.0  # about 250 labels; optimism ends here
+FIRM_INFORMATION = 50.0  # about 250 labels; optimism ends here,
+OWN_DOUBT = 0.3  # and so much counts of what a request may differ from others by
 MAX_LOGIT = 6.0
 MIN_LIVE_LABELS = 50
 BATCH = 8  # drafts that are learned from at once
@@ -75,16 +86,57 @@ class LiveLevel:
 
 
 @dataclass(slots=True)
-class RequestOffset:
-    """How much easier (above 0) than others a request is to draft for, in logits."""
+class Spread:
+    """How much requests differ: the variance of their offsets.
 
+    Labels of a request that have the variance V in sum are by e more often right than those of
+    others. On average e * e is V + V * V * the variance of offsets.
+    """
+
+    squares: float = OFFSETS**2 * OFFSETS_WEIGHT
+    weights: float = OFFSETS_WEIGHT
+
+    def observe(self, excess: float, variance: float) -> None:
+        """A request ended."""
+        self.squares = OFFSETS_MEMORY * self.squares + excess * excess - variance
+        self.weights = OFFSETS_MEMORY * self.weights + variance * variance
+
+    @property
+    def information(self) -> float:
+        """What "no offset" counts as: about a fifth of as many labels."""
+        variance = self.squares / self.weights
+        return 1 / max(LEAST_OFFSETS**2, min(MOST_OFFSETS**2, variance))
+
+
+@dataclass(slots=True)
+class RequestOffset:
+    """How much easier (above 0) than others a request is to draft for, in logits.
+
+    Attributes:
+        least: information of "no offset".
+        excess, variance: of its labels beyond what others have, and what their variance should be.
+        told: information that they are about all requests.
+    """
+
+    least: float
     value: float = 0.0
-    information: float = OFFSET_INFORMATION
+    information: float = field(init=False)
+    excess: float = 0.0
+    variance: float = 0.0
+    told: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.information = self.least
 
     def observe(self, excess: float, variance: float) -> None:
         self.information = min(self.information + variance, MAX_OFFSET_INFORMATION)
         self.value += excess / self.information
         self.value = max(-MAX_OFFSET, min(MAX_OFFSET, self.value))
+
+    def compare(self, num_right: float, count: int, usual: float) -> None:
+        """Labels, beside the chance for a request that nothing is known of."""
+        self.excess += num_right - count * usual
+        self.variance += count * usual * (1 - usual)
 
 
 @dataclass(slots=True)
@@ -135,8 +187,11 @@ class NetworkCurve:
         self._levels = [Level(logit(prior)) for _ in range(max_levels)]
         self._live = [LiveLevel() for _ in range(max_levels)]
         self._offsets: dict[str, RequestOffset] = {}
+        self._differing = Spread()
         self._stop_parts: tuple[tuple[float, ...], tuple[float, ...]] | None = None
         self._surprise = Surprise()
+        self._about_all = 0.0  # information about requests in general
+        self._changed = 0.0  # variance of what its logits may have changed by, unseen
 
     @property
     def information(self) -> float:
@@ -167,14 +222,29 @@ class NetworkCurve:
 
         most_known: information about another shape. A shape that is known less is hoped for.
         """
-        doubt = (self.information + LEANING) ** -0.5
-        hope = optimism * (doubt - FIRM_INFORMATION**-0.5)
-        hope = max(0.0, hope, doubt - min(FIRM_INFORMATION, most_known + LEANING) ** -0.5)
-        offsets = [hope + self._offset(request_id) for request_id in request_ids]
+        doubt = (1 / (self.information + LEANING) + self._changed) ** 0.5
+        of_shape = max(0.0, doubt - min(FIRM_INFORMATION, most_known + LEANING) ** -0.5)
+        offsets = [
+            max(of_shape, self._hope(request_id, optimism)) + self._offset(request_id)
+            for request_id in request_ids
+        ]
         if len(offsets) < FEW:
             return [self._survivals(offset) for offset in offsets]
         logits_RL = np.array(offsets)[:, None] + np.array([level.logit for level in self._levels])
         return (1 / (1 + np.exp(-logits_RL))).cumprod(1).tolist()
+
+    def _hope(self, request_id: str, optimism: float) -> float:
+        """Logits by which the request may be easier than labels of it, and of others, say."""
+        if not optimism:
+            return 0.0
+        about_all, least, seen = self._about_all, self._differing.information, 0.0
+        known = self._offsets.get(request_id)
+        if known is not None:
+            about_all, least = max(0.0, about_all - known.told), known.least
+            seen = known.information - known.least
+        variance = 1 / (about_all + LEANING) + OWN_DOUBT / least
+        doubt = (1 / variance + seen) ** -0.5
+        return max(0.0, optimism * (doubt - FIRM_INFORMATION**-0.5))
 
     def _survivals(self, offset: float) -> list[float]:
         survival, survivals = 1.0, list[float]()
@@ -210,10 +280,12 @@ class NetworkCurve:
         for level, live, margin, label in zip(
             self._levels, self._live, _padded(outcome.margins, len(labels)), labels, strict=False
         ):
+            offset.compare(label, 1, sigmoid(level.logit))
             error, spread = level.observe(label, offset.value, self.memory)
             excess, variance = excess + error, variance + spread
             if margin is not None:
                 live.observe(min(margin, MAX_MARGIN), offset.value, label)
+        self._see(offset, variance)
         self.num_labels += bool(labels)
         num_seen = len(labels)
         if outcome.accepted == outcome.drafted < min(len(outcome.margins), len(self._levels)):
@@ -245,10 +317,12 @@ class NetworkCurve:
             for level, right, wrong in zip(self._levels, num_right, num_wrong, strict=True):
                 if not (count := right + wrong):
                     break
+                offset.compare(right, count, sigmoid(level.logit))
                 error, spread = level.observe(right / count, offset.value, self.memory, count)
                 excess, variance = excess + error, variance + spread
                 self.num_labels += 0 if num_seen else count
                 num_seen += 1
+            self._see(offset, variance)
             self._spread(before, num_seen)
             offset.observe(excess, variance)
             if self._surprise.observe(excess, variance):
@@ -274,21 +348,30 @@ class NetworkCurve:
         for level, by in zip(self._levels, moved, strict=False):
             level.follow(by)
             level.information *= OTHER_SHAPE
+        self._changed += UNSEEN_CHANGE
 
     def doubt(self, information: float) -> None:
         """Let what was learned count for little, so that the next labels decide."""
         for level in self._levels:
             level.information = min(level.information, information)
         for offset in self._offsets.values():
-            offset.information = min(offset.information, OFFSET_INFORMATION)
+            offset.information = min(offset.information, offset.least)
+        self._about_all = min(self._about_all, information)
 
     def forget(self, request_id: str) -> None:
-        self._offsets.pop(request_id, None)
+        """The request ended."""
+        offset = self._offsets.pop(request_id, None)
+        if offset is not None:
+            self._differing.observe(offset.excess, offset.variance)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether drafts for the request were observed."""
+        return request_id in self._offsets
 
     def _offset_of(self, request_id: str) -> RequestOffset:
         known = self._offsets.get(request_id)
         if known is None:
-            known = self._offsets[request_id] = RequestOffset()
+            known = self._offsets[request_id] = RequestOffset(self._differing.information)
         return known
 
     def _offset(self, request_id: str) -> float:
@@ -302,6 +385,14 @@ class NetworkCurve:
             return None
         chance = sigmoid(live.weight * min(margin, MAX_MARGIN) + live.bias + offset)
         return self._levels[level].observe(chance, offset, self.memory)
+
+    def _see(self, offset: RequestOffset, variance: float) -> None:
+        """Labels of a request came; their errors have this variance in sum."""
+        told = offset.least * offset.variance / (offset.least + offset.variance)
+        self._about_all = min(self._about_all + told - offset.told, MAX_INFORMATION)
+        offset.told = told
+        if self._changed:
+            self._changed = 1 / (1 / self._changed + TOLD_OF_CHANGE * variance)
 
     def _spread(self, before: list[float], num_seen: int) -> None:
         """Levels follow the ones above; those that got no label lean more on them."""

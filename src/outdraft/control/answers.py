@@ -3,18 +3,20 @@
 Offers differ from step to step, so that no decision can hold for the next one. But chances of
 acceptance depend on little: the source, roughly the length of the match, and the length. Where
 deciding takes long beside a step, an answer to the same question is used again for a while: for
-other requests, too, unless it is about a network, which fares differently with each.
+other requests, too, unless a network has shown how easy one of them is to draft for.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from outdraft.control.facts import Decision, StepFacts
+from outdraft.control.facts import Decision, RequestFacts, StepFacts
 from outdraft.control.host_acceptance import bucket
 from outdraft.control.standing import Standing
 
 Question = tuple[object, ...]
 AGE = 64  # steps that an answer is good for
-MOST = 256  # answers
+MOST = 256  # answers,
+MOST_KNOWN = 8  # and decisions about steps without offers
 RATE = 1 / 32  # of the latest question in the share of new ones
 
 
@@ -65,24 +67,60 @@ class Answers:
         self._known.clear()
 
 
-def question(facts: StepFacts) -> Question:
-    """What a decision hangs on, apart from what was learned."""
+class KnownDecisions:
+    """The last decisions about steps without offers: for a batch that goes on, and against drafts
+    for whoever comes, with and without a prompt beside."""
+
+    def __init__(self) -> None:
+        self._known: dict[Question, tuple[Standing, int]] = {}
+
+    def find(self, question: Question, facts: StepFacts) -> tuple[Standing, int] | None:
+        """The decision, and the number of the step that it was made in."""
+        known = self._known.get(question)
+        if known is None or not known[0].drafts:
+            return known
+        ids = _ids(facts)
+        names = [grant.request_id for grant in known[0].decision.grants]
+        return known if all(name in ids for name in names) else None
+
+    def put(self, question: Question, decided: Standing, step: int) -> None:
+        """One that drafts teaches, so that older ones are outdated."""
+        if decided.drafts or len(self._known) >= MOST_KNOWN:
+            self._known.clear()
+        self._known[question] = decided, step
+
+    def clear(self) -> None:
+        self._known.clear()
+
+
+def question(facts: StepFacts, is_known: Callable[[RequestFacts], bool]) -> Question:
+    """What a decision hangs on, apart from what was learned of all requests.
+
+    is_known: whether anything was learned of a request itself, for which a network may draft.
+    """
     return (
-        facts.prompt_rows,
+        facts.prompt_rows.bit_length(),
         min(facts.max_rows, sum(request.max_drafts for request in facts.requests)),
         tuple(
             (
-                # Contexts grow slowly within a request.
-                r.request_id if r.network is not None else r.context_tokens.bit_length(),
+                _who(r, is_known),
                 r.max_drafts,
                 r.network,
                 r.rule,
-                r.lag_tokens > 0,
+                r.lag_tokens.bit_length(),
                 tuple((o.source, bucket(o.match_length), o.length, o.shape) for o in r.offers),
             )
             for r in facts.requests
         ),
     )
+
+
+def _who(request: RequestFacts, is_known: Callable[[RequestFacts], bool]) -> str | int:
+    if request.network is None:
+        return request.context_tokens.bit_length()
+    if is_known(request):
+        return request.request_id  # whose context grows slowly
+    return request.max_tokens.bit_length()  # over which catching up is paid
 
 
 def _ids(facts: StepFacts) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ is drafted, the engine itself compares its live survival with the decision's pri
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from outdraft.control.answers import Answers, Question, question
+from outdraft.control.answers import Answers, KnownDecisions, Question, question
 from outdraft.control.choosing import MOST_ALIKE, chosen_plan, gain_of, pays_anew
 from outdraft.control.costs import CostTable
 from outdraft.control.drift import Costs
@@ -22,6 +22,7 @@ from outdraft.control.outlook import Outlook, Regime
 from outdraft.control.plain_steps import PlainSteps
 from outdraft.control.plans import Option, Plan, Prices
 from outdraft.control.probes import FIRST_INTERVAL, NetworkProbe
+from outdraft.control.revising import fares_otherwise, is_like, revised
 from outdraft.control.standing import MAX_STEPS, Standing, StandingDecisions
 
 PLAIN_SHARE = 0.005  # of the time that decisions against drafts may take
@@ -65,13 +66,16 @@ class Controller:
         self._plain_steps = PlainSteps()
         self._looks = Looks()
         self._num_lessons = 0
+        self._next_timed = 0  # the number of the step that tells what drafts take, if it is held
         self._last_lesson = 0  # the number of its step
         self._answers = Answers()
         self._is_answered = False  # the step that was decided last, by one of them
         self._deciding_s = 0.0  # on average, and to learn
         self._disturbance = Disturbance()
-        self._known: tuple[Question, Standing] | None = None
-        self._reused = 0
+        self._terms: tuple[Outlook, Prices] | None = None  # of the last decision to draft
+        self._known = KnownDecisions()
+        self._reused = 0  # steps since the last one that was thought over,
+        self._age = 0  # and since that which decides the step was
         self._num_poor = 0  # decisions against drafts since the last one for them
         self._standing = StandingDecisions()
         self._held: Standing | None = None  # the last one that a step was held by
@@ -88,6 +92,8 @@ class Controller:
         assert self._held is not None
         if self._held.num_gone:
             self._held.replace_ended(request_ids)
+            if not self._held.decision.grants:  # whoever drafted has ended
+                self._held.left, self.is_passing = 0, False
         return self._held.decision
 
     @property
@@ -120,7 +126,8 @@ class Controller:
         hundredth of the time, for fewer when requests end (tell `forget`), and no longer than until
         the network's next probe or the end of the patience. One to draft holds so long that
         deciding and learning take a hundredth of the time: not at all where a step takes long
-        beside them, and not longer than until all of its requests have ended.
+        beside them, and not longer than until all of its requests have ended. Where its drafts fare
+        otherwise than predicted it is looked at again, which may change its lengths or end it.
 
         Ask once a step at most, and only if no source of the host has an offer for it: there is no
         such source, `wants_offers` is false, or all of them looked in vain.
@@ -130,7 +137,7 @@ class Controller:
         held = None
         if not self.probe.request_ids:
             held = self._standing.take(num_requests, prompt_rows)
-        if held is None:
+        if held is None or (held.drafts and fares_otherwise(held) and not self._revise(held)):
             return False
         if self._held is not None and self._held is not held:
             self._watch(self._held)
@@ -153,6 +160,22 @@ class Controller:
         assert self._held is not None
         self._held.left -= 1
         self._hold(self._held)
+
+    def _revise(self, held: Standing) -> bool:
+        """Whether a decision to draft still stands, with other lengths if those are better now."""
+        self._watch(held)
+        if not self._is_drafting:
+            return False
+        plan = revised(held, self.estimates, self.costs)
+        if not plan.picks:
+            held.left = 0
+            return False
+        assert held.facts is not None
+        assert held.outlook is not None
+        if not is_like(plan, held.decision, held.facts):
+            held.decision = self._decision(held.facts, held.outlook, Reason.GAIN, plan)
+            self._known.clear()
+        return True
 
     def _hold(self, held: Standing) -> None:
         """Count a step that a decision holds for."""
@@ -183,9 +206,11 @@ class Controller:
         held.passed.append((num_tokens, step_s, fates))
         if self._num_steps % ROUTINE == 0 and self._num_steps % self._routine == 0:
             self.costs.observe_host(held.num_requests, host_s, drafts=True)
-            if held.facts is not None and held.most - held.left > FIRST_STEPS // 2:
-                target_s = step_s - draft_s - host_s
-                self.costs.observe_passing(held.facts, held.decision, draft_s, target_s)
+        is_settled = held.most - held.left > FIRST_STEPS // 2
+        if is_settled and held.facts is not None and self._num_steps >= self._next_timed:
+            self._next_timed = self._num_steps + self._routine
+            target_s = step_s - draft_s - host_s
+            self.costs.observe_passing(held.facts, held.decision, draft_s, target_s)
 
     def looked(self, step_s: float, prompt_rows: int) -> None:
         """As LengthPolicy."""
@@ -252,7 +277,7 @@ class Controller:
         self.wants_outcome, self.is_passing = True, False
         if self._held is not None:
             self._watch(self._held)
-        key = question(facts)
+        key = question(facts, self.estimates.is_known)
         answer = self._answers.find(key, facts, self._num_steps)
         if answer is not None and answer.decision.reason is Reason.NO_GAIN and self._tries(facts):
             answer = None
@@ -260,14 +285,17 @@ class Controller:
         if answer is not None:
             self._held = answer
             self._reused += 1
+            self._age = self._reused
             return self._settle_again(facts, answer.decision)
         decision = self._reusable(facts, key)
         if decision is None:
             decision = self._decide(facts)
             self._held = Standing(decision, len(facts.requests), facts.prompt_rows > 0)
-            is_lasting = decision.reason not in EXPERIMENTS
-            self._known = (key, self._held) if is_lasting and not facts.has_offers else None
-            self._reused = 0
+            self._reused = self._age = 0
+            if facts.has_offers or decision.reason in EXPERIMENTS:
+                self._known.clear()
+            else:
+                self._known.put(key, self._held, self._num_steps)
             is_common = facts.has_offers and decision.reason in (Reason.GAIN, Reason.NO_GAIN)
             is_common |= decision.reason is Reason.NOTHING_OFFERED
             if is_common and self._is_dear(decision):
@@ -323,7 +351,7 @@ class Controller:
             self._disturbance.observe(outcome.target_s, decision.target_s, outcome.deciding_s)
         if decision.reason is Reason.NETWORK_PROBE:
             self.probe.observe(excess, outcome.excess_s)
-            self._known = None
+            self._known.clear()
         if decision.reason is Reason.GAIN:
             regime.lessons.observe(outcome.deciding_s)
             self._last_lesson = self._num_steps
@@ -345,7 +373,8 @@ class Controller:
 
     def _lost(self, regime: Regime) -> None:
         """The guard says that drafts lose time."""
-        self._is_drafting, self._welcomes, self._known = False, False, None
+        self._is_drafting, self._welcomes = False, False
+        self._known.clear()
         self._standing.clear(drafts=True)
         self._answers.clear()
         regime.lessons.renew()
@@ -365,16 +394,17 @@ class Controller:
                 self._lost(regime)
 
     def _reusable(self, facts: StepFacts, key: Question) -> Decision | None:
-        """The last decision, if nothing has changed since and it is not old."""
-        if self._known is None or self._known[0] != key:
+        """What was decided for the same question, if it is not old."""
+        known = self._known.find(key, facts)
+        if known is None:
             return None
-        held = self._known[1]
-        known = held.decision
-        if self._reused >= (REUSED if known.grants else self._most_plain(facts, known)):
+        held, decided_at = known
+        age = self._num_steps - decided_at
+        if age > (REUSED if held.drafts else self._most_plain(facts, held.decision)):
             return None
+        self._held, self._age = held, age
         self._reused += 1
-        self._held = held
-        return known
+        return held.decision
 
     def _stand(self, facts: StepFacts, decision: Decision) -> None:
         """Let a decision against drafts stand for the steps to come.
@@ -386,7 +416,7 @@ class Controller:
         is_lasting = decision.reason in LASTING and self._is_dear(decision)
         is_lasting |= decision.reason is Reason.NOTHING_OFFERED and self._looks.are_rare
         if is_lasting or self._num_poor >= SETTLED:
-            left = self._most_plain(facts, decision) - self._reused
+            left = self._most_plain(facts, decision) - self._age
             plain_one = replace(decision, shadows=()) if decision.shadows else decision
             standing = self._standing.put(plain_one, len(facts.requests), facts.prompt_rows, left)
             standing.is_proven = is_lasting and self._num_poor > SETTLED
@@ -417,6 +447,8 @@ class Controller:
                 decision, count, facts.prompt_rows, steps - 1, lesson_at
             )
             self._held.facts = facts
+            if self._terms is not None:
+                self._held.outlook, self._held.prices = self._terms
             if count > 1:
                 self._held.newcomer = self.estimates.newcomer(decision)
             if place:
@@ -473,6 +505,7 @@ class Controller:
             left = self._plain_steps.burst - 1
             self._standing.put(decision, len(facts.requests), facts.prompt_rows, left)
             return decision
+        self._terms = outlook, prices
         return self._decision(facts, outlook, Reason.GAIN, plan)
 
     def _off(

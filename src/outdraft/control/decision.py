@@ -64,7 +64,8 @@ def _without_vain_levels(
     drafting: Sequence[tuple[int, Sequence[Option]]], prices: Prices
 ) -> Sequence[tuple[int, Sequence[Option]]]:
     """The same without the levels that no plan has: all requests together would get less from one
-    than its pass costs, which takes as long as that of one row at least. Deeper ones are no better.
+    than its pass costs, which takes as long as that of one row at least. Deeper ones are no better,
+    but for those that take no pass of their own, which count as the level's.
 
     About six of 63 levels are left, and to decide takes a quarter of the time.
     """
@@ -74,7 +75,11 @@ def _without_vain_levels(
         most = 0.0
         for _, own in drafting:
             most += max(
-                [o.survivals[level] for o in own if o.is_network and level < len(o.survivals)],
+                [
+                    o.survivals[level] + sum(o.survivals[prices.max_passes :])
+                    for o in own
+                    if o.is_network and level < len(o.survivals)
+                ],
                 default=0.0,
             )
         if most <= least:

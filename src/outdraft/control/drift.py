@@ -145,6 +145,7 @@ class NetworkCorrection:
         self.num_far = 0  # as Correction
         self._log, self._log_lone = 0.0, 0.0
         self._variance, self._covariance, self._variance_lone = SHARED + OWN, 0.0, LONE
+        self._surprises = Surprises()
         self._catch_up = LoneCorrection()
 
     @property
@@ -173,15 +174,15 @@ class NetworkCorrection:
             passes_s = table_s * math.exp(max(-CLIP, min(CLIP, expected)))
             self._catch_up.observe(catch_up_s, max(actual_s - passes_s, LEAST * catch_up_s))
             return
-        surprise = cut(math.log(actual_s / table_s) - expected)
-        self._variance += 2 * WALK
+        surprise = math.log(actual_s / table_s) - expected
+        self._variance += 2 * WALK * (1 if is_lone else self._surprises.steps(surprise))
         own, lone, noise = self._variance, self._covariance, NOISE
         if is_lone:
             own, lone = own + self._covariance, lone + self._variance_lone
             noise = LONE_NOISE
         spread = own + (lone if is_lone else 0.0) + noise
-        self._log += surprise * own / spread
-        self._log_lone += surprise * lone / spread
+        self._log += cut(surprise) * own / spread
+        self._log_lone += cut(surprise) * lone / spread
         self._variance -= own * own / spread
         self._covariance -= own * lone / spread
         self._variance_lone -= lone * lone / spread

@@ -129,6 +129,13 @@ class Estimates:
         for shape in request.shapes:
             self.network(request.network or "", request.rule, shape).doubt(information)
 
+    def is_known(self, request: RequestFacts) -> bool:
+        """Whether drafts for the request have shown how easy it is, beside others."""
+        return any(
+            key in self.networks and self.networks[key].knows(request.request_id)
+            for key in [(request.network or "", request.rule, shape) for shape in request.shapes]
+        )
+
     def has_drafted(self, request: RequestFacts) -> bool:
         """Whether the request's network has shown anything of itself."""
         return any(

@@ -14,7 +14,7 @@ DISTURBED = 0.05  # of a step, if deciding takes longer, its passes find other t
 MOST_DISTURBED = 2.0  # times what deciding takes
 FIRST_STEPS = 12  # behind a decision, or a prompt, that find them so
 SHARE = 0.01  # of the time that deciding and learning may take
-LONGEST = 32  # steps from one lesson to the next
+LONGEST = 48  # steps from one lesson to the next
 SHORTEST = 4  # steps between two at first; twice as many behind each lesson
 RATE = 1 / 16  # of the latest lesson in the average
 

@@ -11,7 +11,8 @@ from outdraft.control.probes import plain_interval
 
 FIRST_PLAIN = 16  # steps until plain decoding is timed for the first time while drafts pay,
 RARER = 3  # and how many times as many until the next, where steps are short: an engine that just
-# began is slow for a second or so
+# began is slow for a second or so;
+LARGE = 0.1  # gain for which twice as many go by: a wrong time of plain steps would hardly hide it
 WARM_PLAIN = 2, 12  # plain steps in a row from which on all are alike, at least and at most,
 WARM_S = 0.01  # and the time behind which they are
 TIMED_PLAIN = 4  # plain steps that are timed in a burst of them
@@ -78,5 +79,6 @@ class PlainSteps:
         """Whether plain decoding should be tried although drafts gain so much."""
         interval = plain_interval(gain, self.burst)
         if regime.num_plain_bursts == 0 or self._are_short:
-            interval = min(interval, FIRST_PLAIN * RARER ** min(regime.num_plain_bursts, 8))
+            early = FIRST_PLAIN * RARER ** min(regime.num_plain_bursts, 8)
+            interval = min(interval, round(early * (1 + max(0.0, gain) / LARGE)))
         return self._since >= interval

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from outdraft.control.facts import Decision, Fate, Grant, Reason, StepFacts
+from outdraft.control.outlook import Outlook
+from outdraft.control.plans import Prices
 
 MAX_STEPS = 32  # that a plain decision stands for
 PROVEN = 4  # times as many requests may end before it is decided anew if it was right for long
@@ -46,7 +48,8 @@ class Standing:
         lesson_at: steps left behind the one that should be learned from; negative: none should.
         passed: steps that it stood for, if it drafts: tokens, seconds, fates of drafts. To add
             them up one after the other takes less time than in each step.
-        facts: that it was made from, if it drafts without offers.
+        facts: that it was made from, if it drafts without offers,
+        outlook, prices: and what it was made by, beside what was known of acceptance.
         newcomer: what a request may draft of which nothing is known, without its name.
         num_gone: requests that ended since; others may have their places.
         is_proven: several others like it came before, so that it stands for other requests, too.
@@ -62,6 +65,8 @@ class Standing:
         default_factory=list[tuple[int, float, Iterable[Fate]]]
     )
     facts: StepFacts | None = None
+    outlook: Outlook | None = None
+    prices: Prices | None = None
     newcomer: Grant | None = None
     num_gone: int = 0
     is_proven: bool = False

@@ -96,7 +96,8 @@ class _Times:
 class Simulator:
     """Runs a policy through a scenario, step by step.
 
-    deciding_s: what it takes to decide and to learn, in each step that is not held.
+    deciding_s: what it takes to decide and to learn, in each step that is not held. To look at a
+        held decision again is not counted.
     """
 
     def __init__(self, scenario: Scenario, policy: LengthPolicy, deciding_s: float = 0.0) -> None:
