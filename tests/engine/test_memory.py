@@ -28,6 +28,7 @@ def blocks(
     free=10_000,
     total=None,
     weights=0,
+    default_cache=None,
 ):
     return num_blocks(
         config,
@@ -35,7 +36,7 @@ def blocks(
         useful_tokens=useful_tokens,
         weights=weights,
         buffers=buffers,
-        memory=DeviceMemory(total or free, free, default_share=0.5),
+        memory=DeviceMemory(total or free, free, default_share=0.5, default_cache=default_cache),
     )
 
 
@@ -71,6 +72,25 @@ def test_the_default_share_is_also_one_of_what_others_leave_free():
 
 def test_no_more_is_taken_unasked_than_all_requests_at_their_longest_need():
     assert blocks(CacheConfig(block_size=16), useful_tokens=33) == 3
+
+
+def test_a_cpu_gives_the_cache_no_more_than_its_default_unasked():
+    limit = {"total": 100_000, "free": 100_000, "default_cache": 4_050}
+    assert blocks(CacheConfig(), **limit) == 40
+    assert blocks(CacheConfig(), useful_tokens=160, **limit) == 10
+    for asked in ({"gpu_memory_utilization": 0.5}, {"kv_cache_memory_bytes": 50_000}):
+        assert blocks(CacheConfig(**asked), **limit) == 500
+    assert device_memory(torch.device("cpu")).default_cache == 4 << 30
+    assert device_memory(torch.device("cpu")).part(4).default_cache == 1 << 30
+
+
+def test_the_plan_says_that_the_default_was_the_limit():
+    def told(count, limit):
+        step = StepMemory(0, 0, 0, 0, 0, 0)
+        return str(MemoryPlan("float32", 0, 0, step, 2**20, count, 16, cache_limit=limit))
+
+    assert "at most 40.0 MiB unless kv_cache_memory_bytes says" in told(40, 40 * 2**20)
+    assert "unless" not in told(39, 40 * 2**20) + told(40, None)
 
 
 @pytest.mark.parametrize("asked", [{"num_blocks": 100}, {"kv_cache_memory_bytes": 10_000}])

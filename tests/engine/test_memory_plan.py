@@ -82,6 +82,20 @@ def test_a_number_of_blocks_that_is_asked_for_is_each_engines():
         plan_together([one] * 3, DeviceMemory(1 << 30, taken(plans[:2], [one] * 2), SHARE))
 
 
+def test_the_default_of_a_cpu_is_shared_by_what_lives_at_once():
+    one, limit = part(), 1 << 20
+    alone = plan_together([one], DeviceMemory(1 << 30, 1 << 30, SHARE, limit))
+    both = plan_together([one, one], DeviceMemory(1 << 30, 1 << 30, SHARE, limit))
+    for plans in (alone, both):
+        held = sum(plan.num_blocks * plan.block_bytes for plan in plans)
+        assert limit - len(plans) * plans[0].block_bytes < held <= limit
+        assert "unless kv_cache_memory_bytes says" in str(plans[0])
+    asked = part(gpu_memory_utilization=SHARE)
+    [plan] = plan_together([asked], DeviceMemory(1 << 30, 1 << 30, SHARE, limit))
+    assert plan.num_blocks * plan.block_bytes > limit
+    assert "unless" not in str(plan)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_of_a_machine_have_no_more_memory_together_than_one_has(size, monkeypatch):
     memory = DeviceMemory(MEMORY, MEMORY, SHARE)

@@ -1,5 +1,8 @@
 """A warm-up leaves an engine as it found it."""
 
+import mmap
+import sys
+
 import pytest
 
 from outdraft.core.errors import ConfigError
@@ -7,6 +10,7 @@ from outdraft.engine.build import check_longest_text, warm_up
 from outdraft.engine.llm import LLM
 from tests.oracle.engines import config, engine, greedy, ids, prompts_of, run, speculation
 from tests.ranks import Spread, spread_models
+from tests.resident import resident_bytes
 
 
 @pytest.mark.parametrize("method", ["plain", "combined"])
@@ -19,6 +23,18 @@ def test_nothing_is_left_and_nothing_changes(method: str):
     assert pool.num_free == pool.num_blocks
     prompts = prompts_of((5, 9))
     assert ids(run(warm, prompts, greedy(12))) == ids(run(fresh, prompts, greedy(12)))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="tells no pages")
+@pytest.mark.parametrize("method", ["plain", "draft_model"])
+def test_of_the_cache_only_the_blocks_of_its_texts_are_touched(method: str):
+    llm = engine("qwen2", method, num_blocks=20_000, block_size=16)
+    layers = llm.engine.runner.cache.layers
+    cached = [one for layer in layers for one in (layer.k_PSGC, layer.v_PSGE)]
+    warm_up(llm.engine)
+    pages = 2 * len(cached) * mmap.PAGESIZE
+    assert 0 < resident_bytes(cached) <= 2 * sum(one[0].nbytes for one in cached) + pages
+    assert sum(one.nbytes for one in cached) > 100 * pages
 
 
 def test_a_very_short_context_is_enough():

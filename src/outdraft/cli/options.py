@@ -48,7 +48,7 @@ class EngineOptions:
     gpu_memory_utilization: float | None = flag(
         "Share of the device's memory for weights, buffers and the KV cache; on a CPU of the RAM "
         "that a container may have. Default: 0.9 on a GPU, 0.5 on a CPU, and no more than that "
-        "share of what is free."
+        "share of what is free; on a CPU the KV cache then has at most 4 GiB."
     )
     kv_cache_memory_bytes: str | None = flag(
         "For the KV cache of target and drafter: 268435456, 256Mi, 1G.",

@@ -34,7 +34,8 @@ class CacheConfig:
         kv_cache_memory_bytes: None: what gpu_memory_utilization leaves.
         gpu_memory_utilization: share of the device's memory for weights, buffers and the cache
             together; on a CPU of the RAM, within the limit of a container. None: 0.9 on a GPU, 0.5
-            on a CPU, and no more than that share of what is free.
+            on a CPU, and no more than that share of what is free; on a CPU the cache then has at
+            most 4 GiB.
         num_blocks: overrides the memory settings.
     """
 
@@ -53,6 +54,12 @@ class CacheConfig:
                 raise ConfigError("gpu_memory_utilization must be above 0")
         for name in ("kv_cache_memory_bytes", "num_blocks"):
             check_whole(name, getattr(self, name), 1, optional=True)
+
+    @property
+    def has_size(self) -> bool:
+        """Whether someone asked for a size of the cache, in whatever unit."""
+        asked = self.num_blocks, self.kv_cache_memory_bytes, self.gpu_memory_utilization
+        return any(one is not None for one in asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

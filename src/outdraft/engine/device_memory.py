@@ -10,22 +10,27 @@ import torch
 ROOT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 GPU_SHARE, CPU_SHARE = 0.9, 0.5  # of the memory, unless gpu_memory_utilization says otherwise
+CPU_CACHE_BYTES = 4 << 30  # of the KV cache at most, unless someone asks for more
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """Bytes that a device has, and those that could be taken now.
 
-    `default_share`: of gpu_memory_utilization. Others use a machine's RAM as well.
+    Attributes:
+        default_share: of gpu_memory_utilization. Others use a machine's RAM as well.
+        default_cache: of a KV cache at most, if nobody asks for another size; None: no such limit.
     """
 
     total: int
     free: int
     default_share: float
+    default_cache: int | None = None
 
     def part(self, number: int) -> "DeviceMemory":
         """One of so many equal parts."""
-        return DeviceMemory(self.total // number, self.free // number, self.default_share)
+        cache = None if self.default_cache is None else self.default_cache // number
+        return DeviceMemory(self.total // number, self.free // number, self.default_share, cache)
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
@@ -41,6 +46,7 @@ def device_memory(device: torch.device) -> DeviceMemory:
         min([machine.total, *(group.limit for group in groups)]),
         max(0, min([machine.available, *(group.limit - group.used for group in groups)])),
         CPU_SHARE,
+        CPU_CACHE_BYTES,
     )
 
 

@@ -219,6 +219,8 @@ class MemoryPlan:
         target_weights, drafter_weights: as loaded, packed copies included.
         step: what the largest step takes.
         block_bytes: of one block, the target's and the drafter's layers together.
+        cache_limit: bytes that the cache has at most as nobody asked for a size; None: someone did,
+            or the device has no such limit.
         ranks: of all ranks, if there are several; the other numbers are those of the first one.
     """
 
@@ -229,6 +231,7 @@ class MemoryPlan:
     block_bytes: int
     num_blocks: int
     block_size: int
+    cache_limit: int | None = None
     ranks: tuple[RankMemory, ...] = ()
 
     @property
@@ -252,7 +255,9 @@ class MemoryPlan:
     def table(self) -> list[tuple[str, str]]:
         """Rows for people."""
         cache_bytes = self.block_bytes * self.num_blocks
-        tokens = self.num_blocks * self.block_size
+        cache = f"KV cache: {self.num_blocks} blocks, {self.num_blocks * self.block_size} tokens"
+        if self.cache_limit is not None and cache_bytes + self.block_bytes > self.cache_limit:
+            cache += f" (at most {_mebibytes(self.cache_limit)} unless kv_cache_memory_bytes says)"
         parts = {
             f"target weights: {self.numbers}": self.target_weights,
             "drafter weights": self.drafter_weights,
@@ -264,7 +269,7 @@ class MemoryPlan:
             "draft probabilities": self.step.draft_probs,
             "states for the drafter": self.step.states,
             "graphs of the GPU": self.step.graphs,
-            f"KV cache: {self.num_blocks} blocks, {tokens} tokens": cache_bytes,
+            cache: cache_bytes,
         }
         rows = {name: size for name, size in parts.items() if size > 0}
         rows["total"] = self.total
@@ -291,7 +296,8 @@ def num_blocks(
 ) -> int:
     """Blocks of the pool: what was asked for, or what the share of the memory leaves.
 
-    No more than `useful_tokens` (every request at its longest) are taken unasked. The default share
+    No more than `useful_tokens` (every request at its longest) are taken unasked, and no more than
+    the device's default for a cache, if neither bytes nor a share are asked for. The default share
     is also one of what is free: nobody asked for the memory that others use.
 
     Raises:
@@ -307,6 +313,7 @@ def num_blocks(
         left = int(memory.total * share) - weights - buffers
         if config.gpu_memory_utilization is None:
             left = min(left, int((memory.free - buffers) * share))
+            left = min(left, memory.default_cache or left)
         wanted = min(max(0, left), useful)
     if wanted + buffers > memory.free:
         raise ConfigError(

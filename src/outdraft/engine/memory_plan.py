@@ -78,9 +78,17 @@ def plan_together(
         drafter_weights = drafter.network.memory_bytes if drafter else 0
         if drafter is not None and drafter.network is target:
             drafter_weights = 0
-        numbers, target_weights = target.numbers, target.memory_bytes
         plans.append(
-            MemoryPlan(numbers, target_weights, drafter_weights, step, block_bytes, count, size)
+            MemoryPlan(
+                target.numbers,
+                target.memory_bytes,
+                drafter_weights,
+                step,
+                block_bytes,
+                count,
+                size,
+                None if config.cache.has_size else memory.part(number).default_cache,
+            )
         )
     return plans
 

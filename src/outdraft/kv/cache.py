@@ -18,6 +18,8 @@ from torch import Tensor
 
 from outdraft.kv.shapes import LayerCacheShape
 
+HUGE_PAGE_BYTES = 2 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
@@ -31,7 +33,8 @@ class KVCache:
     """Keys and values of all layers of one model, cut into blocks.
 
     Slot s of block b has the flat index b * block_size + s. New memory is zero, so a slot that
-    was never written is finite and can be masked by a weight of zero.
+    was never written is finite and can be masked by a weight of zero. On a CPU a page is taken when
+    it is first written.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class KVCache:
         keys = [(shape.num_kv_heads, shape.key_size) for shape in shapes]
         values = [(shape.num_kv_heads, shape.value_size) for shape in shapes]
         self._alike_NPSGC = [
-            _zeros((count, num_blocks, block_size, *size), dtype, device)
+            untouched_zeros((count, num_blocks, block_size, *size), dtype, device)
             for size, count in Counter([*keys, *values]).items()
         ]
         parts = {tuple(alike.shape[3:]): iter(alike) for alike in self._alike_NPSGC}
@@ -91,11 +94,20 @@ class KVCache:
             slots.index_copy_(1, target_R, slots.index_select(1, source_R))
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU in huge pages where the system has them: attention reads rows that lie far apart."""
+def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory that is zero and that nobody has touched.
+
+    On a CPU in huge pages where the system has them: attention reads rows that lie far apart. But
+    the first blocks of each layer's keys and values are in small ones: two huge pages for each layer
+    are too much for a server that has hardly any text.
+    """
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or num_bytes == 0 or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    part = num_bytes // shape[0]  # of a layer
+    for start in range(HUGE_PAGE_BYTES, num_bytes, part):
+        page = start // mmap.PAGESIZE * mmap.PAGESIZE
+        if (rest := start + part - HUGE_PAGE_BYTES - page) > 0:
+            memory.madvise(mmap.MADV_HUGEPAGE, page, min(rest, num_bytes - page))
     return torch.frombuffer(memory, dtype=dtype).view(shape)

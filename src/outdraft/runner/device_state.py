@@ -12,6 +12,7 @@ from torch import Tensor
 from outdraft.attention.rows import to_device
 from outdraft.core.admission import Admission
 from outdraft.kernels.ops import Kernels
+from outdraft.kv.cache import untouched_zeros
 
 
 class DeviceState:
@@ -25,9 +26,7 @@ class DeviceState:
         self, max_num_seqs: int, max_model_len: int, device: torch.device, kernels: Kernels
     ) -> None:
         self.row_len = max_model_len + 1  # the last column takes writes that must go nowhere
-        self.token_ids_SL = torch.zeros(
-            max_num_seqs, self.row_len, dtype=torch.int64, device=device
-        )
+        self.token_ids_SL = untouched_zeros((max_num_seqs, self.row_len), torch.int64, device)
         self._kernels = kernels
 
     def admit(self, admissions: Sequence[Admission]) -> None:
