@@ -20,7 +20,8 @@ from outdraft.config.checks import as_choice
 from outdraft.core.errors import ConfigError, RequestError
 from outdraft.engine.chat_messages import Message, with_json_arguments, with_named_thoughts
 from outdraft.models.config import read_json
-from outdraft.models.quantized.gguf_metadata import is_gguf, tokenizer_config_of_gguf
+from outdraft.models.quantized.gguf_file import is_gguf
+from outdraft.models.quantized.gguf_metadata import tokenizer_config_of_gguf
 
 _OWN_VARIABLES = {
     "messages",

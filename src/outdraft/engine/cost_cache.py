@@ -23,6 +23,7 @@ from outdraft.control.costs import CostTable
 from outdraft.core.errors import ConfigError
 from outdraft.engine.loading import LoadedModels
 from outdraft.engine.machine import installed_version, processor
+from outdraft.models.quantized.gguf_file import open_gguf
 
 FORMAT, MOST_FILES = 8, 128
 MODEL_FILES = (".json", ".safetensors")
@@ -125,16 +126,17 @@ def drafter_key(network: DraftNetworkConfig) -> Key:
     path = Path(network.model)
     settings = replace(network, model="-")
     return {
-        "model": identity(path) if path.is_dir() else network.model,
+        "model": identity(path) if path.exists() else network.model,
         "settings": repr(settings),
     }
 
 
 def identity(path: Path) -> list[tuple[str, int, int]]:
     """Names, bytes and times of change (ns) of a checkpoint's files: cheap, and enough."""
-    files = [path]  # a GGUF file is all of a model
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in MODEL_FILES)
+    else:
+        files = open_gguf(path).files
     stats = [(file.name, file.stat()) for file in files]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from outdraft.core.errors import ConfigError
-from outdraft.models.quantized.gguf_metadata import is_gguf, open_gguf, read_metadata
+from outdraft.models.quantized.gguf_file import is_gguf, open_gguf
 
 _AS_GPT_2 = (None, "default", "gpt-2")
 # How texts are split where a whole word that is a token is taken before any merge, and where a text
@@ -72,7 +72,7 @@ def _complete(tokenizer: Tokenizer, path: Path) -> None:
     Raises:
         ConfigError: transformers does not know the name and takes another way to split.
     """
-    values = read_metadata(open_gguf(path))
+    values = open_gguf(path).values
     splits = values.get("tokenizer.ggml.pre")
     if values.get("tokenizer.ggml.model") != "gpt2" or not isinstance(tokenizer.model, BPE):
         return

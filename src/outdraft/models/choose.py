@@ -14,7 +14,7 @@ from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel
 from outdraft.models.config import ModelConfig, is_known, read_config
 from outdraft.models.loader import load_model
-from outdraft.models.quantized.gguf_metadata import is_gguf
+from outdraft.models.quantized.gguf_file import is_gguf
 
 AUTO, TRANSFORMERS = "auto", "transformers"
 _logger = logging.getLogger(__name__)

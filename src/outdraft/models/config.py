@@ -14,7 +14,8 @@ from typing import Any
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.models.counts import read_count, read_positive, read_token_ids
 from outdraft.models.quantized.config import Quantization, read_quantization
-from outdraft.models.quantized.gguf_metadata import config_of_gguf, is_gguf
+from outdraft.models.quantized.gguf_file import is_gguf
+from outdraft.models.quantized.gguf_metadata import config_of_gguf
 from outdraft.models.rope_config import RopeConfig, read_rope
 from outdraft.models.shape import ModelShape
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from outdraft.models.config import read_json
 from outdraft.models.drafter_config import SPECULATORS_KIND
 from outdraft.models.loader import tensor_places, weight_files
-from outdraft.models.quantized.gguf_metadata import is_gguf
+from outdraft.models.quantized.gguf_file import is_gguf
 
 # Parts of names that config.json gives, and the methods they are for; the first one counts.
 _METHODS = {

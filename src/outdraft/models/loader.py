@@ -23,7 +23,7 @@ from outdraft.models.config import ModelConfig, read_json
 from outdraft.models.layers.linear import Linear, linears_of
 from outdraft.models.llama import EMBEDDING_NAME, HEAD_NAME, CausalLM
 from outdraft.models.quantized.config import Quantization
-from outdraft.models.quantized.gguf_metadata import is_gguf
+from outdraft.models.quantized.gguf_file import is_gguf
 from outdraft.models.quantized.gguf_weights import gguf_weights
 from outdraft.models.quantized.placing import (
     Placing,
@@ -71,7 +71,8 @@ def resolve_model_path(
         return path
     if path.exists():
         raise ConfigError(
-            f"model {str(path)!r} is a file: give the directory of the checkpoint, or a GGUF file"
+            f"model {str(path)!r} is a file: give the directory of the checkpoint, or a GGUF file, "
+            "which begins with GGUF"
         )
     name = str(name_or_path)
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:

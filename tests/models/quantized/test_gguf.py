@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
@@ -240,10 +241,8 @@ def test_the_vocabulary_and_the_template_are_those_of_the_file(tmp_path: Path):
 
 def test_a_file_of_another_kind_and_another_architecture_are_refused(tmp_path: Path):
     (tmp_path / "no.gguf").write_bytes(b"GGUF?" * 9)
-    with pytest.raises(ConfigError, match="no GGUF file, damaged or cut short"):
+    with pytest.raises(ConfigError, match=r"GGUF of version .* is not supported; supported: 2, 3"):
         ModelConfig.from_directory(tmp_path / "no.gguf")
-    import gguf
-
     writer = gguf.GGUFWriter(tmp_path / "gemma.gguf", "gemma2")
     writer.add_block_count(1)
     writer.write_header_to_file()

@@ -5,14 +5,13 @@ Names of keys are those of the GGUF specification (ggml-org/ggml, docs/gguf.md).
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from outdraft.core.errors import ConfigError
+from outdraft.models.quantized.gguf_file import open_gguf
 
-if TYPE_CHECKING:
-    from gguf import GGUFReader
-
-SUFFIX = ".gguf"
 EMBEDDING, HEAD, FREQUENCIES = "token_embd.weight", "output.weight", "rope_freqs.weight"
 # What llama.cpp calls the families; it has Mistral under llama.
 _ARCHITECTURES = {
@@ -38,40 +37,14 @@ _CONTROL = 3  # the type of a token
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether the path names a GGUF file, not the directory of a checkpoint."""
-    return path.suffix == SUFFIX
-
-
-def open_gguf(path: Path) -> "GGUFReader":
-    """The file, mapped into memory.
-
-    Raises:
-        ConfigError: the gguf package is missing, or the file is damaged.
-    """
-    try:
-        from gguf import GGUFReader
-    except ImportError:
-        raise ConfigError(f"{path} needs the gguf package: pip install 'outdraft[gguf]'") from None
-    try:
-        return GGUFReader(path)
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise ConfigError(f"{path} is no GGUF file, damaged or cut short: {error}") from error
-
-
-def read_metadata(reader: "GGUFReader") -> dict[str, Any]:
-    """Values by their keys; arrays are lists."""
-    return {name: field.contents() for name, field in reader.fields.items()}
-
-
 def config_of_gguf(path: Path) -> dict[str, Any]:
     """What the config.json of the same model would hold.
 
     Raises:
         ConfigError: as open_gguf; or the architecture or a value is not supported.
     """
-    reader = open_gguf(path)
-    values, tensors = read_metadata(reader), {tensor.name: tensor for tensor in reader.tensors}
+    file = open_gguf(path)
+    values, tensors = file.values, file.tensors
     name = values.get("general.architecture")
     if name not in _ARCHITECTURES:
         raise ConfigError(
@@ -85,14 +58,14 @@ def config_of_gguf(path: Path) -> dict[str, Any]:
         for key, value in values.items()
         if key.startswith(f"{name}.")
     }
-    kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) == 2}
+    kinds = {tensor.kind for tensor in tensors.values() if len(tensor.shape) == 2}
     plain = next((kind for kind in _DTYPES if kind in kinds), "BF16")
     is_plain = kinds <= _DTYPES.keys()
     rope = _rope(of_model)
     config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[name]],
         **_sizes(of_model),
-        "vocab_size": int(tensors[EMBEDDING].shape[1]),
+        "vocab_size": tensors[EMBEDDING].shape[0],
         "tie_word_embeddings": HEAD not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "rope_parameters": rope,
@@ -103,7 +76,7 @@ def config_of_gguf(path: Path) -> dict[str, Any]:
     if FREQUENCIES in tensors:  # what Llama 3.1 divides the frequencies by
         if "rope_type" in rope:
             raise ConfigError(f"{path}: rope.scaling beside {FREQUENCIES} is not supported")
-        factors = [float(one) for one in tensors[FREQUENCIES].data]
+        factors = tensors[FREQUENCIES].raw.view("<f4").ravel().tolist()
         config["rope_parameters"] = rope | {
             "rope_type": "longrope",
             "long_factor": factors,
@@ -117,7 +90,7 @@ def config_of_gguf(path: Path) -> dict[str, Any]:
 
 def tokenizer_config_of_gguf(path: Path) -> dict[str, Any]:
     """What the tokenizer_config.json of the same model would hold; raises as open_gguf."""
-    values = read_metadata(open_gguf(path))
+    values = open_gguf(path).values
     tokens = values.get("tokenizer.ggml.tokens") or []
     found = {"chat_template": values.get("tokenizer.chat_template")}
     for ours, theirs in _SPECIAL.items():
@@ -174,10 +147,7 @@ def _ends(values: Mapping[str, Any]) -> list[int]:
     """The tokens that end a text, or a turn of a conversation."""
     named = [values.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     tokens = values.get("tokenizer.ggml.tokens") or []
-    types = values.get("tokenizer.ggml.token_type") or []
-    known = [
-        index
-        for index, (token, kind) in enumerate(zip(tokens, types, strict=False))
-        if kind == _CONTROL and token in _END_TEXTS
-    ]
+    types = np.asarray(values.get("tokenizer.ggml.token_type", []))[: len(tokens)]
+    controls: list[int] = np.flatnonzero(types == _CONTROL).tolist()
+    known = [index for index in controls if tokens[index] in _END_TEXTS]
     return list(dict.fromkeys([*(int(one) for one in named if one is not None), *known]))

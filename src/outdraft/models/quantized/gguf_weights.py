@@ -9,7 +9,7 @@ Dimension key: D inputs, E outputs, N groups of inputs.
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +17,9 @@ from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
-from outdraft.models.quantized.gguf_metadata import FREQUENCIES, open_gguf, read_metadata
+from outdraft.models.quantized.gguf_file import GgufTensor, open_gguf
+from outdraft.models.quantized.gguf_metadata import FREQUENCIES
 from outdraft.models.quantized.stored import GroupedCodes, StoredWeight
-
-if TYPE_CHECKING:
-    from gguf.gguf_reader import ReaderTensor
 
 _MODULES = {
     "token_embd": "model.embed_tokens",
@@ -40,7 +38,7 @@ _MODULES = {
     "ffn_down": "mlp.down_proj",
 }
 _GROUP = 32
-_PLAIN = {"F32": np.float32, "F16": np.float16}
+_PLAIN = {"F32": "<f4", "F16": "<f2"}
 
 
 def gguf_weights(path: Path) -> dict[str, StoredWeight]:
@@ -49,11 +47,11 @@ def gguf_weights(path: Path) -> dict[str, StoredWeight]:
     Raises:
         ConfigError: the file is damaged, or has a tensor that is not known.
     """
-    reader = open_gguf(path)
-    values = read_metadata(reader)
+    file = open_gguf(path)
+    values = file.values
     heads = _turned_heads(values) if values["general.architecture"] == "llama" else {}
     stored: dict[str, StoredWeight] = {}
-    for tensor in reader.tensors:
+    for tensor in file.tensors.values():
         if tensor.name != FREQUENCIES:
             name, module = _slot_name(tensor.name)
             stored[name] = _stored(tensor, heads.get(module))
@@ -78,10 +76,9 @@ def _turned_heads(values: Mapping[str, Any]) -> dict[str, int]:
     return {"attn_q": num_heads, "attn_k": num_kv_heads}
 
 
-def _stored(tensor: "ReaderTensor", num_heads: int | None) -> StoredWeight:
+def _stored(tensor: GgufTensor, num_heads: int | None) -> StoredWeight:
     """`num_heads`: of a tensor whose rows are to be put into Hugging Face's order."""
-    kind = tensor.tensor_type.name
-    shape = tuple(int(size) for size in reversed(tensor.shape))
+    kind, shape = tensor.kind, tensor.shape
     order_E = None if num_heads is None else _row_order(shape[0], num_heads)
     tile, reason = _TILES.get(kind), ""
     if tile is None:
@@ -107,26 +104,29 @@ def _row_order(num_rows: int, num_heads: int) -> Tensor:
 
 
 def _read(
-    tensor: "ReaderTensor", shape: tuple[int, ...], order_E: Tensor | None
+    tensor: GgufTensor, shape: tuple[int, ...], order_E: Tensor | None
 ) -> GroupedCodes | Tensor:
-    kind = tensor.tensor_type.name
+    kind = tensor.kind
     if len(shape) == 2 and kind in _CODES:
-        codes = _CODES[kind](np.ascontiguousarray(tensor.data).view(np.uint8), shape)
+        codes = _CODES[kind](tensor.raw, shape)
         return codes if order_E is None else codes.part(order_E, slice(0, shape[1]))
     numbers = _numbers(tensor, kind).reshape(shape)
     return numbers if order_E is None else numbers[order_E]
 
 
-def _numbers(tensor: "ReaderTensor", kind: str) -> Tensor:
+def _numbers(tensor: GgufTensor, kind: str) -> Tensor:
     if kind in _PLAIN:
-        return torch.from_numpy(np.array(tensor.data, dtype=_PLAIN[kind]))
+        return torch.from_numpy(tensor.raw.copy().view(_PLAIN[kind]))
     if kind == "BF16":
-        raw = np.array(tensor.data).view(np.uint8)
-        return torch.from_numpy(raw).view(torch.bfloat16)
-    from gguf import dequantize
-
+        return torch.from_numpy(tensor.raw.copy()).view(torch.bfloat16)
     try:
-        return torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
+        from gguf import GGMLQuantizationType, dequantize
+    except ImportError:
+        raise ConfigError(
+            f"GGUF tensors of kind {kind} need the gguf package: pip install 'outdraft[gguf]'"
+        ) from None
+    try:
+        return torch.from_numpy(np.array(dequantize(tensor.raw, GGMLQuantizationType[kind])))
     except NotImplementedError as error:
         raise ConfigError(f"GGUF: tensors of kind {kind} are not supported") from error
 
