@@ -7,6 +7,7 @@ import pytest
 
 from outdraft.core.errors import ConfigError, RequestError
 from outdraft.engine.chat import ChatTemplate, as_content_format
+from outdraft.engine.chat_messages import parsed_arguments, with_readable_calls
 
 CHATML = """{{ bos_token }}{% for message in messages %}
     <|{{ message['role'] }}|>{{ message['content'] }}{{ eos_token }}
@@ -87,6 +88,49 @@ def test_arguments_of_a_call_have_the_form_that_the_template_writes(written):
     assert rendered == ('f{"a": "é"}' if written.startswith("+") else "fé")
     with pytest.raises(RequestError, match="the chat template refused"):
         template("{{ 1 + messages[0].tool_calls }}").render(messages)
+
+
+CALLS = "{% for m in messages %}{% for call in m.tool_calls %}WRITTEN;{% endfor %}{% endfor %}"
+CUT = '{"city": "Köl'
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("{{ 'call ' + call.function.arguments }}", f'call {{"a": 1}};call {CUT};'),
+        (
+            "{% if call.function.arguments is string %}{{ call.function.arguments }}"
+            "{% else %}{{ call.function.arguments | tojson }}{% endif %}",
+            f'{{"a": 1}};{CUT};',
+        ),
+        (
+            "{{ call.function.arguments | tojson }}",
+            '{"a": 1};{"arguments": "{\\"city\\": \\"Köl"};',
+        ),
+        (
+            "{% for name, value in call.function.arguments.items() %}{{ name }}={{ value }}"
+            "{% endfor %}",
+            f"a=1;arguments={CUT};",
+        ),
+    ],
+)
+def test_a_call_that_was_cut_short_is_written_as_text_or_under_one_key(written, expected):
+    calls = [
+        {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        for arguments in ('{"a": 1}', CUT)
+    ]
+    turn = with_readable_calls({"role": "assistant", "content": "", "tool_calls": calls})
+    assert template(CALLS.replace("WRITTEN", written)).render([*HELLO, turn]) == expected
+
+
+@pytest.mark.parametrize("text", ["[1]", "5", "x", '{"a": 1} and', '{"a": "\\ud800"}', "[" * 9999])
+def test_arguments_that_are_no_json_object_stay_a_text(text):
+    assert parsed_arguments(text) == text
+
+
+@pytest.mark.parametrize("text", ["", " ", "null", "{}"])
+def test_no_arguments_are_an_empty_object(text):
+    assert parsed_arguments(text) == {}
 
 
 R1 = (

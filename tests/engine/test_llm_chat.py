@@ -67,10 +67,12 @@ def test_calls_of_functions_come_as_openai_writes_them(llm: LLM, silent, argumen
     assert output.prompt_token_ids == [3, 4, 5, 6, 7]
 
 
-def test_arguments_of_a_call_are_an_object(llm: LLM):
+def test_arguments_that_are_no_object_are_written_under_one_key(llm: LLM):
     call = {"type": "function", "function": {"name": "w4", "arguments": "[1]"}}
-    with pytest.raises(RequestError, match="JSON object"):
-        llm.chat([{"role": "assistant", "tool_calls": [call]}], chat_template=CALLING)
+    source = CALLING.replace("{{ name }}", "w{{ name | length }}")  # of "arguments"
+    turn = {"role": "assistant", "content": "w3", "tool_calls": [call]}
+    [output] = llm.chat([turn], GREEDY, use_tqdm=False, chat_template=source)
+    assert output.prompt_token_ids == [3, 4, 9]
 
 
 def test_the_template_comes_with_the_tokenizer(tmp_path):

@@ -18,7 +18,12 @@ from tokenizers import Tokenizer
 
 from outdraft.config.checks import as_choice
 from outdraft.core.errors import ConfigError, RequestError
-from outdraft.engine.chat_messages import Message, with_json_arguments, with_named_thoughts
+from outdraft.engine.chat_messages import (
+    Message,
+    with_json_arguments,
+    with_named_thoughts,
+    with_object_arguments,
+)
 from outdraft.models.config import read_json
 from outdraft.models.quantized.gguf_file import is_gguf
 from outdraft.models.quantized.gguf_metadata import tokenizer_config_of_gguf
@@ -32,6 +37,7 @@ _OWN_VARIABLES = {
     "tokenize",
 }
 _PROBE = "a text to look for"
+_CUT_ARGUMENTS = f'{{"{_PROBE}'
 _NOTATION = re.compile(rf"""['"]text['"]: ?['"]{_PROBE}""")  # Python's or JSON's
 # What a template may raise when it meets values that it was not written for.
 _RENDERING = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
@@ -97,8 +103,12 @@ class ChatTemplate:
         if content_format is ContentFormat.AUTO:
             self.reads_parts = self._shows([_text_part(_PROBE)])
             self.reads_text = self._shows(_PROBE) or not self.reads_parts
+        self._takes_texts = True  # as arguments of calls that are no JSON object
         self._calls_say_nothing = False  # of DeepSeek R1, which passes over calls beside a text
-        self._calls_say_nothing = not self._shows_call("") and self._shows_call(None)
+        is_told, is_told_alone = (_PROBE in self._written_call(one, {}) for one in ("", None))
+        self._calls_say_nothing = is_told_alone and not is_told
+        # Others would write a text into quotation marks, or look for an object's parts in it.
+        self._takes_texts = _CUT_ARGUMENTS in self._written_call("", _CUT_ARGUMENTS)
 
     @classmethod
     def from_directory(
@@ -198,23 +208,25 @@ class ChatTemplate:
             return False
         return _PROBE in text and not _NOTATION.search(text)
 
-    def _shows_call(self, content: str | None) -> bool:
-        """Whether the template writes a call of a function that stands beside such a content."""
+    def _written_call(self, content: str | None, arguments: object) -> str:
+        """What the template writes of a call that stands beside such a content; "" if it cannot."""
         call = {
             "id": "call00001",
             "type": "function",
-            "function": {"name": _PROBE, "arguments": {}},
+            "function": {"name": _PROBE, "arguments": arguments},
         }
         answer = {"role": "assistant", "content": content, "tool_calls": [call]}
         messages = [self._readable(one) for one in ({"role": "user", "content": "a"}, answer)]
         try:
-            return _PROBE in self._rendered_in_a_form(messages, {})
+            return self._rendered_in_a_form(messages, {})
         except _RENDERING:
-            return False
+            return ""
 
     def _readable(self, message: Message) -> dict[str, Any]:
-        """The message with its content, and its thoughts, in the form that the template reads."""
+        """The message with content, thoughts and calls in the form that the template reads."""
         message = with_named_thoughts(message)
+        if not self._takes_texts:
+            message = with_object_arguments(message)
         content = message["content"]
         if self._calls_say_nothing and message.get("tool_calls") and not content:
             content = None

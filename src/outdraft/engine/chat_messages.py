@@ -4,8 +4,6 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from outdraft.core.errors import RequestError
-
 Message = Mapping[str, Any]
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -25,9 +23,6 @@ def with_readable_calls(message: Message) -> Message:
 
     Arguments come parsed, as templates write JSON themselves. Where the calls are all that was
     said, there is an empty text.
-
-    Raises:
-        RequestError: arguments are not a JSON object.
     """
     calls = _calls(message)
     if not calls:
@@ -46,6 +41,15 @@ def with_json_arguments(message: Message) -> Message:
     if not calls:
         return message
     written = [_with_arguments(call, Mapping, _json) for call in calls]
+    return {**message, "tool_calls": written}
+
+
+def with_object_arguments(message: Message) -> Message:
+    """The message with the arguments of its calls under one key, where they are no JSON object."""
+    calls = _calls(message)
+    if not calls:
+        return message
+    written = [_with_arguments(call, str, _under_one_key) for call in calls]
     return {**message, "tool_calls": written}
 
 
@@ -69,12 +73,18 @@ def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def parsed_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call. Raises RequestError if they are not a JSON object."""
+def _under_one_key(text: str) -> object:
+    return {"arguments": text} if isinstance(parsed_arguments(text), str) else text
+
+
+def parsed_arguments(text: str) -> dict[str, Any] | str:
+    """The arguments of a call; the text as it is where it is no JSON object, as that of a call
+    which was cut short."""
     try:
-        arguments: object = json.loads(text or "{}")
+        arguments: object = json.loads(text.strip() or "{}")
+        _json(arguments).encode()  # fails for half of a surrogate pair, which no prompt may hold
     except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise RequestError("the arguments of a tool call must be a JSON object", "messages")
-    return arguments
+        return text
+    if arguments is None:
+        return {}
+    return arguments if isinstance(arguments, dict) else text

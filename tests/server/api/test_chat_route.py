@@ -424,6 +424,30 @@ def test_a_forced_call_that_is_cut_short_is_a_call(script, name, arguments, stre
         assert not any(message.content for message in messages)
 
 
+@pytest.mark.parametrize(
+    ("script", "written"),
+    [
+        ('{"name":"weather","arguments":{"city":"Ro', """weather [('arguments', '{"city":"Ro')]"""),
+        ('{"name":"weather","arguments":', "weather []"),
+        ('{"name":"wea', "weather []"),
+        (
+            r'{"name":"weather","arguments":{"city":"\ud800"}}',
+            """weather [('arguments', '{"city": "\\\\ud800"}')]""",
+        ),
+    ],
+)
+def test_a_call_that_was_cut_short_can_be_sent_back(script, written):
+    with serve(with_script(script + "~~")) as served:
+        client = served.client()
+        size = len(served.engine.inputs.tokenizer.encode(script).ids)
+        answer = chat(client, tools=[TOOL], tool_choice="required", max_tokens=size)
+        message = answer.choices[0].message
+        call = message.tool_calls[0]
+        result = {"role": "tool", "tool_call_id": call.id, "content": "cut"}
+        chat(client, messages=[*HELLO, message.model_dump(), result], max_tokens=1)
+        assert f"<assistant>[{written}" in prompt_of(served)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_only_one_call_is_told_where_several_are_not_wanted(stream):
     with serve(with_script(f"So: {CALL} {CALL}{CALL}"), tool_call_parser="hermes") as served:

@@ -40,7 +40,9 @@ class FunctionCall(Body):
     """A call of a function that the model wrote."""
 
     name: str
-    arguments: str = Field(description="A JSON object, as text.")
+    arguments: str | None = Field(
+        None, description="A JSON object, as text; the beginning of one if the call was cut short."
+    )
 
 
 class ToolCall(Body):

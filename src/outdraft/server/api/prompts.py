@@ -122,11 +122,7 @@ def chat_text(context: ApiContext, chat: Mapping[str, Any]) -> str:
 
 
 def conversation(body: TemplateFields, tools: list[Tool] | None) -> dict[str, Any]:
-    """What a body says of its conversation, as arguments of ChatTemplate.render.
-
-    Raises:
-        RequestError: a call's arguments are not a JSON object.
-    """
+    """What a body says of its conversation, as arguments of ChatTemplate.render."""
     variables = dict(body.chat_template_kwargs or {})
     if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
@@ -193,6 +189,6 @@ def _turn(message: ChatMessage | InputMessage) -> dict[str, Any]:
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
     """Templates write the arguments as JSON themselves, so they get them parsed."""
-    arguments = parsed_arguments(call.function.arguments)
+    arguments = parsed_arguments(call.function.arguments or "")
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
