@@ -24,7 +24,19 @@ _VERSIONS = (2, 3)
 _ALIGNMENT = 32  # where the file does not say
 # Types of metadata values by their numbers: strings, arrays, and numbers.
 _STRING, _ARRAY = 8, 9
-_NUMBERS = dict(enumerate("<u1 <i1 <u2 <i2 <u4 <i4 <f4 |b1 - - <u8 <i8 <f8".split()))
+_NUMBERS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "|b1",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 # Kinds of tensors by their numbers in ggml.h: name, numbers of a block, bytes of a block.
 _KINDS = {
     0: ("F32", 1, 4),
@@ -261,7 +273,7 @@ def _tensor(name: str, shape: tuple[int, ...], number: int, content: np.ndarray)
 
 
 def _number_type(kind: int) -> str:
-    if kind not in _NUMBERS or kind in (_STRING, _ARRAY):
+    if kind not in _NUMBERS:
         raise ValueError(f"metadata of type {kind} are not supported")
     return _NUMBERS[kind]
 
