@@ -54,7 +54,7 @@ def gguf_weights(path: Path) -> dict[str, StoredWeight]:
     for tensor in file.tensors.values():
         if tensor.name != FREQUENCIES:
             name, module = _slot_name(tensor.name)
-            stored[name] = _stored(tensor, heads.get(module))
+            stored[name] = stored_tensor(tensor, heads.get(module))
     return stored
 
 
@@ -76,8 +76,12 @@ def _turned_heads(values: Mapping[str, Any]) -> dict[str, int]:
     return {"attn_q": num_heads, "attn_k": num_kv_heads}
 
 
-def _stored(tensor: GgufTensor, num_heads: int | None) -> StoredWeight:
-    """`num_heads`: of a tensor whose rows are to be put into Hugging Face's order."""
+def stored_tensor(tensor: GgufTensor, num_heads: int | None) -> StoredWeight:
+    """One tensor as a weight.
+
+    Args:
+        num_heads: of a tensor whose rows are to be put into Hugging Face's order.
+    """
     kind, shape = tensor.kind, tensor.shape
     order_E = None if num_heads is None else _row_order(shape[0], num_heads)
     tile, reason = _TILES.get(kind), ""
