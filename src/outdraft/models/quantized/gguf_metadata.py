@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from outdraft.core.errors import ConfigError
 from outdraft.models.quantized.gguf_file import open_gguf
+from outdraft.models.quantized.gguf_vocabulary import GgufVocabulary
 
 EMBEDDING, HEAD, FREQUENCIES = "token_embd.weight", "output.weight", "rope_freqs.weight"
 # What llama.cpp calls the families; it has Mistral under llama.
@@ -27,12 +26,6 @@ _UNSCALED = {
     "rope.scaling.yarn_ext_factor": 1.0,
     "rope.scaling.yarn_log_multiplier": 0.0,
 }
-# Control tokens that end a text or a turn, whatever the file names as its end: llama.cpp's.
-_END_TEXTS = {
-    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"),
-    *("<|endoftext|>", "<|end_of_text|>"),
-}
-_CONTROL = 3  # the type of a token
 # Plain numbers; the dtype of a file is that of its smallest plain matrices.
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
@@ -71,7 +64,7 @@ def config_of_gguf(path: Path) -> dict[str, Any]:
         "rope_parameters": rope,
         "torch_dtype": _DTYPES[plain] if is_plain else "bfloat16",
         "bos_token_id": values.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _ends(values),
+        "eos_token_id": list(GgufVocabulary.of(values).ends),
     }
     if FREQUENCIES in tensors:  # what Llama 3.1 divides the frequencies by
         if "rope_type" in rope:
@@ -141,13 +134,3 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
             if (beta := values.get(f"rope.scaling.yarn_{name}")) is not None:
                 rope[name] = float(beta)
     return rope
-
-
-def _ends(values: Mapping[str, Any]) -> list[int]:
-    """The tokens that end a text, or a turn of a conversation."""
-    named = [values.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    tokens = values.get("tokenizer.ggml.tokens") or []
-    types = np.asarray(values.get("tokenizer.ggml.token_type", []))[: len(tokens)]
-    controls: list[int] = np.flatnonzero(types == _CONTROL).tolist()
-    known = [index for index in controls if tokens[index] in _END_TEXTS]
-    return list(dict.fromkeys([*(int(one) for one in named if one is not None), *known]))

@@ -1,0 +1,168 @@
+"""Makes the tokenizer of a GGUF file, which gives the ids that llama.cpp gives.
+
+Two kinds of vocabularies: byte-level BPE with its merges, and SentencePiece's BPE, in which the
+pair whose joined token has the highest score is merged first.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+from tokenizers.models import BPE
+
+from outdraft.core.errors import ConfigError
+from outdraft.engine.text_splits import SPLITS
+from outdraft.models.quantized.gguf_vocabulary import GgufVocabulary, TokenKind, named_token
+
+_BLANK = "▁"  # stands for " " in SentencePiece's tokens
+_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # of files that do not name them
+
+
+def tokenizer_of_gguf(values: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer; `values`: the metadata of the file by its keys.
+
+    Raises:
+        ConfigError: the file has no vocabulary, or one of a kind that is not supported; or it does
+            not say how a text is split, in a way that is known.
+    """
+    kind = values.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise ConfigError(f"tokenizer.ggml.model must be gpt2 or llama, got {kind!r}")
+    vocabulary = GgufVocabulary.of(values)
+    ids = _ids(vocabulary)
+    if kind == "gpt2":
+        tokenizer, adds_bos = _byte_level(values, ids)
+    else:
+        tokenizer, adds_bos = _sentencepiece(values, ids), True
+    _add_special(tokenizer, vocabulary)
+    _add_ends(tokenizer, values, vocabulary.tokens, adds_bos)
+    return tokenizer
+
+
+def _ids(vocabulary: GgufVocabulary) -> dict[str, int]:
+    """Ids by tokens. Those that fill up the end of a table, and that no text has, are left out."""
+    is_used_V = vocabulary.kinds_V != TokenKind.UNUSED
+    num_tokens = int(np.flatnonzero(is_used_V)[-1]) + 1 if is_used_V.any() else 0
+    tokens = vocabulary.tokens[:num_tokens]
+    ids = dict(zip(tokens, range(num_tokens), strict=True))
+    if len(ids) < num_tokens:
+        [(twice, _)] = Counter(tokens).most_common(1)
+        raise ConfigError(f"tokenizer.ggml.tokens holds {twice!r} twice")
+    if not ids:
+        raise ConfigError("tokenizer.ggml.tokens is missing or empty")
+    return ids
+
+
+def _byte_level(values: Mapping[str, Any], ids: dict[str, int]) -> tuple[Tokenizer, bool]:
+    """The tokenizer, and whether its texts begin with a token unless the file says else."""
+    name = values.get("tokenizer.ggml.pre", "default")
+    if name not in SPLITS:
+        raise ConfigError(f"tokenizer.ggml.pre must be one of {', '.join(SPLITS)}; got {name!r}")
+    if "tokenizer.ggml.merges" not in values:
+        raise ConfigError("tokenizer.ggml.merges is missing")
+    split = SPLITS[name]
+    pairs = (merge.partition(" ") for merge in values["tokenizer.ggml.merges"])
+    merges = [(first, second) for first, _, second in pairs]
+    try:
+        model = BPE(ids, merges, ignore_merges=split.takes_whole_words)
+    except Exception as error:  # the library has no narrower one
+        raise ConfigError(f"tokenizer.ggml.merges: {error}") from error
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(one), "isolated") for one in split.expressions),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            *_without_bytes(ids),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, split.adds_bos
+
+
+def _without_bytes(ids: Mapping[str, int]) -> list[pre_tokenizers.Split]:
+    """Leaves out the bytes that no token stands for; what is on both sides is not merged."""
+    missing = "".join(sorted(set(pre_tokenizers.ByteLevel.alphabet()) - ids.keys()))
+    return [pre_tokenizers.Split(Regex(f"[{re.escape(missing)}]"), "removed")] if missing else []
+
+
+def _sentencepiece(values: Mapping[str, Any], ids: dict[str, int]) -> Tokenizer:
+    scores = values.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) < len(ids):
+        raise ConfigError("tokenizer.ggml.scores: a score for each token is needed")
+    model = BPE(ids, _merges(ids, scores), byte_fallback=True, fuse_unk=True)
+    unknown = named_token(values, "unknown")
+    unknown = _SENTENCEPIECE_IDS["unknown"] if unknown is None else unknown
+    model.unk_token = values["tokenizer.ggml.tokens"][unknown]
+    tokenizer = Tokenizer(model)
+    begins_with_blank = bool(values.get("tokenizer.ggml.add_space_prefix", True))
+    blanks = normalizers.Replace(" ", _BLANK)
+    prefix = [normalizers.Prepend(_BLANK)] if begins_with_blank else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, blanks])
+    strip = [decoders.Strip(" ", 1, 0)] if begins_with_blank else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def _merges(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """All pairs of tokens that are a token together, that of the highest score first."""
+    pairs = [
+        (-score, first, second)
+        for token, score in zip(ids, scores, strict=False)
+        for end in range(1, len(token))
+        if (first := token[:end]) in ids and (second := token[end:]) in ids
+    ]
+    pairs.sort(key=itemgetter(0))
+    return [(first, second) for _, first, second in pairs]
+
+
+def _add_special(tokenizer: Tokenizer, vocabulary: GgufVocabulary) -> None:
+    """Tokens that are found in a text before it is split."""
+    found = [TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.USER_DEFINED]
+    kinds_V = vocabulary.kinds_V
+    tokenizer.add_tokens(
+        [
+            AddedToken(
+                vocabulary.tokens[number],
+                special=kinds_V[number] != TokenKind.USER_DEFINED,
+                normalized=False,
+            )
+            for number in np.flatnonzero(np.isin(kinds_V, found)).tolist()
+        ]
+    )
+
+
+def _add_ends(
+    tokenizer: Tokenizer, values: Mapping[str, Any], tokens: Sequence[str], adds_bos: bool
+) -> None:
+    """The tokens that a text begins and ends with."""
+    form: list[str] = ["$A"]
+    used: list[tuple[str, int]] = []
+    is_sentencepiece = values["tokenizer.ggml.model"] == "llama"
+    for role, default in (("bos", adds_bos), ("eos", False)):
+        if not values.get(f"tokenizer.ggml.add_{role}_token", default):
+            continue
+        number = named_token(values, role)
+        if number is None and is_sentencepiece:
+            number = _SENTENCEPIECE_IDS[role]
+        if number is None:
+            raise ConfigError(
+                f"tokenizer.ggml.add_{role}_token needs tokenizer.ggml.{role}_token_id"
+            )
+        form.insert(0 if role == "bos" else len(form), tokens[number])
+        used.append((tokens[number], number))
+    if used:
+        tokenizer.post_processor = processors.TemplateProcessing(single=form, special_tokens=used)
