@@ -50,7 +50,7 @@ def test_ids_are_taken_as_they_are():
     [
         ("", "at least one token"),
         ([], "at least one token"),
-        ([1] * 8, "8 tokens but max_model_len is 8"),
+        ([1] * 8, "maximum context length is 8 tokens. However, the prompt has 8 tokens"),
         ([1, VOCAB_SIZE], f"holds {VOCAB_SIZE}"),
         ([-1], "holds -1"),
         ([1.0], "holds 1.0"),

@@ -29,6 +29,10 @@ class RequestError(OutdraftError, ValueError):
         self.field = field
 
 
+class ContextLengthError(RequestError):
+    """A prompt that is longer than the model reads, alone or with the tokens that are asked for."""
+
+
 class CapacityError(OutdraftError):
     """There is no room now (a full waiting queue); the same request may succeed later."""
 
@@ -91,8 +95,12 @@ def from_mapping(kind: type[Parsed], values: Mapping[str, Any], where: str) -> P
 
 
 def closest_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name that a misspelt one is meant to be; None: it is close to none."""
-    return next(iter(get_close_matches(name, sorted(known), n=1)), None)
+    """The known name that a misspelt one is meant to be; None: it is close to none.
+
+    Names may differ by a letter or two, or by a short word: `prot` is `port`, and `max_new_tokens`
+    is `max_tokens`, but `cache_prompt` is not `cache_salt`.
+    """
+    return next(iter(get_close_matches(name, sorted(known), n=1, cutoff=0.75)), None)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 import numpy as np
 from tokenizers import Tokenizer
 
-from outdraft.core.errors import RequestError, did_you_mean
+from outdraft.core.errors import ContextLengthError, RequestError, did_you_mean
 from outdraft.core.sampling import MAX_INT64, SamplingParams
 
 if TYPE_CHECKING:
@@ -143,8 +143,8 @@ class InputProcessor:
         prompt that brings none.
 
         Raises:
-            RequestError: it is in no known form, empty, too long, or holds ids outside the
-                vocabulary.
+            ContextLengthError: it is too long.
+            RequestError: it is in no known form, empty, or holds ids outside the vocabulary.
         """
         if isinstance(prompt, EncodedPrompt):
             return prompt
@@ -159,9 +159,11 @@ class InputProcessor:
         if not ids:
             raise RequestError("prompt must hold at least one token", "prompt")
         if len(ids) >= self.max_model_len:
-            raise RequestError(
-                f"prompt has {len(ids):,} tokens but max_model_len is {self.max_model_len:,}, one "
-                "of which must be left for the output: shorten it or raise max_model_len",
+            # Client libraries look for the first sentence, which is OpenAI's.
+            raise ContextLengthError(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, the "
+                f"prompt has {len(ids)} tokens, and 1 must be left for the output: shorten it, or "
+                "raise max_model_len",
                 "prompt",
             )
         return EncodedPrompt(text, np.array(ids, dtype=np.int32), salt or cache_salt)

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from outdraft.core.errors import CapacityError, EngineDeadError, GenerationError, RequestError
 from outdraft.server.api.bodies import CompletionRequest
 from outdraft.server.api.fields import MAX_ERRORS
-from tests.server.api.fake_engine import FakeEngine
+from tests.server.api.fake_engine import MAX_MODEL_LEN, FakeEngine
 from tests.server.api.serving import MODEL, serve
 
 PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"]
@@ -132,6 +132,120 @@ def test_what_a_field_may_be_is_said(served, body, message):
     reply = served.post("/v1/completions", json=body)
     assert reply.status_code == 400
     assert error_of(reply)["message"] == message
+
+
+HI = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "hint"),
+    [
+        ("/v1/chat/completions", {"message": [HI]}, "messages"),
+        ("/v1/chat/completions", {"messages": [HI], "cache_prompt": True}, None),
+        ("/v1/chat/completions", {"messages": [HI | {"id": "a"}]}, None),
+        ("/v1/chat/completions", {"messages": [HI | {"message": "a"}]}, None),
+        ("/v1/chat/completions", {"messages": [HI | {"contents": "a"}]}, "content"),
+        (
+            "/v1/chat/completions",
+            {"messages": [HI | {"content": [{"type": "text", "text": "a", "tex": 1}]}]},
+            "text",
+        ),
+        ("/v1/chat/completions", {"messages": [HI], "stream_options": {"stream": True}}, None),
+        ("/v1/completions", {"prompt": "a", "structured_outputs": {"jso": {}}}, "json"),
+        ("/v1/responses", {"input": [HI | {"rol": "a"}]}, "role"),
+        ("/v1/responses", {"input": "a", "text": {"verbsity": "low"}}, "verbosity"),
+        ("/tokenize", {"messages": [HI], "add_special_token": True}, "add_special_tokens"),
+    ],
+)
+def test_a_name_is_proposed_only_where_it_may_stand(served, path, body, hint):
+    reply = served.post(path, json=body)
+    assert reply.status_code == 400
+    if path == "/v1/chat/completions" and "message" in body:  # it lacks messages, too
+        reply = served.post(path, json=body | {"messages": [HI]})
+    found = error_of(reply)
+    assert found["code"] == "unknown_parameter"
+    assert found["message"].endswith(f"did you mean {hint!r}?" if hint else "not supported")
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({}, "missing_required_parameter"),
+        ({"prompt": "a", "response_format": {}}, "missing_required_parameter"),
+        ({"prompt": "a", "xyzzy": 1}, "unknown_parameter"),
+        ({"prompt": 5}, "invalid_type"),
+        ({"prompt": "a", "max_tokens": 2.5}, "invalid_type"),
+        ({"prompt": "a", "temperature": "1"}, "invalid_type"),
+        ({"prompt": "a", "temperature": -1}, "invalid_value"),
+        ({"prompt": "a", "request_id": ""}, "invalid_value"),
+        ({"prompt": "a", "response_format": {"type": "xml"}}, "invalid_value"),
+        ({"prompt": "a", "use_beam_search": True}, "unsupported_value"),
+    ],
+)
+def test_what_is_wrong_has_openais_name(served, body, code):
+    assert error_of(served.post("/v1/completions", json=body))["code"] == code
+
+
+@pytest.mark.parametrize("method", ["chat", "text", "ids", "response"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_can_tell_that_a_prompt_is_too_long(client, method, stream):
+    words, ids = "word " * MAX_MODEL_LEN, [7] * MAX_MODEL_LEN
+    ask, named = {
+        "chat": (client.chat.completions.create, {"messages": [HI | {"content": words}]}),
+        "text": (client.completions.create, {"prompt": words}),
+        "ids": (client.completions.create, {"prompt": ids}),
+        "response": (client.responses.create, {"input": words}),
+    }[method]
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(model=MODEL, stream=stream, **named)
+    error = caught.value
+    assert (error.code, error.type) == ("context_length_exceeded", "invalid_request_error")
+    assert error.param == next(iter(named))
+    assert f"This model's maximum context length is {MAX_MODEL_LEN} tokens" in error.message
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_a_client_can_tell_that_prompt_and_answer_are_too_long_together(served, path):
+    key, limit = {
+        "/v1/chat/completions": ("messages", "max_completion_tokens"),
+        "/v1/completions": ("prompt", "max_tokens"),
+        "/v1/responses": ("input", "max_output_tokens"),
+    }[path]
+    body = {key: [HI] if key == "messages" else "hi", limit: MAX_MODEL_LEN}
+    error = error_of(served.post(path, json=body))
+    assert (error["code"], error["param"]) == ("context_length_exceeded", limit)
+    assert f"maximum context length is {MAX_MODEL_LEN} tokens" in error["message"]
+
+
+def test_openais_client_raises_its_own_errors_with_their_codes():
+    engine = FakeEngine(error=CapacityError("full"))
+    with serve(engine, api_key="right") as served:
+        client = served.client()
+        ask = client.completions.create
+        with pytest.raises(openai.RateLimitError) as caught:
+            ask(model=MODEL, prompt="a")
+        assert caught.value.code == "rate_limit_exceeded"
+        with pytest.raises(openai.NotFoundError) as caught:
+            ask(model="other", prompt="a")
+        assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.models.retrieve("other")
+        assert caught.value.code == "model_not_found"
+        with pytest.raises(openai.AuthenticationError) as caught:
+            client.with_options(api_key="wrong").models.list()
+        assert caught.value.code == "invalid_api_key"
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(model=MODEL, prompt="a", extra_body={"xyzzy": 1})
+        assert (caught.value.code, caught.value.param) == ("unknown_parameter", "xyzzy")
+
+
+def test_openais_client_raises_what_fails_in_mid_stream_with_its_code(served, client):
+    with (
+        failing(served.engine, CapacityError("full"), fail_at=2),
+        pytest.raises(openai.APIError) as caught,
+    ):
+        list(client.completions.create(model=MODEL, prompt="a", stream=True))
+    assert (caught.value.code, caught.value.type) == ("rate_limit_exceeded", "rate_limit_error")
 
 
 def test_a_form_that_asks_for_nothing_is_not_ignored(served):

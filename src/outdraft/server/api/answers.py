@@ -135,7 +135,8 @@ def check_stream_options(body: ChoiceFields) -> None:
     Raises:
         RequestError: naming it.
     """
-    if body.stream_options is not None and not body.stream:
+    options = body.stream_options or _NO_OPTIONS
+    if (options.include_usage or options.continuous_usage_stats) and not body.stream:
         raise RequestError("stream_options needs stream=true", "stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise RequestError("prompt_logprobs is not available in a stream", "prompt_logprobs")

@@ -6,11 +6,14 @@ from pydantic import Discriminator, Field, Tag, field_validator
 from pydantic_core import PydanticCustomError
 
 from outdraft.server.api.fields import (
+    UNSUPPORTED,
     Body,
+    CacheHints,
     ChoiceFields,
     Int64,
     JsonObjectFormat,
     JsonSchemaSpec,
+    Neutral,
     SamplingFields,
     TextFormat,
     TextPart,
@@ -19,7 +22,7 @@ from outdraft.server.api.fields import (
     ignored,
 )
 
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def refuse_other_parts(parts: object) -> object:
@@ -29,7 +32,7 @@ def refuse_other_parts(parts: object) -> object:
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(kind, str) and kind not in ("text", "input_text", "output_text"):
                 raise PydanticCustomError(
-                    "content_part",
+                    UNSUPPORTED,
                     "content of type {kind} is not supported: the model reads text only",
                     {"kind": ascii(kind)},
                 )
@@ -52,7 +55,7 @@ class ToolCall(Body):
     index: Any = ignored("the call's place in a stream: a client that adds up deltas has it.")
 
 
-class ChatMessage(Body):
+class ChatMessage(CacheHints):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -61,28 +64,30 @@ class ChatMessage(Body):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     # What clients send back with the answers that they were given.
-    refusal: None = None
+    refusal: Annotated[Any, Neutral()] = None
     reasoning: str | None = Field(None, description="What the model thought before it answered.")
     reasoning_content: str | None = Field(None, description="The same, under its older name.")
-    audio: None = None
-    function_call: None = None
+    audio: Annotated[Any, Neutral()] = None
+    function_call: Annotated[Any, Neutral()] = None
     annotations: Any = ignored("notes on an earlier answer.")
 
     _parts = field_validator("content", mode="before")(refuse_other_parts)
 
 
-class Function(Body):
+class Function(CacheHints):
     """A function that the model may call."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: Annotated[Any, Neutral((False,))] = None
 
 
-class Tool(Body):
+class Tool(CacheHints):
     type: Literal["function"]
     function: Function
+    defer_loading: Annotated[Any, Neutral((False,))] = None
 
 
 class NamedFunction(Body):
@@ -108,6 +113,11 @@ class TemplateFields(Body):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the template, such as enable_thinking."
     )
+    documents: list[dict[str, Any]] | None = Field(
+        None, description="A variable of the template, if it reads it: texts with titles."
+    )
+    media_io_kwargs: Annotated[Any, Neutral(({},))] = None
+    mm_processor_kwargs: Annotated[Any, Neutral(({},))] = None
 
 
 class ChatRequest(ChoiceFields, TemplateFields):
@@ -127,7 +137,10 @@ class ChatRequest(ChoiceFields, TemplateFields):
     parallel_tool_calls: bool | None = Field(
         None, description="false: of several calls only the first is told."
     )
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[Any, Neutral((["text"], []))] = None
+    echo: Annotated[Any, Neutral((False,))] = None
+    functions: Annotated[Any, Neutral(([],))] = None
+    function_call: Annotated[Any, Neutral(("none", "auto"))] = None
 
 
 class CompletionRequest(ChoiceFields):
@@ -137,6 +150,7 @@ class CompletionRequest(ChoiceFields):
     max_tokens: Int64 | None = Field(None, description="Absent: 16.")
     logprobs: Int64 | None = None
     echo: bool | None = None
+    suffix: Annotated[Any, Neutral(("",))] = None
 
 
 class TokenizeTextRequest(Body):
@@ -144,7 +158,7 @@ class TokenizeTextRequest(Body):
 
     prompt: str
     model: str | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = Field(None, description="Absent: true.")
     return_token_strs: bool | None = None
 
 
@@ -152,7 +166,7 @@ class TokenizeChatRequest(TemplateFields):
     """A conversation to make token ids of."""
 
     model: str | None = None
-    add_special_tokens: bool = False
+    add_special_tokens: bool | None = Field(None, description="Absent: false.")
     return_token_strs: bool | None = None
 
 
@@ -187,7 +201,7 @@ class DetokenizeResponse(Body):
     prompt: str
 
 
-class InputPart(Body):
+class InputPart(CacheHints):
     """A piece of text: the user's, or of an earlier answer."""
 
     type: Literal["input_text", "output_text"]
@@ -250,6 +264,7 @@ class TextConfig(Body):
         Annotated[TextFormat | JsonObjectFormat | JsonSchemaTextFormat, Field(discriminator="type")]
         | None
     ) = None
+    verbosity: Any = ignored("as the field of that name in a conversation.")
 
 
 class ResponsesStreamOptions(Body):
@@ -263,6 +278,22 @@ class Reasoning(Body):
         None, description="The template's variable reasoning_effort, if it reads it."
     )
     summary: Any = ignored("whether to sum the thoughts up: they come as they are.")
+    generate_summary: Any = ignored("the same, under its older name.")
+    context: Annotated[Any, Neutral(("auto",))] = None
+    mode: Annotated[Any, Neutral(("standard",))] = None
+
+
+Includable = Literal[
+    "message.output_text.logprobs",
+    # No answer has any of these here, so there is nothing to include.
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
 
 
 class ResponsesRequest(SamplingFields):
@@ -272,12 +303,18 @@ class ResponsesRequest(SamplingFields):
     instructions: str | None = None
     max_output_tokens: Int64 | None = None
     top_logprobs: Int64 | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: list[Includable] | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     stream_options: ResponsesStreamOptions | None = None
-    # What clients send although it is the only way here.
-    background: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    max_tool_calls: Any = ignored("no functions are called here.")
+    background: Annotated[Any, Neutral((False,))] = None
+    truncation: Annotated[Any, Neutral(("disabled",))] = None
+    tools: Annotated[Any, Neutral(([],))] = None
+    tool_choice: Annotated[Any, Neutral(("auto", "none"))] = None
+    context_management: Annotated[Any, Neutral(([],))] = None
+    enable_response_messages: Annotated[Any, Neutral((False,))] = None
+
+    @property
+    def includes_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in (self.include or ())

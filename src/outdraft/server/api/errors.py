@@ -1,13 +1,14 @@
-"""Errors as OpenAI writes them: {"error": {"message", "type", "param", "code"}}.
+"""Errors as OpenAI writes them: {"error": {"message", "type", "param", "code"}}, with its codes.
 
 No stack, no path and no value of any request is ever part of one, except what core.errors says of
 the request's own parameters.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -16,17 +17,26 @@ from starlette.exceptions import HTTPException
 
 from outdraft.core.errors import (
     CapacityError,
+    ContextLengthError,
     EngineDeadError,
     GenerationError,
     OutdraftError,
     RequestError,
     closest_name,
 )
-from outdraft.server.api.fields import TOO_MANY_ERRORS
+from outdraft.server.api.fields import TOO_MANY_ERRORS, UNSUPPORTED
 
 _SHOULD_BE = "Input should be "
 _NO_OBJECT = ("model_type", "model_attributes_type", "dict_type")  # as pydantic calls it
 _WRONG_TYPES = ("string_type", "list_type", "int_type", "bool_type", "literal_error", *_NO_OBJECT)
+# What pydantic finds wrong, by OpenAI's names; it also has many names of types that end alike.
+_CODES = {
+    "missing": "missing_required_parameter",
+    "union_tag_not_found": "missing_required_parameter",
+    "extra_forbidden": "unknown_parameter",
+    "int_from_float": "invalid_type",
+    UNSUPPORTED: "unsupported_value",
+}
 
 
 class ErrorBody(BaseModel):
@@ -94,8 +104,10 @@ def as_api_error(error: Exception, retry_after_s: int) -> ApiError:
     match error:
         case ApiError():
             return error
+        case ContextLengthError():
+            return invalid_request(str(error), error.field, "context_length_exceeded")
         case RequestError():
-            return invalid_request(str(error), error.field)
+            return invalid_request(str(error), error.field, "invalid_value")
         case CapacityError():
             kind, code = "rate_limit_error", "rate_limit_exceeded"
             return api_error(429, kind, code, str(error), retry_after_s)
@@ -126,7 +138,7 @@ def install_error_handlers(app: FastAPI, retry_after_s: int) -> None:
 
     async def on_error(request: Request, error: Exception) -> Response:
         if isinstance(error, RequestValidationError):
-            return error_response(_validation_error(error, _known_fields(request)))
+            return error_response(_validation_error(error, _body_kind(request)))
         if isinstance(error, HTTPException):
             return error_response(_http_error(request, error))
         reply = error_response(as_api_error(error, retry_after_s))
@@ -153,10 +165,10 @@ def _http_error(request: Request, error: HTTPException) -> ApiError:
     return result
 
 
-def _validation_error(error: RequestValidationError, known: Iterable[str]) -> ApiError:
+def _validation_error(error: RequestValidationError, kind: object) -> ApiError:
     """The most specific of what pydantic found: of a union it lists the errors of every member.
 
-    `known`: fields of the body, for the one that a misspelt name is closest to.
+    `kind`: annotation of the body, for the name that a misspelt one is closest to.
     """
     details: Sequence[Any] = error.errors()
     paths = [_path(detail, error.body) for detail in details]
@@ -166,19 +178,24 @@ def _validation_error(error: RequestValidationError, known: Iterable[str]) -> Ap
         return invalid_request(f"the body is not as documented: {detail['msg']}")
     if depth == 0:
         return invalid_request("the body must be a JSON object, sent as application/json")
+    if detail["type"] == "union_tag_not_found":  # what tells the members of the union apart
+        path = [*path, detail["ctx"]["discriminator"].strip("'")]
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in path]
     name = "".join(parts).removeprefix(".")
     if detail["type"] == "extra_forbidden":
-        close = closest_name(name, known)
+        close = closest_name(str(path[-1]), _names_at(kind, path[:-1]))
         hint = f": did you mean {close!r}?" if close is not None else ""
-        return invalid_request(f"{name}: this field is unknown or not supported{hint}", name)
-    if detail["type"] == "too_long" and detail["ctx"]["max_length"] == 0:
-        return invalid_request(f"{name} must be empty: there is no support for it here", name)
-    if detail["type"] == "union_tag_not_found":  # what tells the members of the union apart
-        tag = detail["ctx"]["discriminator"].strip("'")
-        return invalid_request(f"{name}.{tag}: Field required", f"{name}.{tag}")
-    same = [one for one, other in zip(details, paths, strict=True) if other == path]
-    return invalid_request(f"{name}: {_what_is_wrong(detail, same)}", name)
+        wrong = f"this field is unknown or not supported{hint}"
+    else:
+        same = [one for one, other in zip(details, paths, strict=True) if other == path]
+        wrong = _what_is_wrong(detail, same)
+    return invalid_request(f"{name}: {wrong}", name, _code(detail["type"]))
+
+
+def _code(kind: str) -> str:
+    """OpenAI's name of what pydantic found wrong."""
+    default = "invalid_type" if kind.endswith("_type") else "invalid_value"
+    return _CODES.get(kind, default)
 
 
 def _what_is_wrong(detail: Mapping[str, Any], same: Sequence[Mapping[str, Any]]) -> str:
@@ -186,6 +203,8 @@ def _what_is_wrong(detail: Mapping[str, Any], same: Sequence[Mapping[str, Any]])
 
     A value that is of no member's type is told all of these types.
     """
+    if detail["type"] == "union_tag_not_found":
+        return "Field required"
     if detail["type"] not in _WRONG_TYPES:
         return detail["msg"]
     wanted = [
@@ -196,13 +215,43 @@ def _what_is_wrong(detail: Mapping[str, Any], same: Sequence[Mapping[str, Any]])
     return _SHOULD_BE + " or ".join(dict.fromkeys(wanted))
 
 
-def _known_fields(request: Request) -> list[str]:
-    """Names of the fields that the body of the request's route may have; none for a union."""
+def _body_kind(request: Request) -> object:
+    """Annotation of the body that the request's route reads; None: it reads none."""
     body = getattr(request.scope.get("route"), "body_field", None)
-    kind = body.field_info.annotation if body is not None else None
+    return body.field_info.annotation if body is not None else None
+
+
+def _names_at(kind: object, path: Sequence[str | int]) -> set[str]:
+    """Names of the fields that an object may have which stands at a path in a value."""
+    kinds = list(_members(kind))
+    for part in path:
+        kinds = [member for one in kinds for member in _members(_inside(one, part))]
+    return {name for one in kinds for name in _fields(one)}
+
+
+def _members(kind: object) -> Iterator[object]:
+    """The types that an annotation allows."""
+    if get_origin(kind) is Annotated:
+        yield from _members(get_args(kind)[0])
+    elif get_origin(kind) in (Union, UnionType):
+        for one in get_args(kind):
+            yield from _members(one)
+    else:
+        yield kind
+
+
+def _inside(kind: object, part: str | int) -> object:
+    """Annotation of a list's items or of an object's field; None: there is none."""
+    if isinstance(part, str):
+        return _fields(kind).get(part)
+    return get_args(kind)[0] if get_origin(kind) is list else None
+
+
+def _fields(kind: object) -> dict[str, Any]:
+    """Annotations of an object's fields by their names in JSON."""
     if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
-        return []
-    return [field.alias or name for name, field in kind.model_fields.items()]
+        return {}
+    return {field.alias or name: field.annotation for name, field in kind.model_fields.items()}
 
 
 def _path(detail: Mapping[str, Any], body: object) -> list[str | int]:

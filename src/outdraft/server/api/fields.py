@@ -1,21 +1,29 @@
 """What the bodies of several routes have in common.
 
-A field that no class here or in bodies.py names is refused: silence would change the output.
-null means the same as an absent field, everywhere: clients send it for what they leave alone.
+A field that no class here or in bodies.py names is refused: silence would change the output. One
+that would change it, but for some values, is accepted with these: see Neutral. null means the same
+as an absent field, everywhere: clients send it for what they leave alone.
 """
 
+import json
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     ModelWrapValidatorHandler,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 from pydantic.config import JsonDict
-from pydantic_core import PydanticCustomError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from outdraft.core.sampling import MAX_INT64
 
@@ -29,6 +37,7 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 TokenSet = Annotated[TokenIds, Field(max_length=2**18)]  # no vocabulary has more
 MAX_ERRORS = 100  # of one body that are told apart; each of them takes a kilobyte
 TOO_MANY_ERRORS = "too_many_errors"
+UNSUPPORTED = "unsupported"  # the type of an error: there are values that would be fine
 _OLD: JsonDict = {"deprecated": True}  # pydantic's own `deprecated` warns whoever reads the field
 
 
@@ -63,6 +72,37 @@ def ignored(why: str) -> Any:
     return Field(None, description=f"Ignored: {why}")
 
 
+@dataclass(frozen=True, eq=False)  # typing takes equal ones for the same, and 0 for False
+class Neutral:
+    """Metadata of a field that is accepted with values that change nothing, and with no others.
+
+    Clients send the defaults of their own libraries, of vLLM and of OpenAI's service.
+    """
+
+    values: tuple[Any, ...] = ()  # beside null
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {"enum": [*self.values, None]}
+
+    def _checked(self, given: Any) -> Any:
+        for value in (None, *self.values):
+            if isinstance(given, bool) == isinstance(value, bool) and given == value:
+                return given
+        raise unsupported(" or ".join(map(json.dumps, self.values)) or "null")
+
+
+def unsupported(values: str) -> PydanticCustomError:
+    """The error of a value that would change something; `values`: those that would not."""
+    return PydanticCustomError(UNSUPPORTED, "only {values} is supported here", {"values": values})
+
+
 class HarmlessExtras(Body):
     """Fields that real OpenAI clients send and that are accepted and ignored.
 
@@ -79,6 +119,29 @@ class HarmlessExtras(Body):
     prompt_cache_options: Any = ignored("the same, under its newer name.")
     parallel_tool_calls: Any = ignored("no functions are called here.")
     spaces_between_special_tokens: Any = ignored("a setting of vLLM's slow tokenizers.")
+    session_id: Any = ignored("routing hint of vLLM's: prefixes are found by content.")
+    stream_interval: Any = ignored("an event of a stream has what a step brought.")
+    return_mm_kwargs: Any = ignored("about images, which there are none of.")
+    verbosity: Any = ignored("a text says how long the answer is to be. A line in the log says so.")
+
+
+class NeutralFields(Body):
+    """What would change an answer, and is accepted where it does not."""
+
+    use_beam_search: Annotated[Any, Neutral((False,))] = None
+    length_penalty: Annotated[Any, Neutral((1.0,))] = None
+    early_stopping: Annotated[Any, Neutral((False,))] = None
+    watermarking: Annotated[Any, Neutral((False,))] = None
+    logits_processors: Annotated[Any, Neutral(([],))] = None
+    thinking_token_budget: Annotated[Any, Neutral((-1,))] = None
+    guided_decoding_backend: Annotated[Any, Neutral(("auto",))] = None
+    mm_processor_kwargs: Annotated[Any, Neutral(({},))] = None
+    kv_transfer_params: Annotated[Any, Neutral(({},))] = None
+    ec_transfer_params: Annotated[Any, Neutral(({},))] = None
+    vllm_xargs: Annotated[Any, Neutral(({},))] = None
+    routed_experts_prompt_start: Annotated[Any, Neutral((0,))] = None
+    return_token_offsets: Annotated[Any, Neutral((False,))] = None
+    return_prompt_text: Annotated[Any, Neutral((False,))] = None
 
 
 class StreamOptions(Body):
@@ -89,7 +152,14 @@ class StreamOptions(Body):
     include_obfuscation: Any = ignored("padding of OpenAI's own service against eavesdroppers.")
 
 
-class TextPart(Body):
+class CacheHints(Body):
+    """Marks of Anthropic's and OpenAI's services: up to here a prompt is worth keeping."""
+
+    cache_control: Any = ignored("prefixes are found by content.")
+    prompt_cache_breakpoint: Any = ignored("prefixes are found by content.")
+
+
+class TextPart(CacheHints):
     """A piece of text."""
 
     type: Literal["text"]
@@ -153,9 +223,11 @@ class StructuredOutputs(Body):
     disable_any_whitespace: bool | None = Field(
         None, description="false: JSON may have white space, also that of response_format."
     )
+    disable_fallback: Any = ignored("there is nothing else to fall back to.")
+    disable_additional_properties: Annotated[Any, Neutral((False,))] = None
 
 
-class SamplingFields(HarmlessExtras):
+class SamplingFields(HarmlessExtras, NeutralFields):
     """How tokens are chosen, on all routes that generate. See core.sampling.SamplingParams."""
 
     model: str | None = None
@@ -202,6 +274,9 @@ class ChoiceFields(SamplingFields):
     """What the routes that give several choices have."""
 
     n: Int64 | None = None
+    best_of: Int64 | None = Field(
+        None, description="Only as many as n: all answers that are made are sent."
+    )
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: Int64 | None = None
@@ -210,10 +285,21 @@ class ChoiceFields(SamplingFields):
         description="Cut a longer prompt to its last so many tokens; -1: to what leaves room for "
         "max_tokens.",
     )
+    truncation_side: Annotated[Any, Neutral(("left",))] = None
     add_special_tokens: bool | None = Field(
         None,
         description="Whether the tokenizer adds its own to a text; default: true for a prompt, "
         "false for a conversation, whose template writes them.",
     )
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Log-probabilities name tokens as token_id:N."
+    )
+
+    @field_validator("best_of")
+    @classmethod
+    def _as_n(cls, best_of: int | None, info: ValidationInfo) -> int | None:
+        n = info.data.get("n") or 1
+        if best_of not in (None, n):
+            raise unsupported(f"{n}, as n,")
+        return best_of

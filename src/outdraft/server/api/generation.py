@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from uuid import uuid4
 
-from outdraft.core.errors import ReplicaLostError, RequestError
+from outdraft.core.errors import ContextLengthError, ReplicaLostError, RequestError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.inputs import EncodedPrompt
@@ -37,8 +37,8 @@ def new_generation(
     """A generation with its own id.
 
     Raises:
-        RequestError: there would be too many choices, or the context has no room for all tokens
-            that are asked for.
+        ContextLengthError: the context has no room for all tokens that are asked for.
+        RequestError: there would be too many choices.
     """
     for prompt in prompts:
         _check_room(context, prompt, body)
@@ -61,9 +61,9 @@ def _check_room(context: ApiContext, prompt: EncodedPrompt, body: SamplingFields
     max_tokens = getattr(body, name)
     most, used = context.inputs.max_model_len, len(prompt.token_ids)
     if used + max_tokens > most:
-        raise RequestError(
-            f"{name} is too large: {max_tokens}. The model's context has {most} tokens, {used} of "
-            f"which are the prompt's ({max_tokens} > {most} - {used})",
+        raise ContextLengthError(
+            f"This model's maximum context length is {most} tokens. However, the prompt has {used} "
+            f"tokens, and {name} asks for {max_tokens} more: {most - used} are left",
             name,
         )
 

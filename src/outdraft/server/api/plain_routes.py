@@ -146,11 +146,11 @@ def _tokens(context: ApiContext) -> APIRouter:
 
     def encode(body: TokenizeRequest) -> TokenizeResponse:
         if isinstance(body, TokenizeTextRequest):
-            special = body.add_special_tokens
+            special = body.add_special_tokens is not False
             ids = context.inputs.encode(body.prompt, add_special_tokens=special)
         else:
             text = chat_text(context, conversation(body, body.tools))
-            special = body.add_special_tokens
+            special = bool(body.add_special_tokens)
             ids = context.inputs.encode(text, add_special_tokens=special, field="messages")
         names = None
         tokenizer = context.inputs.tokenizer

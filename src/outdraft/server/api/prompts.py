@@ -22,6 +22,7 @@ from outdraft.server.api.fields import ChoiceFields, SamplingFields
 from outdraft.server.api.settings import ApiContext
 
 AnyPrompts = str | list[int] | list[str] | list[list[int]]
+_BESIDE = {"cache_control": True, "prompt_cache_breakpoint": True, "defer_loading": True}
 Encode = Callable[[str | list[int]], EncodedPrompt]
 
 
@@ -68,8 +69,8 @@ async def encode_prompts(
     """Ids of one text or id list, or of several.
 
     Raises:
-        RequestError: there are too many, or one is empty, too long or holds ids outside the
-            vocabulary.
+        ContextLengthError: one is too long.
+        RequestError: there are too many, or one is empty or holds ids outside the vocabulary.
     """
     several = _several(prompts)
     if not several:
@@ -101,7 +102,8 @@ async def encode_chat(
         field: the parameter that the messages came as.
 
     Raises:
-        RequestError: it is too long, or the model's template cannot write it.
+        ContextLengthError: it is too long.
+        RequestError: the model's template cannot write it.
     """
 
     def encode_text() -> EncodedPrompt:
@@ -109,7 +111,7 @@ async def encode_chat(
             return encode(chat_text(context, chat))
         except RequestError as error:  # it speaks of messages, or of the prompt made of them
             named = field if error.field in ("messages", "prompt") else error.field
-            raise RequestError(str(error), named) from error
+            raise type(error)(str(error), named) from error
 
     return await asyncio.to_thread(encode_text)
 
@@ -124,15 +126,22 @@ def chat_text(context: ApiContext, chat: Mapping[str, Any]) -> str:
 def conversation(body: TemplateFields, tools: list[Tool] | None) -> dict[str, Any]:
     """What a body says of its conversation, as arguments of ChatTemplate.render."""
     variables = dict(body.chat_template_kwargs or {})
+    if body.documents:
+        variables["documents"] = body.documents
     if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
     return {
         "messages": [_template_message(message) for message in body.messages],
-        "tools": [tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
+        "tools": [_template_tool(tool) for tool in tools] if tools else None,
         "add_generation_prompt": body.add_generation_prompt,
         "continue_final_message": bool(body.continue_final_message),
         "variables": variables,
     }
+
+
+def _template_tool(tool: Tool) -> dict[str, Any]:
+    """Without what clients send beside: a template writes all that it is given."""
+    return tool.model_dump(exclude_none=True, exclude=_BESIDE | {"function": _BESIDE})
 
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:

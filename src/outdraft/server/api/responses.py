@@ -45,7 +45,7 @@ def responses_router(context: ApiContext) -> APIRouter:
             body,
             context.settings,
             max_tokens=body.max_output_tokens,
-            logprobs=(body.top_logprobs or 0) if body.include else None,
+            logprobs=(body.top_logprobs or 0) if body.includes_logprobs else None,
         )
         chat: Json = {"messages": input_messages(body.input, body.instructions)}
         if body.reasoning is not None and body.reasoning.effort is not None:
@@ -53,7 +53,7 @@ def responses_router(context: ApiContext) -> APIRouter:
         encode = prompt_encoder(context, body, params.max_tokens, adds_special_tokens=False)
         prompt = await encode_chat(context, chat, encode, "input")
         stage = first_stage(context.settings, prompt)
-        if stage is not None and body.include:
+        if stage is not None and body.includes_logprobs:
             raise RequestError("include needs a server without --reasoning-parser", "include")
         params = with_form_behind_thoughts(params, stage)
         generation = new_generation(context, "resp_", [prompt], params, body)
