@@ -102,6 +102,17 @@ def test_only_steps_with_drafts_count_as_speculative():
     assert metrics.accepted_by_source == {"ngram": 1}
 
 
+def test_an_output_completes_the_character_that_its_prompt_only_begins():
+    first, *others = byte_ids("日")
+    grown = assembly(SamplingParams(max_tokens=2), [*byte_ids("a"), first])
+    parts = [SequenceDelta(0, (one,), (PLAIN,)) for one in others]
+    texts = []
+    for part in parts:
+        grown.add(RequestDelta("r", (part,), 0.0, 0, 0, 0, lossless=True))
+        texts.append(grown.output.outputs[0].text)
+    assert texts == ["", "日"]
+
+
 def test_text_that_could_become_a_stop_string_waits():
     caller = Caller(stop="bc")
     a, b, c, d = byte_ids("abcd")

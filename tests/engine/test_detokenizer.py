@@ -4,9 +4,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from outdraft.engine.detokenizer import Detokenizer
+from outdraft.engine.detokenizer import Detokenizer, begun_text
 from tests.engine.byte_level import byte_ids, tokenizer
+from tests.engine.trained_tokenizers import sentencepiece_bpe
 
+SENTENCEPIECE = sentencepiece_bpe(400)
 token_ids = st.lists(st.integers(0, tokenizer().get_vocab_size() - 1), max_size=20)
 small_texts = st.text("abé日", max_size=14)
 stops = st.lists(st.text("abé日", min_size=1, max_size=3), min_size=1, max_size=3)
@@ -160,3 +162,100 @@ def test_an_id_that_no_token_has_adds_no_text():
         ours.push(token_id)
     ours.finish()
     assert ours.text == "ab"
+
+
+def piece_ids(text: bytes) -> list[int]:
+    """Ids of SentencePiece's tokens, one a byte."""
+    return [SENTENCEPIECE.token_to_id(f"<0x{byte:02X}>") for byte in text]
+
+
+@pytest.mark.parametrize("of_bytes", [byte_ids, lambda text: piece_ids(text.encode())])
+@given(text=st.text("aé日😀", min_size=1, max_size=6), data=st.data())
+def test_an_output_goes_on_with_the_character_that_its_prompt_only_begins(of_bytes, text, data):
+    """Its text is that of all ids, less that of the prompt."""
+    used = tokenizer() if of_bytes is byte_ids else SENTENCEPIECE
+    ids = of_bytes(text)
+    end = data.draw(st.integers(1, len(ids)))
+    ours = Detokenizer(used, (), prompt_ids=ids[:end])
+    push_until_stop(ours, ids[end:])
+    ours.finish()
+    assert begun_text(used, ids[:end]) + ours.text == text
+
+
+@given(token_ids, token_ids)
+def test_the_texts_of_prompt_and_output_are_that_of_all_their_ids(prompt, ids):
+    ours = detokenizer(prompt_ids=prompt, skip_special_tokens=False)
+    push_until_stop(ours, ids)
+    ours.finish()
+    whole = tokenizer().decode(prompt + ids, skip_special_tokens=False)
+    assert begun_text(tokenizer(), prompt) + ours.text == whole
+
+
+def test_special_tokens_may_stand_between_the_bytes_of_a_character():
+    first, *others = byte_ids("日")
+    ours = detokenizer(prompt_ids=[*byte_ids("a"), first, *[1] * 100])
+    push_until_stop(ours, others)
+    assert ours.text == "日"
+
+
+def test_a_prompt_of_special_tokens_only_is_the_beginning_of_a_text():
+    for prompt, text in (([1, 2], "the"), ([1, *SENTENCEPIECE.encode("a").ids, 2], " the")):
+        ours = Detokenizer(SENTENCEPIECE, (), prompt_ids=prompt)
+        push_until_stop(ours, SENTENCEPIECE.encode("the").ids)
+        assert ours.text == text
+
+
+@pytest.mark.parametrize(
+    ("used", "ids"),
+    [
+        (tokenizer(), [tokenizer().token_to_id("ÿ")] * 300),
+        (SENTENCEPIECE, piece_ids(b"\x80" * 300)),
+    ],
+)
+def test_bytes_that_can_become_no_character_are_replaced_at_once(used, ids):
+    ours = Detokenizer(used, ())
+    for count, token_id in enumerate(ids, start=1):
+        ours.push(token_id)
+        assert ours.text == "\N{REPLACEMENT CHARACTER}" * count
+
+
+def test_a_character_is_not_undone_by_bytes_that_follow_it():
+    ours = Detokenizer(SENTENCEPIECE, ())
+    texts = []
+    for token_id in piece_ids("日".encode() + b"\xe6a"):
+        ours.push(token_id)
+        texts.append(ours.text)
+    assert texts == ["", "", "日", "日", "日\N{REPLACEMENT CHARACTER}a"]
+
+
+@given(st.lists(st.integers(3 + 256, SENTENCEPIECE.get_vocab_size() - 1), max_size=20))
+def test_pieces_of_words_give_the_text_of_decoding_them_at_once(ids):
+    ours = Detokenizer(SENTENCEPIECE, ())
+    push_until_stop(ours, ids)
+    ours.finish()
+    assert ours.text == SENTENCEPIECE.decode(ids)
+
+
+class CountingTokenizer:
+    """Counts the ids that it decodes."""
+
+    def __init__(self, used) -> None:
+        self._used, self.decoder, self.num_decoded = used, used.decoder, 0
+
+    def id_to_token(self, token_id):
+        return self._used.id_to_token(token_id)
+
+    def decode(self, ids, skip_special_tokens):
+        self.num_decoded += len(ids)
+        return self._used.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("used", [tokenizer(), SENTENCEPIECE])
+def test_a_token_costs_the_same_after_any_number_of_tokens_without_text(used):
+    special, part = used.token_to_id("</s>"), used.get_vocab().get("ÿ", used.token_to_id("<0xFF>"))
+    for token_id in (special, part):
+        counting = CountingTokenizer(used)
+        ours = Detokenizer(counting, ())
+        for _ in range(16_000):
+            ours.push(token_id)
+        assert counting.num_decoded <= 4 * 16_000

@@ -1,18 +1,21 @@
 """Token ids to text, one token at a time, and the stop strings that are looked for in it."""
 
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-CONTEXT_TOKENS = 6  # of the prompt: more than a character has bytes
-REPLACEMENT = "\ufffd"  # what incomplete bytes decode to
+from outdraft.engine.token_pieces import TokenPieces
+
+MAX_CHARACTER_BYTES = 4
+_Utf8Decoder = getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """The text of one output. Characters whose bytes are incomplete wait for the next token.
+    """The text of one output: what the ids of prompt and output give together, less the prompt's.
 
-    A token is decoded together with the few before it, the prompt's last ones at first: how it
-    reads may depend on them (a leading blank, the bytes of one character).
+    Bytes that may become a character wait for the next token; those that cannot are replaced at
+    once. A character that the prompt only begins belongs to the output.
     """
 
     def __init__(
@@ -25,14 +28,13 @@ class Detokenizer:
         include_stop_string: bool = False,
     ) -> None:
         self.text = ""
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
         self._stop_strings = tuple(stop_strings)
         self._include_stop_string = include_stop_string
-        self._ids = list(prompt_ids[-CONTEXT_TOKENS:])
-        self._context = self._decode(self._ids)  # text of the tokens that are all decoded
-        self._num_context = len(self._ids)
+        self._pieces = TokenPieces(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._bytes = _Utf8Decoder("replace")
         self._stop: tuple[int, str] | None = None  # found by the newest token, and where
+        for token_id in prompt_ids[_last_character(tokenizer, prompt_ids, skip_special_tokens) :]:
+            self._bytes.decode(self._pieces.push(token_id))
 
     @property
     def settled_text(self) -> str:
@@ -44,14 +46,9 @@ class Detokenizer:
     def push(self, token_id: int) -> str | None:
         """Append a token; the stop string that it completes, the leftmost of several."""
         self._stop = None
-        self._ids.append(token_id)
-        both = self._decode(self._ids)
-        piece = both[len(self._context) :]
-        if not piece or both.endswith(REPLACEMENT):
+        piece = self._bytes.decode(self._pieces.push(token_id))
+        if not piece:
             return None
-        self._ids = self._ids[self._num_context :]
-        self._context = self._decode(self._ids)
-        self._num_context = len(self._ids)
         start = len(self.text)
         self.text += piece
         found = [
@@ -73,10 +70,31 @@ class Detokenizer:
             self.text = self.text[: at + len(stop) if self._include_stop_string else at]
             return
         self._stop = None
-        self.text += self._decode(self._ids)[len(self._context) :]
+        self.text += self._bytes.decode(b"", final=True)
 
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
+
+def begun_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """The text of a prompt, its special tokens included, without a character that it only begins.
+
+    What follows it is the text of a Detokenizer that knows the prompt.
+    """
+    pieces = TokenPieces(tokenizer, skip_special_tokens=False)
+    places = range(len(token_ids), 0, -1)
+    start = next((end for end in places if pieces.is_whole(token_ids[end - 1])), 0)
+    rest = Detokenizer(tokenizer, (), prompt_ids=token_ids[:start], skip_special_tokens=False)
+    for token_id in token_ids[start:]:
+        rest.push(token_id)
+    return tokenizer.decode(token_ids[:start], skip_special_tokens=False) + rest.text
+
+
+def _last_character(tokenizer: Tokenizer, token_ids: Sequence[int], skips_special: bool) -> int:
+    """From which token on the end of a text has to be read, to know the text that goes on."""
+    pieces = TokenPieces(tokenizer, skip_special_tokens=skips_special)
+    num_bytes, start = 0, len(token_ids)
+    while start > 0 and num_bytes < MAX_CHARACTER_BYTES:  # pieces have some length in any order
+        start -= 1
+        num_bytes += len(pieces.push(token_ids[start]))
+    return start
 
 
 def overlap(text: str, stop: str) -> int:

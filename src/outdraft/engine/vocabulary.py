@@ -9,7 +9,6 @@ Dimension key: V the target's vocabulary, U the drafter's.
 """
 
 import json
-import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,10 +20,10 @@ from tokenizers import Tokenizer
 
 from outdraft.drafting.device.vocabulary_map import VocabularyMap
 from outdraft.engine.chat import special_tokens
+from outdraft.engine.token_pieces import BYTE_NAME, BYTE_OF
 from outdraft.models.shape import ModelShape
 
 ROLES = ("bos_token", "eos_token", "pad_token")
-_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ def token_table(vocabulary: Vocabulary) -> TokenTable:
     read = _reader(state)
     fallbacks: set[int] = set()
     if state["model"].get("byte_fallback"):
-        fallbacks = {number for number, name in names.items() if _BYTE_PIECE.fullmatch(name)}
+        fallbacks = {number for number, name in names.items() if BYTE_NAME.fullmatch(name)}
     texts = {
         number: bytes([int(name[3:5], 16)]) if number in fallbacks else read(name)
         for number, name in names.items()
@@ -190,11 +189,10 @@ def _unknown_id(tokenizer: Tokenizer, model: Mapping[str, Any]) -> int | None:
 def _reader(state: Mapping[str, Any]) -> Callable[[str], bytes]:
     """From the name of an ordinary token to its bytes, as the tokenizer's decoder does it."""
     if "ByteLevel" in _types(state["decoder"]) | _types(state["pre_tokenizer"]):
-        byte_of = _byte_alphabet()
 
         def read_byte_level(name: str) -> bytes:
-            if byte_of.keys() >= set(name):
-                return bytes(byte_of[char] for char in name)
+            if BYTE_OF.keys() >= set(name):
+                return bytes(BYTE_OF[char] for char in name)
             return name.encode()  # added as it is
 
         return read_byte_level
@@ -215,12 +213,3 @@ def _types(component: Mapping[str, Any] | None) -> set[str]:
         return set()
     parts = component.get("decoders") or component.get("pretokenizers") or []
     return {str(component["type"])}.union(*(_types(part) for part in parts))
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The byte that each character of byte-level BPE stands for (GPT-2's table)."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {
-        chr(256 + place): byte for place, byte in enumerate(hidden)
-    }

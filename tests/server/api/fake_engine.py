@@ -49,7 +49,7 @@ class FakeEngine:
     """
 
     inputs: InputProcessor = field(default_factory=fake_inputs)
-    script: Callable[[str, int], str] = default_script
+    script: Callable[[str, int], str | list[int]] = default_script
     error: Exception | None = None
     fail_at: int = 0
     stall_at: int | None = None
@@ -141,10 +141,14 @@ class _Writer:
     """One choice. It goes on behind a stop string, as an engine does that has not heard of it."""
 
     def __init__(
-        self, text: str, index: int, params: SamplingParams, sources: tuple[str, str]
+        self,
+        text: str | list[int],
+        index: int,
+        params: SamplingParams,
+        sources: tuple[str, str],
     ) -> None:
         self._index = index
-        self._ids = tokenizer().encode(text).ids
+        self._ids = tokenizer().encode(text).ids if isinstance(text, str) else text
         self._last = min(len(self._ids), params.max_tokens or len(self._ids))
         self._params = params
         self._sources = sources

@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from tests.engine.byte_level import tokenizer, with_start_token
+from tests.engine.byte_level import byte_ids, tokenizer, with_start_token
 from tests.server.api.fake_engine import TEXT, FakeEngine, fake_inputs
 from tests.server.api.serving import MODEL, serve
 
@@ -47,6 +47,28 @@ def test_prompts_may_be_token_ids(served, client):
     several = complete(client, prompt=[ids, [5, 6]], max_tokens=1)
     assert len(several.choices) == 2
     assert several.usage.prompt_tokens == len(ids) + 2
+
+
+@pytest.mark.parametrize("echo", [True, False])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_completes_the_character_that_its_prompt_only_begins(stream, echo):
+    ids = byte_ids("a日b")
+    engine = FakeEngine(script=lambda prompt, index: ids[2:])
+    with serve(engine) as served:
+        options = {"prompt": ids[:2], "echo": echo, "logprobs": 0}
+        answer = complete(served.client(), **options, stream=stream)
+        chunks = list(answer) if stream else [answer]
+        choices = [choice for chunk in chunks for choice in chunk.choices]
+    assert "".join(choice.text for choice in choices) == ("a日b" if echo else "日b")
+    offsets = [offset for one in choices if one.logprobs for offset in one.logprobs.text_offset]
+    assert offsets == ([0, 1, 1, 1, 2] if echo else [0, 0, 1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_alone_shows_a_character_that_is_only_begun(client, stream):
+    answer = complete(client, prompt=byte_ids("a日")[:2], echo=True, max_tokens=0, stream=stream)
+    answers = list(answer) if stream else [answer]
+    assert "".join(one.choices[0].text for one in answers) == "a\N{REPLACEMENT CHARACTER}"
 
 
 def test_logprobs_are_parallel_lists(client):

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from outdraft.core.errors import RequestError
 from outdraft.core.outputs import CompletionOutput, RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.detokenizer import Detokenizer
+from outdraft.engine.detokenizer import Detokenizer, begun_text
 from outdraft.engine.inputs import EncodedPrompt
 from outdraft.server.api.answers import Answer, Json, check_stream_options
 from outdraft.server.api.bodies import CompletionRequest
@@ -141,7 +141,10 @@ class CompletionShape:
             return prompt.text
         if self.tokenizer is None:
             raise RequestError("echo needs a tokenizer, and the model came without one", "echo")
-        return self.tokenizer.decode(prompt.token_ids.tolist(), skip_special_tokens=False)
+        token_ids = prompt.token_ids.tolist()
+        if is_echo_only(self.body):  # nothing goes on with a character that the prompt only begins
+            return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        return begun_text(self.tokenizer, token_ids)
 
     def _take(self, index: int, rows: list[Row] | None) -> Json | None:
         if self.body.logprobs is None or rows is None:
