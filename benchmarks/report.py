@@ -1,7 +1,6 @@
 """Writes tables of results into the documents, so that nobody edits numbers by hand.
 
-The README has decode.py's table of texts that do not repeat themselves, docs/measuring.md has all
-of them, and those of sweeps and of roofline.py.
+docs/measuring.md has the tables of decode.py, of sweeps and of roofline.py.
 """
 
 import json
@@ -15,7 +14,6 @@ from sweep_table import sweep_plot, sweep_table
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 CHOSEN = "{}, lengths chosen"  # the name of a method's second variant
-README_RESULT = "decode-bfloat16-t0.8.json"
 # What the embedded target's weights of bfloat16 are computed in.
 DTYPES = {"float32": "float32 over bfloat16 weights", "bfloat16": "bfloat16"}
 SWEEPS = "![Chosen lengths over the best of plain decoding and fixed lengths](sweeps.svg)"
@@ -23,7 +21,6 @@ SWEEPS = "![Chosen lengths over the best of plain decoding and fixed lengths](sw
 
 def main() -> None:
     page = ROOT / "docs" / "measuring.md"
-    write(ROOT / "README.md", "measured", table(json.loads((RESULTS / README_RESULT).read_text())))
     decoded = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("decode-*.json"))]
     write(page, "measured", "\n".join(map(table, decoded)))
     sweeps = [read(path) for path in sorted(RESULTS.glob("sweep-*.json"))]

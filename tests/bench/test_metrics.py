@@ -149,7 +149,7 @@ PREFIX:num_requests_running{model_name="m"} 3.0
 """
 
 
-@pytest.mark.parametrize("prefix", ["outdraft", "vllm"])
+@pytest.mark.parametrize("prefix", ["outdraft", "vllm", "llamacpp"])
 def test_counters_are_read_by_name_and_summed_over_engines(prefix):
     counters = parse_spec_counters(EXPOSITION.replace("PREFIX", prefix))
     assert counters == SpecCounters(40.0, 120.0, 60.0, {0: 40.0, 1: 20.0})

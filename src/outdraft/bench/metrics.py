@@ -98,7 +98,7 @@ def parse_spec_counters(exposition: str) -> SpecCounters | None:
         return None
     for sample in chain.from_iterable(family.samples for family in families):
         prefix, _, name = sample.name.removesuffix("_total").partition(":spec_decode_")
-        if prefix not in ("outdraft", "vllm"):
+        if prefix not in ("outdraft", "vllm", "llamacpp"):
             continue
         if name == "num_accepted_tokens_per_pos":  # others tell positions by source
             per_pos[int(sample.labels["position"])] += sample.value

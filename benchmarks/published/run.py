@@ -1,0 +1,206 @@
+"""A published model in outdraft's server and in llama.cpp's, asked through HTTP by one client.
+
+    python benchmarks/published/run.py --models FOLDER --peers FOLDER [--quick]
+
+FOLDER of --models has the models' files, or gets them (fetch.py); that of --peers is what
+benchmarks/peers/prepare.sh made. In each round all servers start anew, which is timed, and then
+take turns, task by task, in an order that is drawn anew. Before each turn the machine's read
+bandwidth is taken. Every answer has the same number of tokens, whatever the text. The result is
+JSON with all turns, written after each round; table.py makes tables of it.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from fetch import MODELS, fetch
+from servers import LLAMA_CPP, MODEL_NAME, OURS, Limits, Server, Way, started, version, ways
+from tasks import TASKS, Cell, cells_of_round
+
+from outdraft.bench.client import Endpoint
+from outdraft.bench.environment import environment
+from outdraft.bench.metrics import acceptance_report, load_report
+from outdraft.bench.serve import run_load
+from outdraft.bench.workloads import BenchRequest
+from outdraft.cli.threads import num_physical_cores
+from outdraft.config.benchmarks import Traffic
+from outdraft.kernels.native.library import open_library
+from outdraft.kernels.native.limits import Limits as MachineLimits
+from outdraft.kernels.native.team import shared_team
+
+RESULTS = Path(__file__).parents[1] / "results"
+DRAFTERS = {"coder15": "coder05"}
+MAX_LENGTH = 2048
+ANSWER_S = 1800.0  # of a turn, at most
+NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # the temperature alone shapes probabilities
+OWN_BODY = {OURS: {}, LLAMA_CPP: {"cache_prompt": False}}
+WARM_UP = "Name three colours."
+FLAGS = ("avx", "amx", "fma", "f16c")
+
+
+def main() -> None:
+    args = parsed()
+    drafter = DRAFTERS.get(args.target)
+    names = [args.target, *([drafter] if drafter else [])]
+    paths = {name: fetch(name, args.models) for name in names}
+    llama_server = args.peers / "envs" / "llama.cpp" / "bin" / "llama-server"
+    chosen = [way for way in ways(paths.get(drafter or "")) if is_chosen(way, args.only)]
+    limits = Limits(max(args.concurrency), MAX_LENGTH, args.threads)
+    result: dict[str, Any] = {
+        "model": args.target,
+        "drafter": drafter,
+        "titles": {name: MODELS[name].title for name in names},
+        "file_bytes": paths[args.target].stat().st_size,
+        "new_tokens": args.new_tokens,
+        "limits": asdict(limits),
+        "ways": [asdict(way) for way in chosen],
+        "environment": environment() | {"flags": cpu_flags(), "llama.cpp": version(args.peers)},
+        "servers": [],
+        "turns": [],
+    }
+    read = bandwidth_reader(args.threads)
+    for number in range(args.rounds):
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+            servers: list[Server] = []
+            for way in chosen:
+                log = folder / f"{way.name}.log"
+                servers.append(started(way, paths[args.target], limits, llama_server, log))
+                stack.callback(servers[-1].stop)
+                say(f"round {number}: {way.name} ready after {servers[-1].start_s:.1f} s")
+            result["turns"] += round_of_turns(args, number, servers, read)
+            for one in servers:
+                about = {"engine": one.way.engine, "method": one.way.method, "round": number}
+                about |= {"start_s": one.start_s, "peak_bytes": one.peak_bytes()}
+                result["servers"].append(about)
+        text = json.dumps(result, indent=1)
+        for path in {path.parent for path in paths.values()}:
+            text = text.replace(f"{path}/", "")  # where models are matters to nobody else
+        args.json.write_text(text + "\n")
+    say(f"{args.json} written: python benchmarks/published/table.py makes tables of it")
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", type=Path, required=True, help="folder of the models' files")
+    parser.add_argument("--peers", type=Path, required=True, help="what peers/prepare.sh made")
+    parser.add_argument("--target", choices=list(MODELS), default="coder15")
+    parser.add_argument("--only", nargs="+", default=[""], help="ways whose names have a text")
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--temperature", nargs="+", type=float, default=[0.0, 0.7])
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 8])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=128, help="of each answer")
+    parser.add_argument("--threads", type=int, default=num_physical_cores())
+    parser.add_argument("--quick", action="store_true", help="one round, two tasks, T=0")
+    parser.add_argument("--json", type=Path, help="default: published-TARGET.json in results/")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.tasks, args.temperature = 1, ["function", "refactor"], [0.0]
+    args.json = args.json or RESULTS / f"published-{args.target}.json"
+    return args
+
+
+def is_chosen(way: Way, texts: list[str]) -> bool:
+    return any(text in way.name for text in texts)
+
+
+def round_of_turns(
+    args: argparse.Namespace, number: int, servers: list[Server], read: Callable[[], float]
+) -> list[dict[str, Any]]:
+    """Each cell by each server; greedy texts are compared with those of the first server."""
+    rng = random.Random(number)
+    for one in servers:
+        ask(one, Cell("function", 0.0, 1), [WARM_UP], 8, seed=0)
+    turns: list[dict[str, Any]] = []
+    cells = cells_of_round(number, args.tasks, args.temperature, args.concurrency)
+    for cell, prompts in cells.items():
+        texts: dict[str, list[str]] = {}
+        found: dict[str, dict[str, Any]] = {}
+        for one in rng.sample(servers, len(servers)):
+            state = {"bandwidth_gb_per_s": read(), "load_average": os.getloadavg()[0]}
+            measured, texts[one.way.name] = ask(one, cell, prompts, args.new_tokens, seed=number)
+            about = {"engine": one.way.engine, "method": one.way.method, "round": number}
+            found[one.way.name] = about | asdict(cell) | measured | state
+            say(f"{one.way.name}, {cell.name}: {measured['tokens_per_s']:.1f} tokens/s")
+        if cell.temperature == 0:
+            first = texts[servers[0].way.name]
+            for name, turn in found.items():
+                pairs = zip(first, texts[name], strict=True)
+                turn["first_differences"] = [first_difference(*pair) for pair in pairs]
+        turns += found.values()
+    return turns
+
+
+def ask(
+    server: Server, cell: Cell, prompts: list[str], new_tokens: int, seed: int
+) -> tuple[dict[str, Any], list[str]]:
+    """What a turn took, and its answers.
+
+    Raises:
+        RuntimeError: a request failed, or an answer has another length.
+    """
+    body = {"temperature": cell.temperature, "seed": seed, "ignore_eos": True, **NEUTRAL}
+    body |= OWN_BODY[server.way.engine]
+    endpoint = Endpoint(server.url, "/v1/chat/completions", MODEL_NAME, body=body)
+    requests = [BenchRequest(text, new_tokens) for text in prompts]
+    traffic = Traffic(max_concurrency=cell.concurrency)
+    deadline_s = time.monotonic() + ANSWER_S
+    run = asyncio.run(run_load(endpoint, requests, traffic, deadline_s, lambda sample: None))
+    for sample in run.samples:
+        if sample.error or sample.completion_tokens != new_tokens:
+            told = sample.error or f"{sample.completion_tokens} tokens, not {new_tokens}"
+            raise RuntimeError(f"{server.way.name}, {cell.name}: {told}")
+    report = load_report(run.samples, run.duration_s, ("ttft", "tpot"), ())
+    accepted = acceptance_report(run.speculation) if run.speculation else {}
+    measured = {
+        "tokens_per_s": report["output_throughput"],
+        "ttft_ms": report["median_ttft_ms"],
+        "tpot_ms": report["median_tpot_ms"],
+        "acceptance_length": accepted.get("spec_decode_acceptance_length"),
+        "acceptance_rate": accepted.get("spec_decode_acceptance_rate"),
+    }
+    return measured, [sample.text for sample in run.samples]
+
+
+def first_difference(one: str, other: str) -> int | None:
+    """Characters that both begin with; None: they are the same."""
+    if one == other:
+        return None
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def bandwidth_reader(threads: int) -> Callable[[], float]:
+    """Reads memory with as many threads as the servers compute with, GB/s; the best of three."""
+    library = open_library(None)
+    if library is None:
+        raise SystemExit("there is no compiled library here: run `make lib` first")
+    limits = MachineLimits(shared_team(library.name, threads), is_bf16=False)
+    return lambda: max(limits.bandwidth() for _ in range(3)) / 1e9
+
+
+def cpu_flags() -> list[str]:
+    """What the processor has beyond the least, as Linux names it."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    flags = next((line.split(":")[1].split() for line in lines if line.startswith("flags")), [])
+    return [flag for flag in flags if flag.startswith(FLAGS)]
+
+
+def say(text: str) -> None:
+    print(f"{datetime.now():%H:%M:%S} {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
