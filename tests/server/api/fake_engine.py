@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from tokenizers import Tokenizer
@@ -45,6 +45,7 @@ class FakeEngine:
         stall_at: the update before which it waits for ever.
         lossless: what it says of its own outputs.
         sources: who drafted the first and the second token of a step.
+        likely: tokens that are likely everywhere, the first one more than the text's own.
         aborted: ids of requests whose reader left before they ended.
     """
 
@@ -57,6 +58,7 @@ class FakeEngine:
     ended_by: str | None = None
     lossless: bool = True
     sources: tuple[str, str] = ("prediction", "prediction")
+    likely: Iterable[int] = range(10, 40)
     requests: list[tuple[EncodedPrompt, SamplingParams, int]] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -86,7 +88,7 @@ class FakeEngine:
         assembly = RequestAssembly(request_id, prompt, params, self.inputs)
         unread, output = Unread(assembly.output), assembly.output
         writers = [
-            _Writer(self.script(text, index), index, params, self.sources)
+            _Writer(self.script(text, index), index, params, self.sources, self.likely)
             for index in range(params.n)
         ]
         number = 0
@@ -116,7 +118,7 @@ class FakeEngine:
         prompt_rows = None
         if params.prompt_logprobs is not None and not writers[0].num_written:
             behind_first = prompt.token_ids.tolist()[1:]
-            prompt_rows = tuple(_row(i, place) for place, i in enumerate(behind_first))
+            prompt_rows = tuple(_row(i, place, self.likely) for place, i in enumerate(behind_first))
         return RequestDelta(
             request_id,
             tuple(writer.step() for writer in writers if writer.is_running),
@@ -129,9 +131,9 @@ class FakeEngine:
         )
 
 
-def _row(token_id: int, position: int) -> TokenLogprobs:
+def _row(token_id: int, position: int, likely_ids: Iterable[int]) -> TokenLogprobs:
     """The chosen token is the second most likely one."""
-    likely, *others = [i for i in range(10, 40) if i != token_id]
+    likely, *others = [i for i in likely_ids if i != token_id]
     ids = (likely, token_id, *others)
     values = tuple(-rank - position / 128 for rank in range(1, len(ids) + 1))
     return TokenLogprobs(token_id, values[1], 2, ids, values)
@@ -146,12 +148,14 @@ class _Writer:
         index: int,
         params: SamplingParams,
         sources: tuple[str, str],
+        likely: Iterable[int],
     ) -> None:
         self._index = index
         self._ids = tokenizer().encode(text).ids if isinstance(text, str) else text
         self._last = min(len(self._ids), params.max_tokens or len(self._ids))
         self._params = params
         self._sources = sources
+        self._likely = likely
         self.num_written = 0
 
     @property
@@ -164,7 +168,7 @@ class _Writer:
         self.num_written += len(new)
         rows, trace, reason = (), None, None
         if self._params.logprobs is not None:
-            rows = tuple(_row(i, first + k) for k, i in enumerate(new))
+            rows = tuple(_row(i, first + k, self._likely) for k, i in enumerate(new))
         if self._params.speculation.trace:
             trace = DraftTrace(self._sources, (new[0], 20), (0, 1), (0,), len(new), 0.25)
         if not self.is_running:

@@ -132,11 +132,31 @@ def test_logprobs_without_top_ones_tell_the_chosen_token_only(client):
     assert entry.top_logprobs == []
 
 
-def test_part_of_a_character_has_no_bytes(client):
-    answer = chat(client, logprobs=True)
-    entries = answer.choices[0].logprobs.content
-    assert any(entry.bytes is None for entry in entries)
-    assert all(entry.bytes is not None or "\ufffd" in entry.token for entry in entries)
+@pytest.mark.parametrize("route", ["chat", "response"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_parts_of_characters_have_their_bytes(client, route, stream):
+    answered = scored_chat(client, stream) if route == "chat" else scored_response(client, stream)
+    assert b"".join(bytes(entry.bytes) for entry in answered).decode() == ANSWER
+    parts = [entry for entry in answered if entry.token.startswith("bytes:")]
+    assert parts
+    for entry in parts:
+        assert entry.token == "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.bytes)
+    assert all(top.bytes is not None for entry in answered for top in entry.top_logprobs)
+
+
+def scored_chat(client, stream):
+    answer = chat(client, logprobs=True, top_logprobs=2, stream=stream)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    return [entry for one in choices if one.logprobs for entry in one.logprobs.content]
+
+
+def scored_response(client, stream):
+    options = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    answer = client.responses.create(model=MODEL, input="hi", stream=stream, **options)
+    if not stream:
+        return answer.output[0].content[0].logprobs
+    *_, last = answer
+    return last.response.output[0].content[0].logprobs
 
 
 def test_prompt_logprobs_have_vllms_shape(client):

@@ -1,12 +1,19 @@
 """/v1/completions, asked by OpenAI's own client."""
 
 import json
+from dataclasses import replace
+from itertools import permutations
+from typing import Any
 
 import openai
 import pytest
+from tokenizers import Tokenizer
 
+from outdraft.core.outputs import Logprob
+from outdraft.server.api.reports import CompletionLogprobs, TokenNames
 from tests.engine.byte_level import byte_ids, tokenizer, with_start_token
-from tests.server.api.fake_engine import TEXT, FakeEngine, fake_inputs
+from tests.engine.trained_tokenizers import sentencepiece_bpe
+from tests.server.api.fake_engine import TEXT, FakeEngine, fake_inputs, with_script
 from tests.server.api.serving import MODEL, serve
 
 
@@ -97,12 +104,12 @@ def test_logprobs_say_where_their_tokens_stand_in_the_text(stream, special):
     logprobs = [choice.logprobs for choice in choices if choice.logprobs is not None]
     tokens = [token for one in logprobs for token in one.tokens]
     offsets = [offset for one in logprobs for offset in one.text_offset]
-    assert any("\ufffd" in token for token in tokens)
+    assert any(token.startswith("bytes:") for token in tokens)
     pairs = list(zip(tokens, offsets, strict=True))
     if special:
         assert pairs.pop(0) == ("<s>", 0)
     for token, offset in pairs:
-        if "\ufffd" not in token:
+        if not token.startswith("bytes:"):
             assert text.startswith(token, offset)
         else:
             assert not text[offset].isascii()
@@ -110,10 +117,65 @@ def test_logprobs_say_where_their_tokens_stand_in_the_text(stream, special):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_all_tokens_of_a_prompt_may_be_named_by_their_ids(client, stream):
-    options = {"prompt": [5, 6, 7], "echo": True, "max_tokens": 0, "logprobs": 0, "stream": stream}
+    options = {"prompt": [5, 6, 7], "echo": True, "max_tokens": 0, "logprobs": 1, "stream": stream}
     answer = complete(client, **options, extra_body={"return_tokens_as_token_ids": True})
     logprobs = (next(iter(answer)) if stream else answer).choices[0].logprobs
     assert logprobs.tokens == ["token_id:5", "token_id:6", "token_id:7"]
+    assert logprobs.top_logprobs == [
+        None,
+        {"token_id:10": -1.0, "token_id:6": -2.0},
+        {"token_id:10": -1.0 - 1 / 128, "token_id:7": -2.0 - 1 / 128},
+    ]
+
+
+PARTS = byte_ids("🦊鷲")
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_no_part_of_a_character_is_taken_for_another(as_ids, echo):
+    # The harness that asks this way takes an answer for greedy where each token is the likeliest.
+    engine = replace(with_script("🦊鷲x"), likely=PARTS)
+    with serve(engine) as served:
+        options = {"prompt": "鷲🦊", "echo": echo, "logprobs": 2, "max_tokens": 9}
+        extra = {"return_tokens_as_token_ids": as_ids}
+        logprobs = complete(served.client(), **options, extra_body=extra).choices[0].logprobs
+    rows = [*zip(logprobs.tokens, logprobs.top_logprobs, strict=True)][1 if echo else 0 :]
+    assert len(rows) == (6 if echo else 0) + 8
+    for token, top in rows:
+        assert len(top) == 2  # the chosen one is the second
+        assert max(top, key=top.__getitem__) != token
+        assert min(top, key=top.__getitem__) == token
+
+
+def scored(rows: list[tuple[int, ...]], texts: Tokenizer | None = None) -> dict[str, Any]:
+    """The lists for rows of ids: the chosen one, then the others by how likely they are."""
+    own = texts or tokenizer()
+    entries = [
+        {i: Logprob(-rank, rank, own.decode([i], False)) for rank, i in enumerate(row, start=1)}
+        for row in rows
+    ]
+    return CompletionLogprobs(5, TokenNames(own), None, 0).take(entries)
+
+
+def test_a_part_of_a_character_is_named_by_its_bytes():
+    first, second, *_ = byte_ids("🦊")
+    found = scored([(first, second), (second,), byte_ids("a")])
+    assert found["tokens"] == ["bytes:\\xf0", "bytes:\\x9f", "a"]
+    assert found["top_logprobs"][0] == {"bytes:\\xf0": -1, "bytes:\\x9f": -2}
+
+
+def test_tokens_of_the_same_text_do_not_hide_each_other():
+    texts = sentencepiece_bpe(500)
+    letter, byte = texts.token_to_id("e"), texts.token_to_id("<0x65>")
+    blank = texts.token_to_id("▁e")
+    for chosen, *others in permutations([letter, byte, blank]):
+        found = scored([(chosen, *others)], texts)
+        assert found["tokens"] == ["e"]
+        named = {f"token_id:{i}": -rank for rank, i in enumerate(others, start=2)}
+        assert found["top_logprobs"] == [{"e": -1} | named]
+    part = texts.token_to_id("<0xE6>")
+    assert scored([(part,)], texts)["tokens"] == ["bytes:\\xe6"]
 
 
 def test_streamed_logprobs_add_up(client):

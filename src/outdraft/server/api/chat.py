@@ -25,7 +25,7 @@ from outdraft.server.api.reasoning import (
     whole_answer,
     with_form_behind_thoughts,
 )
-from outdraft.server.api.reports import Row, content, prompt_logprobs, trace
+from outdraft.server.api.reports import Row, TokenNames, content, prompt_logprobs, trace
 from outdraft.server.api.settings import ApiContext
 from outdraft.server.api.tools import (
     CallFormat,
@@ -172,8 +172,8 @@ class ChatShape:
     def _logprobs(self, rows: list[Row] | None) -> Json | None:
         if not self.body.logprobs or not rows:
             return None
-        as_ids = bool(self.body.return_tokens_as_token_ids)
-        entries = content(rows, self.body.top_logprobs or 0, as_ids=as_ids)
+        names = TokenNames(self.tokenizer, bool(self.body.return_tokens_as_token_ids))
+        entries = content(rows, self.body.top_logprobs or 0, names)
         return {"content": entries, "refusal": None}
 
 

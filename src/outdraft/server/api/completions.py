@@ -17,7 +17,7 @@ from outdraft.server.api.generation import new_generation
 from outdraft.server.api.guard import guarded_router
 from outdraft.server.api.params import sampling_params
 from outdraft.server.api.prompts import encode_prompts, model_name, prompt_encoder
-from outdraft.server.api.reports import CompletionLogprobs, Row, prompt_logprobs, trace
+from outdraft.server.api.reports import CompletionLogprobs, Row, TokenNames, prompt_logprobs, trace
 from outdraft.server.api.settings import ApiContext
 
 DEFAULT_MAX_TOKENS = 16
@@ -164,7 +164,7 @@ class CompletionShape:
         if self.body.logprobs is None or output.prompt_logprobs is None:
             return None
         first_id = output.prompt_token_ids[0]
-        token, is_in_text = "", False
+        token, is_in_text = None, False
         if self.tokenizer is not None:
             token = self.tokenizer.decode([first_id], False)
             is_special = not self.tokenizer.decode([first_id], True)
@@ -179,8 +179,8 @@ class CompletionShape:
         text = None
         if self.tokenizer is not None:
             text = Detokenizer(self.tokenizer, (), **options)
-        as_ids = bool(self.body.return_tokens_as_token_ids)
-        return CompletionLogprobs(self.body.logprobs, as_ids, text, start)
+        names = TokenNames(self.tokenizer, bool(self.body.return_tokens_as_token_ids))
+        return CompletionLogprobs(self.body.logprobs, names, text, start)
 
 
 def _choice(index: int) -> Json:

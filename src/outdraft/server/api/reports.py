@@ -16,18 +16,50 @@ from outdraft.core.outputs import (
     TokenOrigin,
 )
 from outdraft.engine.detokenizer import Detokenizer
+from outdraft.engine.token_pieces import REPLACEMENT, token_bytes
 
 LOWEST = -9999.0  # JSON has no minus infinity
 Row = dict[int, Logprob]  # the chosen token first
 
 
-def content(rows: Sequence[Row], num_top: int, *, as_ids: bool = False) -> list[dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class TokenNames:
+    """What log-probabilities call a token: its text, or its bytes if these are no characters.
+
+    Parts of characters all decode to the same replacement: by that they could not be told apart.
+    """
+
+    tokenizer: Tokenizer | None
+    as_ids: bool = False  # by their numbers, all of them
+
+    def name(self, token_id: int, decoded: str | None) -> str:
+        """`decoded`: what the tokenizer makes of the token; None: there is no tokenizer."""
+        if self.as_ids or decoded is None:
+            return _number(token_id)
+        spelled = self.spelled(token_id, decoded)
+        try:
+            return spelled.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+    def spelled(self, token_id: int, decoded: str) -> bytes:
+        """The bytes that the token stands for."""
+        if REPLACEMENT not in decoded or self.tokenizer is None:
+            return decoded.encode()
+        return token_bytes(self.tokenizer, token_id)
+
+
+def _number(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+def content(rows: Sequence[Row], num_top: int, names: TokenNames) -> list[dict[str, Any]]:
     """One entry a token; also what /v1/responses sends."""
     entries: list[dict[str, Any]] = []
     for row in rows:
         chosen = next(iter(row))
-        top = [_entry(token_id, row[token_id], as_ids) for token_id in _top(row, num_top)]
-        entries.append(_entry(chosen, row[chosen], as_ids) | {"top_logprobs": top})
+        top = [_entry(token_id, row[token_id], names) for token_id in _top(row, num_top)]
+        entries.append(_entry(chosen, row[chosen], names) | {"top_logprobs": top})
     return entries
 
 
@@ -56,11 +88,12 @@ class CompletionLogprobs:
     """For /v1/completions: parallel lists, with an offset into the choice's text.
 
     Tokens that make one character together have its offset. A token that the text leaves out has
-    the offset of what follows it.
+    the offset of what follows it. Where several tokens of a row have the same name, it is that of
+    the chosen one, or of the most likely; the others go by their numbers.
     """
 
     num_top: int  # most likely tokens to tell; the chosen one is always told
-    as_ids: bool
+    names: TokenNames
     text: Detokenizer | None  # of the tokens so far; None: the model came without a tokenizer
     start: int  # of that text in the choice's
 
@@ -75,23 +108,31 @@ class CompletionLogprobs:
         for row in rows:
             chosen = next(iter(row))
             shown = dict.fromkeys([*_top(row, self.num_top), chosen])
+            called = self._distinct_names(row, chosen, shown)
             result["text_offset"].append(self._advance(chosen))
-            result["tokens"].append(_name(chosen, row[chosen].decoded_token, self.as_ids))
+            result["tokens"].append(called[chosen])
             result["token_logprobs"].append(finite(row[chosen].logprob))
-            result["top_logprobs"].append(
-                {_name(i, row[i].decoded_token, self.as_ids): finite(row[i].logprob) for i in shown}
-            )
+            result["top_logprobs"].append({called[i]: finite(row[i].logprob) for i in shown})
         return result
 
-    def take_first(self, token_id: int, token: str, *, is_in_text: bool) -> dict[str, Any]:
+    def _distinct_names(self, row: Row, chosen: int, shown: Iterable[int]) -> dict[int, str]:
+        found: dict[str, int] = {}
+        for token_id in [chosen, *shown]:
+            name = self.names.name(token_id, row[token_id].decoded_token)
+            if found.setdefault(name, token_id) != token_id:
+                found[_number(token_id)] = token_id
+        return {token_id: name for name, token_id in found.items()}
+
+    def take_first(self, token_id: int, decoded: str | None, *, is_in_text: bool) -> dict[str, Any]:
         """The same of a prompt's first token, which nothing precedes.
 
-        `is_in_text`: False if the tokenizer has put it before the text.
+        `decoded`: as TokenNames.name takes it. `is_in_text`: False if the tokenizer has put the
+        token before the text.
         """
         return {
             "text_offset": [self._advance(token_id) if is_in_text else self.start],
             "token_logprobs": [None],
-            "tokens": [_name(token_id, token, self.as_ids)],
+            "tokens": [self.names.name(token_id, decoded)],
             "top_logprobs": [None],
         }
 
@@ -108,18 +149,13 @@ def _top(row: Row, num_top: int) -> list[int]:
     return sorted((i for i in row if row[i].rank <= num_top), key=lambda i: row[i].rank)[:num_top]
 
 
-def _entry(token_id: int, entry: Logprob, as_ids: bool) -> dict[str, Any]:
-    text = entry.decoded_token or ""
+def _entry(token_id: int, entry: Logprob, names: TokenNames) -> dict[str, Any]:
+    decoded = entry.decoded_token
     return {
-        "token": _name(token_id, entry.decoded_token, as_ids),
+        "token": names.name(token_id, decoded),
         "logprob": finite(entry.logprob),
-        # A part of a character decodes to a replacement: its bytes are not those.
-        "bytes": None if "\ufffd" in text else list(text.encode()),
+        "bytes": None if decoded is None else list(names.spelled(token_id, decoded)),
     }
-
-
-def _name(token_id: int, text: str | None, as_ids: bool) -> str:
-    return f"token_id:{token_id}" if as_ids else text or ""
 
 
 def finite(logprob: float) -> float:

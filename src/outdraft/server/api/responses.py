@@ -27,7 +27,7 @@ from outdraft.server.api.reasoning import (
     with_form_behind_thoughts,
 )
 from outdraft.server.api.replies import EventStream, JsonLater, event
-from outdraft.server.api.reports import content, metrics, usage
+from outdraft.server.api.reports import Row, TokenNames, content, metrics, usage
 from outdraft.server.api.settings import ApiContext
 
 Json = dict[str, Any]
@@ -99,7 +99,7 @@ class ResponseAnswer:
                         yield each
                 output = update.output
                 for delta in update.deltas:
-                    rows = content(delta.logprobs or [], self.body.top_logprobs or 0)
+                    rows = self._logprobs(delta.logprobs)
                     parts: list[Part] = [delta.text]
                     if self.stage is not None:
                         parts = parser.push(delta.text, is_last=delta.finish_reason is not None)
@@ -197,7 +197,7 @@ class ResponseAnswer:
         before = [self._finished_thoughts(thoughts)] if thoughts else []
         is_whole = one.finish_reason == "stop"
         status = "completed" if is_whole else "incomplete"
-        part = _text_part(text, content(one.logprobs or [], self.body.top_logprobs or 0))
+        part = _text_part(text, self._logprobs(one.logprobs))
         result = self._response(status) | {
             "output": [*before, self._message(status, [part])],
             "usage": _usage(output),
@@ -209,6 +209,10 @@ class ResponseAnswer:
         if wants_metrics(self.body):
             result["metrics"] = metrics(output)
         return result
+
+    def _logprobs(self, rows: list[Row] | None) -> list[Json]:
+        names = TokenNames(self.context.inputs.tokenizer)
+        return content(rows or [], self.body.top_logprobs or 0, names)
 
     def _response(self, status: str) -> Json:
         body, params = self.body, self.generation.params
