@@ -14,6 +14,8 @@ import asyncio
 import json
 import os
 import random
+import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -38,7 +40,7 @@ from outdraft.kernels.native.library import open_library
 from outdraft.kernels.native.limits import Limits as MachineLimits
 from outdraft.kernels.native.team import shared_team
 
-RESULTS = Path(__file__).parents[1] / "results"
+ROOT = Path(__file__).parents[2]
 DRAFTERS = {"coder15": "coder05"}
 MAX_LENGTH = 2048
 ANSWER_S = 1800.0  # of a turn, at most
@@ -50,6 +52,7 @@ FLAGS = ("avx", "amx", "fma", "f16c")
 
 def main() -> None:
     args = parsed()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers end with this process
     drafter = DRAFTERS.get(args.target)
     names = [args.target, *([drafter] if drafter else [])]
     paths = {name: fetch(name, args.models) for name in names}
@@ -103,11 +106,13 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--threads", type=int, default=num_physical_cores())
     parser.add_argument("--quick", action="store_true", help="one round, two tasks, T=0")
-    parser.add_argument("--json", type=Path, help="default: published-TARGET.json in results/")
+    parser.add_argument("--json", type=Path, help="default: in results/, and in out/ with --quick")
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.tasks, args.temperature = 1, ["function", "refactor"], [0.0]
-    args.json = args.json or RESULTS / f"published-{args.target}.json"
+    folder = ROOT / "out" if args.quick else ROOT / "benchmarks" / "results"
+    args.json = args.json or folder / f"published-{args.target}.json"
+    args.json.parent.mkdir(exist_ok=True)
     return args
 
 

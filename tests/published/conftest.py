@@ -6,7 +6,7 @@ a model is not asked for, or cannot be had.
 
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import pytest
@@ -48,8 +48,8 @@ def published(request: pytest.FixtureRequest) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def llama_cpp(published: Callable[[str], Path]) -> Callable[[str], LlamaCpp]:
-    """llama.cpp on a model, given its name; started once."""
-    return cache(lambda name: LlamaCpp(published(name)))
+    """llama.cpp on a model, given its name; one is kept, that of the last name."""
+    return lru_cache(maxsize=1)(lambda name: LlamaCpp(published(name)))
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +58,7 @@ def exact_llama_cpp(
 ) -> Callable[[str], LlamaCpp]:
     """The same on weights in float32: four bytes a parameter on disk and in memory."""
 
-    @cache
+    @lru_cache(maxsize=1)
     def started(name: str) -> LlamaCpp:
         path = tmp_path_factory.mktemp("float32") / f"{name}.gguf"
         return LlamaCpp(write_float32(published(name), path))

@@ -9,6 +9,10 @@ from outdraft import LLM, SamplingParams
 from outdraft.config.engine import EngineConfig
 from tests.published.llama_cpp import LlamaCpp
 
+# Answers are computed once in a process.
+pytestmark = pytest.mark.xdist_group("published_greedy")
+
+NAMES = ("smollm2", "coder05", "coder15")
 NUM_TOKENS = 64
 UNDECIDED = 0.1  # between the logarithms of two probabilities, computed in float32
 QUESTIONS = (
@@ -20,17 +24,22 @@ QUESTIONS = (
 )
 
 
+@pytest.fixture(scope="module", params=NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def prompts(llama_cpp: Callable[[str], LlamaCpp]) -> list[list[int]]:
+def prompts(name: str, llama_cpp: Callable[[str], LlamaCpp]) -> list[list[int]]:
     """The questions as the model's template puts them."""
-    oracle = llama_cpp("smollm2")
+    oracle = llama_cpp(name)
     asked = [[{"role": "user", "content": text}] for text in QUESTIONS]
     return [oracle.tokenize(oracle.chat_prompt(messages)) for messages in asked]
 
 
 @pytest.fixture(scope="module")
 def answers(
-    published: Callable[[str], Path], prompts: list[list[int]]
+    name: str, published: Callable[[str], Path], prompts: list[list[int]]
 ) -> dict[str, list[list[int]]]:
     """Ids by method."""
     options = {"device": "cpu", "max_model_len": 512, "num_blocks": 256, "cost_table": "roofline"}
@@ -39,7 +48,7 @@ def answers(
     models = None
     for method in ("plain", "suffix", "ngram"):
         config = EngineConfig.from_options(
-            model=str(published("smollm2")),
+            model=str(published(name)),
             speculative_config=None if method == "plain" else {"method": method},
             **options,
         )
@@ -51,14 +60,15 @@ def answers(
 
 
 def test_greedy_answers_are_those_of_llama_cpp(
+    name: str,
     llama_cpp: Callable[[str], LlamaCpp],
     exact_llama_cpp: Callable[[str], LlamaCpp],
     prompts: list[list[int]],
     answers: dict[str, list[list[int]]],
 ):
     for prompt, answer in zip(prompts, answers["plain"], strict=True):
-        for place in differences(llama_cpp("smollm2"), prompt, answer):
-            [choice] = exact_llama_cpp("smollm2").greedy([*prompt, *answer[:place]], 1, top=5)
+        for place in differences(llama_cpp(name), prompt, answer):
+            [choice] = exact_llama_cpp(name).greedy([*prompt, *answer[:place]], 1, top=5)
             best = choice.logprobs[choice.token_id]
             gap = best - choice.logprobs.get(answer[place], float("-inf"))
             assert gap < UNDECIDED, f"token {place} of {answer} is {gap:.3f} below the best"
