@@ -25,7 +25,9 @@ constexpr int64_t kept_stride(int64_t num_inputs, Dtype dtype) {
 constexpr int32_t kInt4Zero = 8;  // the code of zero
 
 // How weights lie in a tile, see linear.cpp.
-enum class Format : int64_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3 };
+enum class Format : int64_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3, kGguf = 4 };
+
+struct GgufPart;  // gguf_tiles.h
 
 // Weights of one product; made by `linear_pack`, freed by `linear_free` (linear_pack.cpp).
 struct LinearWeights {
@@ -40,6 +42,8 @@ struct LinearWeights {
   float* bias;          // [E], or null
   bool is_symmetric;    // no int8 code is -128
   int64_t num_bytes;    // of the mapping that holds all
+  const GgufPart* parts;  // of kGguf, which has no scales of its own here
+  int64_t num_parts;
 };
 
 struct ConstRows {
@@ -71,5 +75,8 @@ void linear(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64
 // The same, then y = silu(gate) * up, where the gate is the first half of the products and `up` the
 // second (Shazeer 2020).
 void linear_gated(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64_t num_rows);
+
+// to[i] = the numbers of output ids[i], [count, num_inputs], as the kernels read them. Only of kGguf.
+void read_rows(const LinearWeights& weights, const int64_t* ids, int64_t count, Dtype dtype, void* to);
 
 }  // namespace outdraft

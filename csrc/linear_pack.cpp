@@ -9,39 +9,19 @@
 // Codes that come with their scales are kept as they are.
 
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
 #include "export.h"
+#include "gguf_tiles.h"
 #include "linear.h"
+#include "mapped_memory.h"
 #include "simd.h"
 
 namespace outdraft {
 namespace {
-
-constexpr int64_t kHugePage = 1 << 21;
-
-// Zeros. Much memory begins with a huge page where the system has them.
-char* map_memory(int64_t num_bytes) {
-  const int64_t spare = num_bytes >= kHugePage ? kHugePage : 0;
-  const int flags = MAP_PRIVATE | MAP_ANONYMOUS;
-  void* mapped = mmap(nullptr, num_bytes + spare, PROT_READ | PROT_WRITE, flags, -1, 0);
-  if (mapped == MAP_FAILED) return nullptr;
-  char* memory = static_cast<char*>(mapped);
-  if (spare == 0) return memory;
-  const int64_t before = -reinterpret_cast<intptr_t>(memory) & (kHugePage - 1);
-  const int64_t page = sysconf(_SC_PAGESIZE), kept = (num_bytes + page - 1) / page * page;
-  const int64_t behind = (num_bytes + spare + page - 1) / page * page - before - kept;
-  if (before > 0) munmap(memory, before);
-  if (behind > 0) munmap(memory + before + kept, behind);
-#if defined(MADV_HUGEPAGE)
-  madvise(memory + before, kept, MADV_HUGEPAGE);
-#endif
-  return memory + before;
-}
 
 // The rows of a weight.
 struct Source {
@@ -217,7 +197,7 @@ struct Packing {
 };
 
 // Inputs of a step of 32 words.
-constexpr int64_t kStepInputs[] = {1, 2, 4, 8};
+constexpr int64_t kStepInputs[] = {1, 2, 4, 8};  // by Format
 
 // How weights are to lie.
 struct Layout {
@@ -260,7 +240,9 @@ LinearWeights* make_weights(Layout layout, int64_t num_outputs, int64_t num_inpu
               layout.scale_bytes,
               bias == nullptr ? nullptr : reinterpret_cast<float*>(behind),
               true,
-              num_bytes};
+              num_bytes,
+              nullptr,
+              0};
   if (bias != nullptr) std::memcpy(behind, bias, 4 * num_outputs);
   return weights;
 }
@@ -331,6 +313,11 @@ OUTDRAFT_EXPORT void linear_free(outdraft::Team* team, LinearWeights* weights) {
 
 // Bytes of the tiles and their scales.
 OUTDRAFT_EXPORT int64_t linear_bytes(const LinearWeights* weights) {
+  if (weights->format == Format::kGguf) {
+    const outdraft::GgufPart* last = weights->parts + weights->num_parts - 1;
+    const int64_t last_tiles = (last->num_outputs + outdraft::kTile - 1) / outdraft::kTile;
+    return last->tiles - weights->tiles + last_tiles * last->tile_bytes;
+  }
   const int64_t num_tiles = (weights->num_outputs + outdraft::kTile - 1) / outdraft::kTile;
   const int64_t num_scales = num_tiles * weights->num_groups * outdraft::kTile;
   const int64_t kinds = (weights->scales != nullptr) + (weights->shifts != nullptr);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "linear_tiles.h"
 #include "vector_math.h"
@@ -40,7 +41,12 @@ InputLayout::InputLayout(const LinearWeights& weights, Dtype dtype)
       group_inputs(weights.group_inputs),
       num_groups(weights.num_groups),
       group_floats(weights.shifts != nullptr) {
-  if (kHasBf16Dot && dtype == Dtype::kBfloat16 && weights.format != Format::kFloat32) {
+  if (weights.format == Format::kGguf) {
+    kind = InputKind::kQuads;
+    group_inputs = kQuadGroup;
+    num_groups = weights.num_inputs / group_inputs;
+    group_floats = 3;
+  } else if (kHasBf16Dot && dtype == Dtype::kBfloat16 && weights.format != Format::kFloat32) {
     kind = InputKind::kBf16Pairs;
   } else if (weights.format >= Format::kInt8) {
     kind = InputKind::kShorts;
@@ -128,6 +134,7 @@ void Copy::copy_row(int64_t row) const {
     } else {
       for (int64_t group = 0; group < layout.num_groups; ++group) {
         round_group(row, group, from + at);
+        if (layout.kind == InputKind::kQuads) order_quads(row, group);
       }
     }
   });
@@ -169,10 +176,20 @@ void Copy::round_group(int64_t row, int64_t group, const Number* from) const {
   }
   int32_t sum = 0;
   for (int lane = 0; lane < kWidth; ++lane) sum += sums[lane];
-  float* const found = floats + group * num_rows + row;
-  found[0] = static_cast<float>(sum);
-  found[layout.num_groups * num_rows] =
+  if (layout.kind == InputKind::kShorts) floats[group * num_rows + row] = static_cast<float>(sum);
+  floats[(layout.num_sums() + group) * num_rows + row] =
       bits < kInfinity ? ((Floats)broadcast_word((exponent - 14) << 23))[0] : NAN;
+}
+
+// Also the sums of both halves of the group.
+void Copy::order_quads(int64_t row, int64_t group) const {
+  auto* shorts = reinterpret_cast<int16_t*>(block + 4 * layout.stride * row) + group * kQuadGroup;
+  for (int64_t half = 0; half < 2; ++half) {
+    int32_t sum = 0;
+    for (int64_t i = 0; i < kQuadGroup / 2; ++i) sum += shorts[i];
+    floats[(2 * group + half) * num_rows + row] = static_cast<float>(sum);
+    for (int64_t i = 0; i < kQuadGroup / 2; i += 4, shorts += 4) std::swap(shorts[1], shorts[2]);
+  }
 }
 
 // In order, of the numbers that are multiplied.

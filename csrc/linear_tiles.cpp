@@ -28,6 +28,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "gguf_tiles.h"
 #include "simd.h"
 #include "tile_words.h"
 #include "vector_math.h"
@@ -357,6 +358,8 @@ MultiplyTile kernel_of(const LinearWeights& weights, InputKind kind) {
       return kernel_of<Bf16Words>(kind);
     case Format::kInt8:
       return kernel_of<Int8Words>(kind);
+    case Format::kGguf:
+      return multiply_gguf;
     default:
       return kernel_of<Int4Words>(kind);
   }

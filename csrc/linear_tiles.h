@@ -16,13 +16,15 @@ constexpr int64_t kMinShared = 1 << 16;  // multiplications; below, sharing cost
 // What rows are for a kernel. kShorts: 16-bit integers, each times the step of its group of inputs,
 // a power of two: the number of largest size in a group has 15 bits, so that bfloat16 numbers from
 // a 128th of it on stay as they are. A group with a number that is not finite becomes NaN.
-enum class InputKind { kFloat32, kBf16Pairs, kShorts };
+// kQuads: the same for kGguf, groups of 32, each four inputs in the order 0, 2, 1, 3.
+enum class InputKind { kFloat32, kBf16Pairs, kShorts, kQuads };
 
+constexpr int64_t kQuadGroup = 32;   // inputs that share a step
 constexpr int64_t kMostShorts = 128;  // of a group; their products with int8 codes fit 32 bits
 
 // Rows as the kernels read them: [row][inputs], `stride` words apart. For some weights the sums of
 // their groups of inputs, and the steps of these: [group][row], `group_stride` apart. Sums of shorts
-// are without their steps. `group_inputs`: of a group.
+// are without their steps; those of quads are of 16 inputs, two for each group. `group_inputs`: of a group.
 struct Inputs {
   const void* rows;
   int64_t stride;
@@ -44,15 +46,18 @@ struct InputLayout {
   InputKind kind;
   int64_t stride;  // words: a float32 number or a pair
   int64_t group_inputs, num_groups;
-  int64_t group_floats;  // that a row has for each group: its sum, and for shorts its step
+  int64_t group_floats;  // that a row has for each group: its sums, and for shorts its step
 
   InputLayout(const LinearWeights& weights, Dtype dtype);
 
   // `floats`: group_floats of each group of each of num_rows rows.
   Inputs inputs(const void* rows, const float* floats, int64_t num_rows) const {
-    const float* steps = kind == InputKind::kShorts ? floats + num_groups * num_rows : nullptr;
+    const float* steps = group_floats > 1 ? floats + num_sums() * num_rows : nullptr;
     return {rows, stride, floats, steps, num_rows, group_inputs};
   }
+
+  // Sums of a row.
+  int64_t num_sums() const { return (kind == InputKind::kQuads ? 2 : 1) * num_groups; }
 
   // Those of a row, its floats included.
   int64_t row_words() const { return stride + group_floats * num_groups; }
@@ -102,6 +107,7 @@ struct Copy {
   void copy_row(int64_t row) const;
   template <class Number>
   void round_group(int64_t row, int64_t group, const Number* from) const;
+  void order_quads(int64_t row, int64_t group) const;
   void sum_group(int64_t row, int64_t group) const;
 };
 

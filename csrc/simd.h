@@ -203,6 +203,17 @@ inline Ints rounded(Floats x) {
 #endif
 }
 
+// A vector of half-precision numbers.
+inline Floats halves(const void* from) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_cvtph_ps(__mmask16(-1), load<__m256i>(from));
+#elif defined(__AVX2__)
+  return _mm256_cvtph_ps(load<__m128i>(from));
+#elif defined(__aarch64__)
+  return vcvt_f32_f16(load<float16x4_t>(from));
+#endif
+}
+
 inline Floats widen(Halves bf16) { return (Floats)(widened(bf16) << 16); }
 inline float widen(uint16_t bf16) {
   const uint32_t bits = uint32_t{bf16} << 16;

@@ -32,7 +32,7 @@
 namespace outdraft {
 
 constexpr int64_t kMaxUnits = 1024;
-constexpr size_t kMaxWorkBytes = 256;
+constexpr size_t kMaxWorkBytes = 320;
 
 class Team;
 

@@ -16,10 +16,26 @@ class WeightFormat(StrEnum):
     INT4_ZERO = "int4-zero"  # and a zero point
     INT4_G32 = "int4-g32"  # the same for every 32 inputs
     INT4_G32_ZERO = "int4-g32-zero"
+    # Blocks of GGUF files, in the order of GgufKind (csrc/gguf_tiles.h).
+    Q4_0 = "q4_0"
+    Q4_1 = "q4_1"
+    Q5_0 = "q5_0"
+    Q5_1 = "q5_1"
+    Q8_0 = "q8_0"
+    Q2_K = "q2_k"
+    Q3_K = "q3_k"
+    Q4_K = "q4_k"
+    Q5_K = "q5_k"
+    Q6_K = "q6_k"
+    IQ4_NL = "iq4_nl"
+    IQ4_XS = "iq4_xs"
+    MIXED = "mixed"  # outputs in several kinds of such blocks
 
     @property
     def group_inputs(self) -> int:
         """How many inputs share a scale; 0: all."""
+        if self.is_blocks:
+            return 256 if self.endswith(("_k", "_xs")) else 32
         if "-g32" in self:
             return 32
         return 128 if self.startswith("int4") or "-g128" in self else 0
@@ -34,5 +50,11 @@ class WeightFormat(StrEnum):
         """Whether a group has a zero point."""
         return self.endswith("-zero")
 
+    @property
+    def is_blocks(self) -> bool:
+        """Whether the weight stays in the blocks of a GGUF file."""
+        return self in BLOCK_FORMATS or self is WeightFormat.MIXED
+
 
 QUANTIZATIONS = tuple(one for one in WeightFormat if one.startswith("int"))
+BLOCK_FORMATS = tuple(one for one in WeightFormat if one.startswith(("q", "iq")))

@@ -7,10 +7,12 @@ import weakref
 from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weight_format import BLOCK_FORMATS, WeightFormat
+from outdraft.kernels.data.block_weight import BlockRows, BlockWeight
 from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.kernels.native.team import Team
 from outdraft.kernels.ops import Product
@@ -40,6 +42,15 @@ class NativeLinear:
             [c_void_p, *[c_int64] * 3, *[c_void_p] * 3, *[c_int64] * 2, c_void_p],
             c_void_p,
             releases_gil=True,
+        )
+        self.pack_gguf = function(
+            "linear_pack_gguf",
+            [c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_void_p],
+            c_void_p,
+            releases_gil=True,
+        )
+        self.read_rows = function(
+            "linear_read_rows", [c_void_p, c_void_p, c_int64, c_int64, c_void_p]
         )
         self.free = function("linear_free", [c_void_p, c_void_p], releases_gil=True)
         self.bytes = function("linear_bytes", [c_void_p], c_int64)
@@ -73,12 +84,15 @@ class NativeLinear:
         return NativeProduct(self, handle, kept, (len(rows_E), parts_ED[0].shape[1]), dtype)
 
     def pack_codes(
-        self, weight: CodedWeight, bias_E: Tensor | None, dtype: torch.dtype
+        self, weight: CodedWeight | BlockWeight, bias_E: Tensor | None, dtype: torch.dtype
     ) -> "NativeProduct":
         """As `ops.PackCodes`, for float32 and bfloat16 on the CPU.
 
-        Scales and shifts are kept as bfloat16 if that holds all of them, else as float32.
+        Scales and shifts of a CodedWeight are kept as bfloat16 if that holds all of them, else as
+        float32.
         """
+        if isinstance(weight, BlockWeight):
+            return self._pack_blocks(weight, bias_E, dtype)
         bias_E, codes_ED = _float32(bias_E), weight.codes_ED.contiguous()
         numbers = [_float32(weight.scales_EN), _float32(weight.shifts_EN)]
         fits = all(one is None or torch.equal(one.bfloat16().float(), one) for one in numbers)
@@ -95,6 +109,25 @@ class NativeLinear:
             _address(bias_E),
         )
         return NativeProduct(self, handle, weight.format, (num_outputs, num_inputs), dtype)
+
+    def _pack_blocks(
+        self, weight: BlockWeight, bias_E: Tensor | None, dtype: torch.dtype
+    ) -> "NativeProduct":
+        bias_E, parts = _float32(bias_E), _joined_parts(weight.parts)
+        kinds = np.array([BLOCK_FORMATS.index(part.format) for part, _ in parts])
+        counts = np.array([len(addresses_E) for _, addresses_E in parts])
+        addresses_E = np.concatenate([addresses_E for _, addresses_E in parts])
+        num_inputs = weight.parts[0].num_inputs
+        handle = self.pack_gguf(
+            self.team.address,
+            len(parts),
+            kinds.ctypes.data,
+            counts.ctypes.data,
+            addresses_E.ctypes.data,
+            num_inputs,
+            _address(bias_E),
+        )
+        return NativeProduct(self, handle, weight.format, (len(addresses_E), num_inputs), dtype)
 
 
 class NativeProduct:
@@ -123,13 +156,22 @@ class NativeProduct:
             raise MemoryError(f"no memory for {self.num_outputs} x {self.num_inputs} weights")
         self.handle: int = handle
         self.format, self._dtype = kept, dtype
-        self._team_address = functions.team.address
+        self._team_address, self._read_rows = functions.team.address, functions.read_rows
         # Not at the end of the process: a late helper may still read them.
         end = weakref.finalize(self, _free, functions, self.handle)
         end.atexit = False
         self.nbytes: int = functions.bytes(self.handle)
         is_short = self.nbytes < _SHORT_BYTES
         self._multiply = functions.multiply if is_short else functions.multiply_long
+
+    def rows(self, outputs_T: Tensor) -> Tensor:
+        """As `ops.Product`; only of a weight in blocks."""
+        assert self.format.is_blocks, f"rows of {self.format}"
+        outputs_T = outputs_T.long().contiguous()
+        rows_TD = torch.empty((len(outputs_T), self.num_inputs), dtype=self._dtype)
+        address, dtype = outputs_T.data_ptr(), _DTYPES[self._dtype]
+        self._read_rows(self.handle, address, len(outputs_T), dtype, rows_TD.data_ptr())
+        return rows_TD
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """[T, E]."""
@@ -160,6 +202,17 @@ def weights_of(product: Product) -> int:
         product = product.own
     assert isinstance(product, NativeProduct)
     return product.handle
+
+
+def _joined_parts(parts: Sequence[BlockRows]) -> list[tuple[BlockRows, np.ndarray]]:
+    """Parts with the addresses of their outputs; neighbours of one format are one part."""
+    found: list[tuple[BlockRows, np.ndarray]] = []
+    for part in parts:
+        if found and found[-1][0].format is part.format:
+            found[-1] = part, np.concatenate((found[-1][1], part.addresses_E))
+        else:
+            found.append((part, part.addresses_E))
+    return found
 
 
 def _format(kept: WeightFormat) -> int:

@@ -1,0 +1,115 @@
+"""A weight that comes in the blocks of a GGUF file.
+
+Dimension key: D inputs, E outputs, B bytes of an output.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outdraft.core.errors import ConfigError
+from outdraft.core.weight_format import BLOCK_FORMATS, WeightFormat
+
+TILE_OUTPUTS = 32  # kTile of csrc/linear.h
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockRows:
+    """Outputs of a weight as a GGUF file stores them: one after the other, block by block of inputs.
+
+    Attributes:
+        format: one of BLOCK_FORMATS.
+        num_inputs: D, a multiple of the block's inputs.
+        rows_EB: uint8; each row contiguous; may be a mapped file.
+        order_E: int64; which row is each output; None: they are in order.
+    """
+
+    format: WeightFormat
+    num_inputs: int
+    rows_EB: np.ndarray
+    order_E: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        assert self.format in BLOCK_FORMATS, self.format
+        assert self.rows_EB.dtype == np.uint8
+        assert self.rows_EB.strides[1] == 1, "the bytes of a row lie apart"
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.rows_EB) if self.order_E is None else len(self.order_E)
+
+    @property
+    def addresses_E(self) -> np.ndarray:
+        """uint64 [E]: where each output begins."""
+        order_E = np.arange(len(self.rows_EB)) if self.order_E is None else self.order_E
+        offsets_E = order_E.astype(np.int64) * self.rows_EB.strides[0]
+        return (self.rows_EB.ctypes.data + offsets_E).astype(np.uint64)
+
+    def numbers(self) -> Tensor:
+        """float32 [E, D].
+
+        Raises:
+            ConfigError: the gguf package, which computes them, is missing.
+        """
+        try:
+            from gguf import GGMLQuantizationType, dequantize
+        except ImportError:
+            raise ConfigError(
+                f"weights in {self.format} are dequantised by the gguf package: "
+                "pip install 'outdraft[gguf]'"
+            ) from None
+        rows_EB = self.rows_EB if self.order_E is None else self.rows_EB[self.order_E]
+        kind = GGMLQuantizationType[self.format.upper()]
+        return torch.from_numpy(dequantize(np.ascontiguousarray(rows_EB), kind))
+
+    def part(self, rows: slice | Tensor, columns: slice) -> "BlockRows":
+        """Some outputs, or outputs in that order, and some inputs, which cut no block."""
+        size = self.format.group_inputs
+        first, end = columns.start, min(columns.stop, self.num_inputs)
+        assert first % size == 0, "a block is cut"
+        assert end % size == 0, "a block is cut"
+        block_bytes = self.rows_EB.shape[1] * size // self.num_inputs
+        rows_EB = self.rows_EB[:, first // size * block_bytes : end // size * block_bytes]
+        if isinstance(rows, slice) and self.order_E is None:
+            return replace(self, num_inputs=end - first, rows_EB=rows_EB[rows])
+        own_E = np.arange(self.num_outputs) if self.order_E is None else self.order_E
+        order_E = own_E[rows if isinstance(rows, slice) else rows.numpy()]
+        return replace(self, num_inputs=end - first, rows_EB=rows_EB, order_E=order_E)
+
+    def coded(self, tile: WeightFormat) -> "BlockWeight":
+        """The same rows: they fit every tile of blocks."""
+        assert tile.is_blocks
+        return BlockWeight((self,))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockWeight:
+    """Outputs in blocks of several kinds, one part below the other."""
+
+    parts: tuple[BlockRows, ...]
+
+    @property
+    def format(self) -> WeightFormat:
+        """That of all parts, or MIXED."""
+        kinds = {part.format for part in self.parts}
+        return kinds.pop() if len(kinds) == 1 else WeightFormat.MIXED
+
+    def numbers(self) -> Tensor:
+        """float32 [E, D]; raises as BlockRows.numbers."""
+        return torch.cat([part.numbers() for part in self.parts])
+
+    def rows(self, outputs: slice) -> "BlockWeight":
+        """Some of the outputs of a weight with one part."""
+        (own,) = self.parts
+        return BlockWeight((own.part(outputs, slice(0, own.num_inputs)),))
+
+
+def fits_tiles(sizes: Sequence[tuple[WeightFormat, int]]) -> bool:
+    """Whether parts of these formats and outputs can lie one below the other: no tile has outputs of
+    two formats."""
+    return len({kind for kind, _ in sizes}) == 1 or all(
+        num_outputs % TILE_OUTPUTS == 0 for _, num_outputs in sizes[:-1]
+    )
