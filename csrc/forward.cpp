@@ -63,7 +63,7 @@ class DecoderOf final : public Decoder {
     keep(rows);
     const int64_t num_rows = rows.num_rows;
     const auto* states_TD = static_cast<const Number*>(states);
-    if (is_spread() && !embed(rows)) return false;
+    if (is_embedded() && !embed(rows)) return false;
     for_blocks(num_rows, [&](int64_t first, int64_t count) {
       enter(rows, states_TD, first, count);
     });
@@ -182,7 +182,7 @@ class DecoderOf final : public Decoder {
     x_ = parts.take<Number>(block * kept_size(2 * spec_.hidden));
     gated_ = parts.take<Number>(block * kept_size(spec_.intermediate));
     y_ = parts.take<float>(block * stride_of(spec_.hidden));
-    if (!is_spread()) return;
+    if (!is_embedded()) return;
     embedded_ = parts.take<Number>(num_rows * spec_.hidden);
     part_ = parts.take<Number>(block * spec_.hidden);
   }
@@ -213,23 +213,28 @@ class DecoderOf final : public Decoder {
     }
   }
 
-  // The vectors of the rows' tokens, in a network that is spread over ranks.
+  // Whether vectors of tokens do not lie in one table of numbers.
+  bool is_embedded() const { return is_spread() || spec_.embedding == nullptr; }
+
+  // The vectors of the rows' tokens.
   bool embed(const DecoderRows& rows) {
     const int64_t size = spec_.hidden;
     for (int64_t t = 0; t < rows.num_rows; ++t) {
       const int64_t own = rows.token_ids[t] - spec_.first_token;
       Number* to = embedded_ + t * size;
-      if (own >= 0 && own < spec_.num_own_tokens) {
-        std::copy_n(static_cast<const Number*>(spec_.embedding) + own * size, size, to);
-      } else {
+      if (own < 0 || own >= spec_.num_own_tokens) {
         std::fill_n(to, size, Number{});
+      } else if (spec_.embedding == nullptr) {
+        read_rows(*spec_.embedding_codes, &own, 1, kDtype, to);
+      } else {
+        std::copy_n(static_cast<const Number*>(spec_.embedding) + own * size, size, to);
       }
     }
-    return spec_.ranks->sum(embedded_, rows.num_rows * size, embedded_);
+    return !is_spread() || spec_.ranks->sum(embedded_, rows.num_rows * size, embedded_);
   }
 
   const Number* embedded(const DecoderRows& rows, int64_t row) const {
-    if (is_spread()) return embedded_ + row * spec_.hidden;
+    if (is_embedded()) return embedded_ + row * spec_.hidden;
     return static_cast<const Number*>(spec_.embedding) + rows.token_ids[row] * spec_.hidden;
   }
 
@@ -392,7 +397,7 @@ class DecoderOf final : public Decoder {
   Number *q_, *attended_;           // [T, H, C]
   Number *x_, *gated_;              // of a block: [rows, D or 2 D], [rows, I]
   float* y_;                        // of a block: [rows, D]
-  Number* embedded_;                // of all rows, over ranks: [T, D]
+  Number* embedded_;                // of all rows, if is_embedded: [T, D]
   Number* part_;                    // of a block, of a sum over ranks: [rows, D]
 };
 

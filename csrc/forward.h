@@ -28,7 +28,8 @@ struct DecoderSpec {
   int64_t num_positions, num_tokens;  // in the tables, of all ranks
   Dtype dtype;                        // of the embedding, states, caches, and inputs of products
   float eps, scale;
-  const void* embedding;   // [tokens of this rank, D]
+  const void* embedding;   // [tokens of this rank, D]; null: the outputs of `embedding_codes`
+  const LinearWeights* embedding_codes;
   const float* cos_sin;    // [M, C]: cos of all frequencies, then sin
   const float* final_norm;
   const DecoderLayer* layers;

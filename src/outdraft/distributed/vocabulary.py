@@ -4,6 +4,7 @@ Dimension key: T and R rows, D hidden, V tokens of the vocabulary, N of them tha
 columns of each rank.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -51,15 +52,15 @@ class VocabularyShard:
         """N."""
         return min(self.width, self.num_tokens - self.first)
 
-    def embed(self, token_ids_T: Tensor, own_ND: Tensor) -> Tensor:
+    def embed(self, token_ids_T: Tensor, vectors_of: Callable[[Tensor], Tensor]) -> Tensor:
         """[T, D]: the vectors of tokens, whichever rank has them.
 
         Args:
-            own_ND: those of this rank's tokens.
+            vectors_of: gives those of this rank's tokens, by their places among them.
         """
         own_T = token_ids_T - self.first
         is_own_T = (own_T >= 0) & (own_T < self.num_own)
-        vectors_TD = F.embedding(torch.where(is_own_T, own_T, 0), own_ND)
+        vectors_TD = vectors_of(torch.where(is_own_T, own_T, 0))
         return self.group.sum(vectors_TD.masked_fill(~is_own_T[:, None], 0))
 
     def padded(self, logits_RN: Tensor) -> Tensor:

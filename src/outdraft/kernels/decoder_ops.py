@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from outdraft.distributed.vocabulary import VocabularyShard
+from outdraft.kernels.data.token_table import TokenTable
 from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.step_ops import StepRead, StepTask
 
@@ -70,7 +71,7 @@ class DecoderSpec:
     """A decoder-only network over a paged cache: Llama's and its relatives'.
 
     Attributes:
-        embedding_VD: of the network's dtype, which is that of states and caches.
+        embedding: of the network's dtype, which is that of states and caches.
         cos_sin_MC: float32 at least; cos of all frequencies, then sin, for each position.
         scale: of queries and keys' products.
         attention: where the decoder has no attention of its own.
@@ -78,7 +79,7 @@ class DecoderSpec:
         entry: of a network that reads states; None: it reads tokens only.
         head_norm_D: between states and the head.
         draft_ids_N: int64, the target's ids of the head's outputs; None: they are the same.
-        shard: of a network that is spread over ranks, the tokens whose vectors embedding_VD holds.
+        shard: of a network that is spread over ranks, the tokens whose vectors `embedding` holds.
             Heads and intermediate_size are this rank's. The products give what the network goes on
             with: `o` and `down` of all layers are `SummedProduct`s, the head is a `PaddedProduct`.
             None: the network is whole.
@@ -89,7 +90,7 @@ class DecoderSpec:
     intermediate_size: int
     eps: float
     scale: float
-    embedding_VD: Tensor
+    embedding: TokenTable
     cos_sin_MC: Tensor
     layers: Sequence[LayerSpec]
     attention: "AttentionBackend"

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from outdraft.core.record import record
 from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.data.block_weight import BlockWeight
 from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.kernels.decoder_ops import CompileDecoder
@@ -244,6 +245,11 @@ class Product(Protocol):
         """[T, E], of x's dtype, which is the weight's. float32 sums or better; rounded once."""
         ...
 
+    def rows(self, outputs_T: Tensor) -> Tensor:
+        """[T, D]: the weights of some outputs, int64 ids below E. Only of a weight in blocks, or of
+        plain numbers."""
+        ...
+
 
 class PackLinear(Protocol):
     """Make the product with a weight. Neither is changed or written later."""
@@ -265,7 +271,9 @@ class PackLinear(Protocol):
 class PackCodes(Protocol):
     """Make the product with a weight that comes as integers, which are kept as they are."""
 
-    def __call__(self, weight: CodedWeight, bias_E: Tensor | None, dtype: torch.dtype) -> Product:
+    def __call__(
+        self, weight: CodedWeight | BlockWeight, bias_E: Tensor | None, dtype: torch.dtype
+    ) -> Product:
         """`dtype`: of the rows that it is for."""
         ...
 

@@ -36,6 +36,10 @@ class SummedProduct:
         sum_TE = self._group.sum(self.own(x_TD))
         return sum_TE if self.bias_E is None else sum_TE + self.bias_E
 
+    def rows(self, outputs_T: Tensor) -> Tensor:
+        """[T, D]: this rank's inputs of some outputs."""
+        return self.own.rows(outputs_T)
+
 
 class PaddedProduct:
     """As `ops.Product`, without a bias: each rank gets its own outputs, padded with -inf.
@@ -53,3 +57,7 @@ class PaddedProduct:
     def __call__(self, x_TD: Tensor) -> Tensor:
         """[T, S]."""
         return self.shard.padded(self.own(x_TD))
+
+    def rows(self, outputs_T: Tensor) -> Tensor:
+        """[T, D]: of this rank's outputs."""
+        return self.own.rows(outputs_T)

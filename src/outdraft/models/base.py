@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.routed_weights import RoutedWeights
@@ -18,6 +18,7 @@ from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.step_ops import StepRead, StepTask
+from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear
 from outdraft.models.shape import ModelShape
 
@@ -29,7 +30,7 @@ class LanguageModel(Protocol):
         shard: the part of the shape that this rank has, whose keys and values are in its cache.
         vocabulary: the tokens of this rank.
         group: the ranks that it is spread over. Each of them calls the same with the same rows.
-        embed_tokens: with the table of this rank's tokens as its weight.
+        embed_tokens: the vectors of this rank's tokens.
         lm_head: the product of the head, without what the family does to logits behind it.
         weight_bytes: that one step reads at most, as they lie in memory: those of all experts too.
         routed: the weights of experts, of which few rows meet few; None: it has none, or a step
@@ -52,7 +53,7 @@ class LanguageModel(Protocol):
     def shard(self) -> ModelShape: ...
 
     @property
-    def embed_tokens(self) -> nn.Embedding: ...
+    def embed_tokens(self) -> Embedding: ...
 
     @property
     def weight_bytes(self) -> int: ...

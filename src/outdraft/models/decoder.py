@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
+from outdraft.kernels.data.token_table import TokenTable
 from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec, LayerSpec, StateEntry
 from outdraft.kernels.ops import Kernels, Product
 from outdraft.kernels.rank_products import Spread, SummedProduct
@@ -158,7 +159,7 @@ class Decoder(nn.Module):
 
     def compile_passes(
         self,
-        embedding_VD: Tensor,
+        embedding: TokenTable,
         head: Product,
         *,
         final_norm: RMSNorm | None = None,
@@ -171,7 +172,7 @@ class Decoder(nn.Module):
         """The passes, once all products are packed.
 
         Args:
-            shard: of a network that is spread over ranks, the tokens of embedding_VD.
+            shard: of a network that is spread over ranks, the tokens of `embedding`.
             is_causal: of each layer, as in LayerSpec; None: no layer is.
         """
         config = self.config
@@ -185,7 +186,7 @@ class Decoder(nn.Module):
             intermediate_size=config.intermediate_size,
             eps=config.rms_norm_eps,
             scale=config.head_size**-0.5,
-            embedding_VD=embedding_VD,
+            embedding=embedding,
             cos_sin_MC=self.rotary.cos_sin_MC,
             layers=layers,
             attention=self.kernels.attention,

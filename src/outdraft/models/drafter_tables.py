@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from outdraft.distributed.vocabulary import VocabularyShard
+from outdraft.kernels.data.token_table import TokenTable
 from outdraft.kernels.decoder_ops import DecoderPass
 from outdraft.models.decoder import Decoder, Kind, product_of
 from outdraft.models.drafter_config import DrafterConfig
+from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import memory_bytes
 from outdraft.models.slots import Slot, rows_of
 from outdraft.models.target_tables import TargetTables, vocabulary_linear
@@ -41,12 +43,14 @@ class DrafterTables(nn.Module):
         self._of_target, self._vocab_size = tables, config.layer.vocab_size
         self._drafted = VocabularyShard(tables.group, config.draft_vocab_size)
         self.num_drafted = config.draft_vocab_size
-        self.embed_tokens: nn.Embedding | None = None
+        self.embed_tokens: Embedding | None = None
         if config.own_embedding:
-            self._embedding_ND = torch.empty(tables.vocabulary.num_own, size, **kind)
-            self.embed_tokens = nn.Embedding.from_pretrained(self._embedding_ND)
+            self.embed_tokens = Embedding(
+                TokenTable.of(torch.empty(tables.vocabulary.num_own, size, **kind))
+            )
+            self._embedding = self.embed_tokens.table
         else:
-            self._embedding_ND = tables.embedding_ND  # copies count before anybody drafts
+            self._embedding = tables.embedding  # copies count before anybody drafts
         has_head = config.own_head
         self.lm_head = vocabulary_linear(size, self._drafted, kind) if has_head else None
         self.borrowed_bytes = 0 if has_head else memory_bytes(tables.head)
@@ -58,7 +62,7 @@ class DrafterTables(nn.Module):
         tables = self._of_target
         head = tables.head if self.lm_head is None else self.lm_head
         return decoder.compile_passes(
-            self._embedding_ND,
+            self._embedding,
             product_of(head),
             draft_ids_N=self.draft_ids_N,
             shard=None if tables.group.size == 1 else tables.vocabulary,

@@ -72,7 +72,7 @@ def drop_the_targets_embedding(found: dict[str, Place], target: LanguageModel) -
     vectors of its own tokens."""
     place = found.get("embed_tokens.weight")
     if place is not None:
-        own_ND = target.embed_tokens.weight
+        own_ND = target.embed_tokens.table.numbers()
         stored_ND = read_part(place, rows_of(target.vocabulary, own_ND))
         is_own = stored_ND is not None and torch.equal(stored_ND.to(own_ND), own_ND)
         if bool(target.group.gather(torch.tensor(is_own, device=target.device)).all()):

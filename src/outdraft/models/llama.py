@@ -6,7 +6,6 @@ rank, K tapped layers.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
+from outdraft.kernels.data.token_table import TokenTable
 from outdraft.kernels.decoder_ops import DecoderPass
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
@@ -22,6 +22,7 @@ from outdraft.kernels.rank_products import PaddedProduct
 from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.models.config import ModelConfig
 from outdraft.models.decoder import Decoder, Kind, product_of
+from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, memory_bytes, numbers_of, pack_linears
 from outdraft.models.layers.norm import RMSNorm
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS
@@ -58,7 +59,7 @@ class CausalLM(nn.Module):
         self.vocabulary = VocabularyShard(group, config.vocab_size)
         num_tokens = self.vocabulary.num_own
         table_VD = torch.empty(num_tokens, config.hidden_size, **kind)
-        self.embed_tokens = nn.Embedding.from_pretrained(table_VD)
+        self.embed_tokens = Embedding(TokenTable.of(table_VD))
         is_tied = config.tie_word_embeddings
         self.decoder = Decoder(config, kernels, kind, group=group)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kind)
@@ -67,7 +68,7 @@ class CausalLM(nn.Module):
             num_tokens,
             bias=False,
             **kind,
-            weight=cast("nn.Parameter", self.embed_tokens.weight) if is_tied else None,
+            weight=self.embed_tokens.weight if is_tied else None,
             spread=None if group.size == 1 else partial(PaddedProduct, self.vocabulary),
         )
 
@@ -75,7 +76,7 @@ class CausalLM(nn.Module):
     def passes(self) -> DecoderPass:
         """What the network computes, once its weights are packed."""
         return self.decoder.compile_passes(
-            self.embed_tokens.weight.data,
+            self.embed_tokens.table,
             product_of(self.lm_head),
             final_norm=self.norm,
             shard=None if self.group.size == 1 else self.vocabulary,
@@ -128,8 +129,13 @@ class CausalLM(nn.Module):
         A step reads a few rows of the embedding table only. The table counts as the head alone:
         in a tied model that is not packed.
         """
-        table = self.embed_tokens.weight
-        return self.memory_bytes - (0 if self.lm_head.weight is table else table.nbytes)
+        return self.memory_bytes - (0 if self._is_one_table else self.embed_tokens.table.nbytes)
+
+    @property
+    def _is_one_table(self) -> bool:
+        """Whether the embedding reads what the head multiplies."""
+        table = self.embed_tokens.table.source
+        return table is self.lm_head.product or self.lm_head.weight is self.embed_tokens.weight
 
     @property
     def numbers(self) -> str:

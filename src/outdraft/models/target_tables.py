@@ -6,12 +6,13 @@ Dimension key: D hidden, N tokens of this rank.
 from functools import cached_property, partial
 from pathlib import Path
 
-from torch import Tensor
+import torch
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import QUANTIZATIONS
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
+from outdraft.kernels.data.token_table import TokenTable
 from outdraft.kernels.rank_products import PaddedProduct
 from outdraft.models.base import LanguageModel
 from outdraft.models.config import ModelConfig
@@ -60,15 +61,17 @@ class TargetTables:
         return self.group.size == self.target.group.size
 
     @cached_property
-    def embedding_ND(self) -> Tensor:
+    def embedding(self) -> TokenTable:
         """The vectors of this rank's tokens."""
-        own = self.target.embed_tokens.weight.data
+        own = self.target.embed_tokens.table
         if self._are_the_targets:
             return own
-        table_ND = own.new_empty(self.vocabulary.num_own, own.shape[1])
+        table_ND = torch.empty(
+            self.vocabulary.num_own, own.size, dtype=own.dtype, device=self.target.device
+        )
         self._read(EMBEDDING_NAME, rows_of(self.vocabulary, table_ND))
         self.copied_bytes += table_ND.nbytes
-        return table_ND
+        return TokenTable.of(table_ND)
 
     @cached_property
     def head(self) -> Linear:

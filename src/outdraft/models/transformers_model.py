@@ -19,15 +19,17 @@ from outdraft.attention.base import AttentionForm, AttentionMetadata, LayerCache
 from outdraft.core.errors import ConfigError
 from outdraft.distributed.group import RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
+from outdraft.kernels.data.token_table import TokenTable
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.models.experts import routed_weights
+from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import memory_bytes, numbers_of
 from outdraft.models.shape import ModelShape
 from outdraft.models.transformers_attention import PagedAttention, computed_by
 from outdraft.models.transformers_operations import leaves_threads, one_torch_thread
-from outdraft.models.transformers_products import FlatLinear
+from outdraft.models.transformers_products import FlatLinear, table_of
 
 
 class TransformersModel(nn.Module):
@@ -144,17 +146,19 @@ class TransformersModel(nn.Module):
         return getattr(self._base, "rotary_emb", None)
 
     @property
-    def embed_tokens(self) -> nn.Embedding:
+    def embed_tokens(self) -> Embedding:
         """A view: every rank has the whole table, and drafters read their rank's part of it."""
-        first = self.vocabulary.first
-        own_ND = self._embedding.weight.data[first : first + self.vocabulary.num_own]
-        return nn.Embedding.from_pretrained(own_ND)
+        table, first = table_of(self._embedding), self.vocabulary.first
+        if self.group.size == 1:
+            return Embedding(table)
+        return Embedding(TokenTable.of(table.numbers()[first : first + self.vocabulary.num_own]))
 
     @property
     def weight_bytes(self) -> int:
         """As CausalLM."""
-        table = self._embedding.weight
-        return self.memory_bytes - (0 if self.lm_head.weight is table else table.nbytes)
+        table = table_of(self._embedding)
+        is_one = self.lm_head.weight is self._embedding.weight or self.lm_head.product is table.source
+        return self.memory_bytes - (0 if is_one else table.nbytes)
 
     @property
     def memory_bytes(self) -> int:

@@ -88,7 +88,7 @@ class LibraryMtp(nn.Module):
         self._leaves_threads = leaves_threads(self.kernels, layer)
         self._module, self._form = attention[0], attention[1].form
         self._tables, self._head = tables, product_of(tables.head)
-        self._embedding_VD = tables.embedding_ND
+        self._embedding = tables.embedding
 
     def features(self, hidden_TD: Tensor, tapped_TKS: Tensor) -> Tensor:
         """[T, D]: the target's states as they are."""
@@ -106,7 +106,7 @@ class LibraryMtp(nn.Module):
         layers: dict[nn.Module, tuple[LayerCache, AttentionForm]] = {
             self._module: (cache, self._form)
         }
-        embedded_TD = nn.functional.embedding(token_ids_T, self._embedding_VD)
+        embedded_TD = self._embedding(token_ids_T)
         attention = PagedAttention(self.kernels.attention, layers, metadata)
         with one_torch_thread(self._leaves_threads), computed_by(attention):
             return _run(self.layer, self._turn, embedded_TD, states_TF, metadata.positions_T)

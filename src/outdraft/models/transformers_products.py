@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from outdraft.kernels.data.token_table import TokenTable
 from outdraft.kernels.rank_products import Spread
 from outdraft.models.experts import keeps_codes as experts_keep_codes
 from outdraft.models.experts import present_modules
@@ -35,6 +36,24 @@ class FlatLinear(nn.Module):
         return y_TE.view(*x_1TD.shape[:-1], y_TE.shape[-1])
 
 
+class CodedEmbedding(nn.Embedding):
+    """Reads vectors from codes; families do with them what they do with those of numbers."""
+
+    table: TokenTable
+    packed_bytes: int  # of codes that no head counts
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The vectors of int64 ids of any shape, [*, D]."""
+        return self.table(input)
+
+
+def table_of(embedding: nn.Embedding) -> TokenTable:
+    """What an embedding reads."""
+    if isinstance(embedding, CodedEmbedding):
+        return embedding.table
+    return TokenTable.of(embedding.weight.data)
+
+
 def pack_products(
     model: nn.Module,
     packing: Packing,
@@ -45,7 +64,8 @@ def pack_products(
     A router's weights are multiplied as they lie: it may call its product by name, not as a module.
     Its rows do not depend on each other either.
     """
-    embeddings = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
+    tables = [part for part in model.modules() if isinstance(part, nn.Embedding)]
+    embeddings, heads = {id(part.weight) for part in tables}, dict[int, Linear]()
     for module in present_modules(model):
         if is_router(module):
             continue
@@ -53,7 +73,12 @@ def pack_products(
             if _is_product(part):
                 is_tied = id(part.weight) in embeddings
                 linear = _packed(part, packing, spreads.get(part), is_tied=is_tied)
+                if is_tied:
+                    heads[id(part.weight)] = linear
                 setattr(module, name, FlatLinear(linear))
+    for part in tables:
+        if packing.stand_ins.stored(part.weight) is not None:
+            _pack_table(part, packing, heads.get(id(part.weight)))
     for module in model.modules():
         if is_router(module):
             catch_operations(module, packing.kernels)
@@ -61,6 +86,8 @@ def pack_products(
 
 def keeps_codes(module: nn.Module, name: str, stored: StoredParameter) -> bool:
     """Whether a parameter's codes can be packed."""
+    if isinstance(module, nn.Embedding):
+        return name == "weight" and stored.tile is not None and stored.tile.is_blocks
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return name == "weight" and not stored.is_stack and not stored.is_turned
     return stored.is_stack and experts_keep_codes(module, name, is_turned=stored.is_turned)
@@ -76,6 +103,25 @@ def _is_product(part: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
     found, expected_2E = part(x_2D), nn.functional.linear(x_2D, part.weight, part.bias)
     tolerance = 1e-2 if part.weight.itemsize < 4 else 1e-4
     return isinstance(found, Tensor) and torch.allclose(found, expected_2E, tolerance, tolerance)
+
+
+def _pack_table(embedding: nn.Embedding, packing: Packing, head: Linear | None) -> None:
+    """Keep the codes of an embedding; those of a tied head are the same."""
+    weight_VD = embedding.weight
+    if head is None:
+        coded = packing.stand_ins.coded([weight_VD])
+        assert coded is not None
+        product = packing.kernels.pack_codes(coded, None, weight_VD.dtype)
+    else:
+        assert head.product is not None
+        product = head.product
+    kind = type(embedding)
+    bases = (CodedEmbedding,) if kind is nn.Embedding else (kind, CodedEmbedding)
+    embedding.__class__ = type(f"Coded{kind.__name__}", bases, {})
+    assert isinstance(embedding, CodedEmbedding)
+    embedding.table = TokenTable(product, *weight_VD.shape, weight_VD.dtype)
+    embedding.packed_bytes = 0 if head is not None else product.nbytes
+    embedding.weight = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _packed(

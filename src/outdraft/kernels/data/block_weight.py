@@ -14,6 +14,21 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import BLOCK_FORMATS, WeightFormat
 
 TILE_OUTPUTS = 32  # kTile of csrc/linear.h
+# Bytes of an output's block in a tile. Scales of 6 bits have a byte each there.
+TILE_BYTES = {
+    WeightFormat.Q4_0: 18,
+    WeightFormat.Q4_1: 20,
+    WeightFormat.Q5_0: 22,
+    WeightFormat.Q5_1: 24,
+    WeightFormat.Q8_0: 34,
+    WeightFormat.Q2_K: 84,
+    WeightFormat.Q3_K: 114,
+    WeightFormat.Q4_K: 148,
+    WeightFormat.Q5_K: 180,
+    WeightFormat.Q6_K: 210,
+    WeightFormat.IQ4_NL: 18,
+    WeightFormat.IQ4_XS: 138,
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

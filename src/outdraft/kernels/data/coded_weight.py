@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.data.block_weight import BlockWeight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,8 +48,10 @@ class CodedWeight:
         return CodedWeight(self.format, self.codes_ED[outputs], self.scales_EN[outputs], shifts_EN)
 
 
-def joined(parts: Sequence[CodedWeight]) -> CodedWeight:
-    """Weights of one format, one below the other."""
+def joined(parts: Sequence[CodedWeight | BlockWeight]) -> CodedWeight | BlockWeight:
+    """Weights one below the other: of one format of codes, or of any formats of blocks."""
+    if isinstance(parts[0], BlockWeight):
+        return BlockWeight(tuple(rows for part in parts for rows in part.parts))
     shifts = [part.shifts_EN for part in parts if part.shifts_EN is not None]
     return CodedWeight(
         parts[0].format,

@@ -47,7 +47,7 @@ class _Spec(ctypes.Structure):
         ("dtype", c_int64),
         ("eps", c_float),
         ("scale", c_float),
-        *((name, c_void_p) for name in ("embedding", "cos_sin", "final_norm")),
+        *((name, c_void_p) for name in ("embedding", "embedding_codes", "cos_sin", "final_norm")),
         ("layers", POINTER(_Layer)),
         *((name, c_int32) for name in ("reads_states", "adds_to_normed", "leaves_out_first")),
         *((name, c_void_p) for name in ("token_norm", "state_norm", "fc")),
@@ -78,7 +78,7 @@ class NativeDecoder:
 
     def __init__(self, team: Team, spec: DecoderSpec) -> None:
         self._spec, self._team = spec, team
-        self._dtype = spec.embedding_VD.dtype
+        self._dtype = spec.embedding.dtype
         self._kept: list[Tensor] = []  # float32; they live as long as this object
         self._link = None if spec.shard is None else RankLink(spec.shard.group)
         self._layers = (_Layer * len(spec.layers))(
@@ -127,7 +127,7 @@ class NativeDecoder:
         if wanted_R is not None and len(self._spec.layers) in taps:  # taps are of all rows
             states_TD, tapped_TKD = self(token_ids_T, caches, metadata, taps, states_TD)
             return states_TD.index_select(0, wanted_R), tapped_TKD
-        size = self._spec.embedding_VD.shape[1]
+        size = self._spec.embedding.size
         num_rows = token_ids_T.shape[0]
         rows = rows_of(metadata, address_of(token_ids_T, torch.int64), wanted_R)
         out_RD = torch.empty((rows.num_wanted, size), dtype=self._dtype)
@@ -172,7 +172,7 @@ class NativeDecoder:
         """As `decoder_ops.DecoderPass`, in one call where the network is whole."""
         if self._link is not None or _num_kept_rows(task) * self._num_columns > _MOST_LOGITS:
             return by_parts()
-        size = self._spec.embedding_VD.shape[1]
+        size = self._spec.embedding.size
         return self._step.read(self.handle(task.caches), task, size, self._dtype)
 
     def draft(
@@ -185,7 +185,7 @@ class NativeDecoder:
             assert isinstance(self._spec.head, PaddedProduct)
             num_outputs = self._spec.head.shard.num_tokens
         assert reads_as_many or num_outputs == growth.sampling.vocab_size
-        of_states = self._spec.embedding_VD.shape[1], self._dtype
+        of_states = self._spec.embedding.size, self._dtype
         handle = self.handle(unread.caches)
         return self._growth.draft(handle, unread, growth, *of_states, self._link)
 
@@ -250,22 +250,25 @@ class NativeDecoder:
 
     def _describe(self) -> _Spec:
         spec, entry = self._spec, self._spec.entry
-        num_own_tokens, hidden = spec.embedding_VD.shape
+        table = spec.embedding
+        has_numbers = isinstance(table.source, Tensor)
         is_bf16 = self._dtype is torch.bfloat16
         native = _Spec(
             team=self._team.address,
-            hidden=hidden,
+            hidden=table.size,
             intermediate=spec.intermediate_size,
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.cos_sin_MC.shape[1],
             num_layers=len(spec.layers),
             num_positions=len(spec.cos_sin_MC),
-            num_tokens=num_own_tokens,
+            num_tokens=table.num_tokens,
             dtype=is_bf16,
             eps=spec.eps,
             scale=spec.scale,
-            embedding=address_of(spec.embedding_VD, self._dtype),
+            embedding=address_of(table.source, self._dtype) if has_numbers else None,
+            embedding_codes=None if has_numbers else weights_of(table.source),
+            num_own_tokens=table.num_tokens,
             cos_sin=address_of(spec.cos_sin_MC, torch.float32),
             final_norm=self._vector(spec.final_norm_D),
             layers=self._layers,
@@ -285,7 +288,7 @@ class NativeDecoder:
             assert isinstance(spec.head, PaddedProduct)
             native.ranks = ctypes.addressof(self._link.native)
             native.num_tokens, native.first_token = spec.shard.num_tokens, spec.shard.first
-            native.num_own_tokens, outputs = num_own_tokens, spec.head.shard
+            outputs = spec.head.shard
             native.num_columns, native.num_outputs = outputs.width, outputs.num_tokens
         return native
 

@@ -111,11 +111,8 @@ class ReferenceDecoder:
         self, token_ids_T: Tensor, states_TD: Tensor | None, positions_T: Tensor
     ) -> tuple[Tensor, Tensor]:
         """What the first product reads, [T, X], and a new tensor that the layers add to, [T, D]."""
-        table_VD, shard = self._spec.embedding_VD, self._spec.shard
-        if shard is None:
-            embedded_TD = torch.nn.functional.embedding(token_ids_T, table_VD)
-        else:
-            embedded_TD = shard.embed(token_ids_T, table_VD)
+        table, shard = self._spec.embedding, self._spec.shard
+        embedded_TD = table(token_ids_T) if shard is None else shard.embed(token_ids_T, table)
         entry, first_norm_D = self._spec.entry, self._spec.layers[0].input_norm_D
         if entry is None:
             return self._norm(embedded_TD, first_norm_D), embedded_TD

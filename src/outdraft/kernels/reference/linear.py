@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.data.block_weight import BlockWeight
 from outdraft.kernels.data.coded_weight import CodedWeight
 
 
@@ -82,8 +83,14 @@ class PlainProduct:
         """[T, E]."""
         return linear(x_TD, self._weight_ED, self._bias_E)
 
+    def rows(self, outputs_T: Tensor) -> Tensor:
+        """[T, D]."""
+        return self._weight_ED[outputs_T]
 
-def pack_codes(weight: CodedWeight, bias_E: Tensor | None, dtype: torch.dtype) -> PlainProduct:
+
+def pack_codes(
+    weight: CodedWeight | BlockWeight, bias_E: Tensor | None, dtype: torch.dtype
+) -> PlainProduct:
     """The numbers of the codes, rounded to `dtype`."""
     product = PlainProduct([weight.numbers().to(dtype)], bias_E)
     product.format = weight.format

@@ -34,7 +34,7 @@ class TritonDecoder(ReferenceDecoder):
         self._graphs: GraphedPasses | None = None
         if has_graphs and not isinstance(spec.layers[0].o, SummedProduct):
             heads_per_kv = spec.num_heads // spec.num_kv_heads
-            head_size, itemsize = spec.cos_sin_MC.shape[1], spec.embedding_VD.dtype.itemsize
+            head_size, itemsize = spec.cos_sin_MC.shape[1], spec.embedding.dtype.itemsize
             few_rows = most_rows_of_few(heads_per_kv, head_size, itemsize)
             self._graphs = GraphedPasses(self._all_rows, few_rows, first_times)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.data.block_weight import TILE_OUTPUTS, BlockWeight
 from outdraft.kernels.data.coded_weight import CodedWeight, joined
 from outdraft.models.quantized.placing import common_tile
 from outdraft.models.quantized.stored import StoredWeight
@@ -48,16 +49,16 @@ class StoredParameter:
     @property
     def has_tiles(self) -> bool:
         """Whether the codes of all experts fit one tile."""
-        return self._tile() is not None
+        return self.tile is not None
 
     @property
     def coded_bytes(self) -> int:
         """Those of all codes and scales."""
         return sum(weight.coded_bytes for rows in self.rows_X for weight in rows)
 
-    def coded(self, expert: int = 0) -> CodedWeight:
+    def coded(self, expert: int = 0) -> CodedWeight | BlockWeight:
         """The codes of one expert, [E, D]."""
-        tile = self._tile()
+        tile = self.tile
         assert tile is not None, "a parameter of numbers"
         parts = [weight.codes().coded(tile) for weight in self.rows_X[expert]]
         return joined(parts)
@@ -78,9 +79,11 @@ class StoredParameter:
                 part_ED.copy_(numbers_ED if weight.is_plain else numbers_ED.to(kept))
         return found
 
-    def _tile(self) -> WeightFormat | None:
-        """That of all experts: rows are laid out for one."""
-        return common_tile([weight.tile for rows in self.rows_X for weight in rows])
+    @property
+    def tile(self) -> WeightFormat | None:
+        """The format that keeps the codes of all experts; None: there is none."""
+        every = [common_tile([(one.tile, one.shape[0]) for one in rows]) for rows in self.rows_X]
+        return common_tile([(tile, TILE_OUTPUTS) for tile in every])
 
 
 class DeferredTensor(Tensor):

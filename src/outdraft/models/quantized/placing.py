@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.data.block_weight import BlockWeight, fits_tiles
 from outdraft.kernels.data.coded_weight import CodedWeight, joined
 from outdraft.models.layers.linear import Linear
 from outdraft.models.quantized.stored import CUT_GROUP, StoredWeight
@@ -32,7 +33,7 @@ class Placing:
     tile: WeightFormat | None
     reason: str = ""
 
-    def coded(self) -> CodedWeight:
+    def coded(self) -> CodedWeight | BlockWeight:
         """The weights, one below the other, for a product with a tile."""
         assert self.tile is not None, "a product of numbers"
         parts = [
@@ -67,9 +68,9 @@ def place(
         return Placing(found, None, "its heads turn in part, so their order changes")
     if any(one.cuts_a_group(_part(slot)[1]) for one, slot in quantised.values()):
         return Placing(found, None, CUT_GROUP)
-    tile = common_tile([one.tile for one, _ in quantised.values()])
+    tile = common_tile([(one.tile, slot.to.shape[0]) for one, slot in quantised.values()])
     if tile is None:
-        return Placing(found, None, "parts of the same product have other numbers of bits")
+        return Placing(found, None, "parts of the same product do not fit one tile")
     return Placing(found, tile)
 
 
@@ -155,13 +156,21 @@ def told(kept: Counter[tuple[str, str]], given_up: Counter[tuple[str, str]]) -> 
     ]
 
 
-def common_tile(every: Sequence[WeightFormat | None]) -> WeightFormat | None:
-    """The format that can keep the codes of all; None: one has no tile, or they do not fit."""
-    tiles = [tile for tile in every if tile is not None]
-    if len(tiles) < len(every) or len({tile.is_int8 for tile in tiles}) > 1:
+def common_tile(parts: Sequence[tuple[WeightFormat | None, int]]) -> WeightFormat | None:
+    """The format that can keep the codes of all; None: one has no tile, or they do not fit.
+
+    Args:
+        parts: of weights one below the other, their tiles and numbers of outputs.
+    """
+    sizes = [(tile, num_outputs) for tile, num_outputs in parts if tile is not None]
+    tiles = [tile for tile, _ in sizes]
+    if len(tiles) < len(parts) or len({tile.is_int8 for tile in tiles}) > 1:
         return None
     if len(set(tiles)) == 1:
         return tiles[0]
+    if any(tile.is_blocks for tile in tiles):
+        fits = all(tile.is_blocks for tile in tiles) and fits_tiles(sizes)
+        return WeightFormat.MIXED if fits else None
     least = min(tile.group_inputs or 128 for tile in tiles)
     bits = "int8" if tiles[0].is_int8 else "int4"
     size = "-g32" if least == 32 else "-g128" if bits == "int8" else ""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.data.block_weight import BlockWeight
 from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.kernels.ops import Kernels
 from outdraft.models.layers.linear import Linear
@@ -74,10 +75,10 @@ class StandIns:
         kept = [stored for weight in weights if (stored := self.stored(weight)) is not None]
         if not kept:
             return True
-        tiles = [weight.tile for one in kept for weight in one.rows_X[0]]
-        return len(kept) == len(weights) and common_tile(tiles) is not None
+        parts = [(weight.tile, weight.shape[0]) for one in kept for weight in one.rows_X[0]]
+        return len(kept) == len(weights) and common_tile(parts) is not None
 
-    def coded(self, weights: Sequence[Tensor]) -> CodedWeight | None:
+    def coded(self, weights: Sequence[Tensor]) -> CodedWeight | BlockWeight | None:
         """The codes of weights one below the other; None: they are numbers."""
         kept = [stored for weight in weights if (stored := self.stored(weight)) is not None]
         if not kept:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.data.block_weight import TILE_BYTES, BlockRows
 from outdraft.kernels.data.coded_weight import CodedWeight, decoded, of_inputs
 
 CUT_GROUP = "a rank's part begins in the middle of a group"
@@ -95,7 +96,7 @@ class StoredWeight:
     reason: str = ""
     scale_bytes: int = 4
     is_plain: bool = False
-    read: Callable[[], GroupedCodes | Tensor]
+    read: Callable[[], GroupedCodes | BlockRows | Tensor]
     read_part: Callable[[slice, slice], Tensor] | None = None
     whole: "StoredWeight | None" = None
 
@@ -104,6 +105,8 @@ class StoredWeight:
         """What its codes and scales take; only of a weight with a tile."""
         assert self.tile is not None, "a tile of numbers"
         num_outputs, num_inputs = self.shape
+        if self.tile.is_blocks:
+            return num_outputs * num_inputs // self.tile.group_inputs * TILE_BYTES[self.tile]
         num_groups = -(-num_inputs // (self.tile.group_inputs or num_inputs))
         of_scales = self.scale_bytes * (2 if self.tile.has_zero else 1)
         of_codes = num_inputs * (8 if self.tile.is_int8 else 4) // 8
@@ -112,7 +115,7 @@ class StoredWeight:
     def numbers(self) -> Tensor:
         """All of them, of the dtype that `read` gives."""
         read = self.read()
-        return read.numbers() if isinstance(read, GroupedCodes) else read
+        return read if isinstance(read, Tensor) else read.numbers()
 
     def part(self, rows: slice, columns: slice) -> "StoredWeight":
         """Some outputs and some inputs, from 0 to the end at most, as a weight of its own.
@@ -123,7 +126,7 @@ class StoredWeight:
         tile, reason = self.tile, self.reason
         if tile is not None and self.cuts_a_group(columns):
             tile, reason = None, CUT_GROUP
-        read: Callable[[], GroupedCodes | Tensor]
+        read: Callable[[], GroupedCodes | BlockRows | Tensor]
         if self.read_part is not None:
             read = partial(self.read_part, rows, columns)
         elif tile is not None:
@@ -142,20 +145,22 @@ class StoredWeight:
         )
 
     def cuts_a_group(self, columns: slice) -> bool:
-        """Whether some inputs begin in the middle of a group."""
-        has_groups = self.group_inputs < self.shape[1]
-        return has_groups and columns.start % self.group_inputs > 0
+        """Whether some inputs begin in the middle of a group, or end in the middle of a block."""
+        size, ends = self.group_inputs, [columns.start]
+        if self.tile is not None and self.tile.is_blocks:
+            ends.append(min(columns.stop, self.shape[1]))
+        return size < self.shape[1] and any(end % size > 0 for end in ends)
 
-    def _part_of_codes(self, rows: slice, columns: slice) -> GroupedCodes:
+    def _part_of_codes(self, rows: slice, columns: slice) -> GroupedCodes | BlockRows:
         return self.codes().part(rows, columns)
 
     def _part_of_numbers(self, rows: slice, columns: slice) -> Tensor:
         return self.numbers()[rows, columns]
 
-    def codes(self) -> GroupedCodes:
+    def codes(self) -> GroupedCodes | BlockRows:
         """Only of a weight with a tile."""
         read = self.read()
-        assert isinstance(read, GroupedCodes), "a tile of numbers"
+        assert not isinstance(read, Tensor), "a tile of numbers"
         return read
 
 
