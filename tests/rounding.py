@@ -23,7 +23,7 @@ SHORTS_ROUNDING = 32 * 2.0**-15
 
 def model_bound(formats: Iterable[WeightFormat]) -> float:
     """How far two evaluations of a small model may be apart, from how its weights are kept."""
-    has_codes = any(format in QUANTIZATIONS for format in formats)
+    has_codes = any(format in QUANTIZATIONS or format.is_blocks for format in formats)
     return SHORTS_ROUNDING if has_codes else 4 * MODEL_ROUNDING
 
 

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from outdraft.config.engine import EngineConfig
 from outdraft.core.weight_format import WeightFormat
 from outdraft.engine.loading import choose_device, choose_dtype
-from outdraft.engine.transformers_report import Kept, kept_weights
+from outdraft.engine.transformers_report import DEQUANTISED, Kept, kept_weights
 from outdraft.kernels.choose import choose_kernels
 from outdraft.models.choose import checkpoint_dtype, uses_transformers
 from outdraft.models.config import ModelConfig, read_config
@@ -19,13 +19,14 @@ from outdraft.models.llama import EMBEDDING_NAME, CausalLM
 from outdraft.models.loader import (
     Checkpoint,
     check_slots,
+    keeps_blocks,
     open_checkpoint,
     placings_of,
     resolve_model_path,
 )
 from outdraft.models.quantized.config import read_quantization
-from outdraft.models.quantized.placing import Placing
-from outdraft.models.slots import Slot
+from outdraft.models.quantized.placing import Placing, place
+from outdraft.models.slots import Slot, rows_of
 
 _GIB, _MIB = 2**30, 2**20
 
@@ -44,22 +45,21 @@ class _Report:
 
     def kept(
         self, names: Sequence[str], slots: Mapping[str, Slot], placing: Placing
-    ) -> tuple[str, int]:
-        """What a product of the weights of those names is kept as, and its bytes."""
-        kept_as, num_bytes = "", 0
+    ) -> Iterator[tuple[str, int]]:
+        """What a product keeps each of its weights as, and its bytes."""
+        tile = placing.tile if self.has_tiles else None
         for name in names:
-            if placing.tile is not None and self.has_tiles:
+            if tile is not None:
                 stored, _ = placing.stored[name]
-                num_bytes += replace(stored, tile=placing.tile).coded_bytes
-                kept_as = f"{placing.tile}, codes and scales as stored ({stored.label})"
+                own = stored.tile if tile.is_blocks else tile
+                kept_as = f"{own}, codes and scales as stored ({stored.label})"
+                yield kept_as, replace(stored, tile=own).coded_bytes
                 continue
             kept, size = self._numbers(name, is_rounded=bool(placing.reason))
-            num_bytes += slots[name].to.numel() * size
-            why = f", dequantised: {placing.reason}" if placing.reason else ""
+            why = f", {DEQUANTISED}: {placing.reason}" if placing.reason else ""
             if placing.tile is not None:
-                why = f", dequantised: these kernels have no tiles of {placing.tile}"
-            kept_as = kept + why
-        return kept_as, num_bytes
+                why = f", {DEQUANTISED}: these kernels have no tiles of {placing.tile}"
+            yield kept + why, slots[name].to.numel() * size
 
     def _numbers(self, name: str, *, is_rounded: bool) -> tuple[str, int]:
         """What plain numbers of a product are kept as, and bytes of one."""
@@ -86,7 +86,7 @@ def report(config: EngineConfig) -> dict[str, str]:
     dtype = choose_dtype(config.dtype, checkpoint_dtype(path), device, config.kernels)
     kernels = choose_kernels(config.kernels, device, dtype)
     plain = kernels.pack_linear(torch.zeros(1, 1, dtype=dtype, device=device), None).format
-    has_tiles, table_bytes = plain is not WeightFormat.PLAIN, 0
+    has_tiles = plain is not WeightFormat.PLAIN
     told = {"architecture": ", ".join(raw.get("architectures") or ["unknown"])}
     if uses_transformers(path, config.model_impl):
         told["computed by"] = "the transformers library, with this engine's attention and products"
@@ -95,7 +95,6 @@ def report(config: EngineConfig) -> dict[str, str]:
         shape = ModelConfig.from_directory(path)
         model = CausalLM(shape, kernels, dtype)  # its memory is not touched
         weights = _own_weights(path, model, has_tiles)
-        table_bytes = model.embed_tokens.weight.nbytes
     rows: dict[tuple[str, str], list[int]] = {}  # bytes of each weight
     for product, kept_as, num_bytes in weights:
         rows.setdefault((product, kept_as), []).append(num_bytes)
@@ -104,10 +103,9 @@ def report(config: EngineConfig) -> dict[str, str]:
     for (product, kept_as), sizes in rows.items():
         place = "" if product not in told else f" ({len(told)})"
         told[product + place] = f"{len(sizes)} x {kept_as}: {_size(sum(sizes))}"
-    if table_bytes:
-        told["embedding"] = f"{dtype_name(dtype)}: {_size(table_bytes)}"
-    total = sum(map(sum, rows.values())) + table_bytes
-    told["all weights"] = f"{_size(total)}, to run in {dtype_name(dtype)}"
+    lost = sum(len(sizes) for (_, kept_as), sizes in rows.items() if DEQUANTISED in kept_as)
+    told["not kept as stored"] = f"{lost} weights" if lost else "nothing"
+    told["all weights"] = f"{_size(sum(map(sum, rows.values())))}, to run in {dtype_name(dtype)}"
     return told
 
 
@@ -123,7 +121,23 @@ def _own_weights(path: Path, model: CausalLM, has_tiles: bool) -> Iterator[Kept]
             names = [name for name, slot in slots.items() if linear.owns(slot.to)]
             names = names or [EMBEDDING_NAME]  # a tied head
             placing = placings.get(linear, Placing({}, None))
-            yield products[linear] or "lm_head", *found.kept(names, slots, placing)
+            for kept in found.kept(names, slots, placing):
+                yield products[linear] or "lm_head", *kept
+    yield from _table(checkpoint, model, found)
+
+
+def _table(checkpoint: Checkpoint, model: CausalLM, found: _Report) -> Iterator[Kept]:
+    """The embedding, where it is not the head's."""
+    stored = checkpoint.stored.get(EMBEDDING_NAME)
+    slots = {EMBEDDING_NAME: rows_of(model.vocabulary, model.embed_tokens.weight)}
+    if stored is not None and keeps_blocks(stored) and found.has_tiles:
+        if not model.config.tie_word_embeddings:
+            placing = place((EMBEDDING_NAME,), checkpoint.stored, slots)
+            for kept in found.kept((EMBEDDING_NAME,), slots, placing):
+                yield "embedding", *kept
+        return
+    why = f", {DEQUANTISED}: it is read row by row" if stored and not stored.is_plain else ""
+    yield "embedding", f"{dtype_name(model.dtype)}{why}", slots[EMBEDDING_NAME].to.nbytes
 
 
 def _size(num_bytes: int) -> str:

@@ -12,6 +12,7 @@ from outdraft.models.quantized.deferred import DeferredTensor, StoredParameter
 
 _OUTSIDE = "read by the library's code"
 
+DEQUANTISED = "dequantised"
 Kept = tuple[str, str, int]  # a weight's product, what it is kept as, and its bytes
 
 
@@ -32,11 +33,9 @@ def kept_weights(path: Path, dtype: torch.dtype, *, has_tiles: bool) -> Iterator
                 continue
             product = key if key != "weight" else name.rpartition(".")[2]
             kept, num_bytes = f"{dtype_name(dtype)}, {_OUTSIDE}", weight.nbytes
-            if isinstance(part, nn.Embedding):
-                kept = dtype_name(dtype)
-            elif isinstance(weight, DeferredTensor):
+            if isinstance(weight, DeferredTensor):
                 stays = has_tiles and loader.keeps_codes(part, key, weight.stored)
-                is_product = isinstance(part, nn.Linear) or weight.stored.is_stack
+                is_product = isinstance(part, nn.Linear | nn.Embedding) or weight.stored.is_stack
                 if is_product:
                     kept, num_bytes = _kept(weight.stored, dtype, has_tiles, stays)
             yield product, kept, num_bytes
@@ -54,4 +53,4 @@ def _kept(
     if first.is_plain:
         return kept, num_numbers * size
     why = first.reason or "no product of this network can read its codes"
-    return f"{kept}, dequantised ({first.label}): {why}", num_numbers * size
+    return f"{kept}, {DEQUANTISED} ({first.label}): {why}", num_numbers * size

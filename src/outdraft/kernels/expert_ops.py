@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.data.block_weight import BlockWeight
-from outdraft.kernels.data.coded_weight import CodedWeight
+from outdraft.kernels.data.coded_weight import Codes
 
 
 class Activation(StrEnum):
@@ -54,8 +53,8 @@ class ExpertWeights:
         down_bias_XD: for each expert what is added to its output.
     """
 
-    gate_up_X: Sequence[Tensor | Sequence[Tensor] | CodedWeight | BlockWeight]
-    down_X: Sequence[Tensor | CodedWeight | BlockWeight]
+    gate_up_X: Sequence[Tensor | Sequence[Tensor] | Codes]
+    down_X: Sequence[Tensor | Codes]
     dtype: torch.dtype = field(kw_only=True)
     gate_up_bias_XE: Tensor | None = None
     down_bias_XD: Tensor | None = None

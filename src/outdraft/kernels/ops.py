@@ -20,8 +20,7 @@ from torch import Tensor
 
 from outdraft.core.record import record
 from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.data.block_weight import BlockWeight
-from outdraft.kernels.data.coded_weight import CodedWeight
+from outdraft.kernels.data.coded_weight import Codes
 from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.kernels.decoder_ops import CompileDecoder
 from outdraft.kernels.draft_ops import (
@@ -271,9 +270,7 @@ class PackLinear(Protocol):
 class PackCodes(Protocol):
     """Make the product with a weight that comes as integers, which are kept as they are."""
 
-    def __call__(
-        self, weight: CodedWeight | BlockWeight, bias_E: Tensor | None, dtype: torch.dtype
-    ) -> Product:
+    def __call__(self, weight: Codes, bias_E: Tensor | None, dtype: torch.dtype) -> Product:
         """`dtype`: of the rows that it is for."""
         ...
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from outdraft.core.routed_weights import RoutedWeights
 from outdraft.distributed.group import ALONE, RankGroup
-from outdraft.kernels.data.block_weight import BlockWeight
-from outdraft.kernels.data.coded_weight import CodedWeight, joined
+from outdraft.kernels.data.coded_weight import Codes, joined
 from outdraft.kernels.expert_ops import Activation, Experts, ExpertWeights, Gate
 from outdraft.models.quantized.deferred import StoredParameter
 from outdraft.models.quantized.stand_ins import Packing
@@ -80,7 +79,7 @@ class PackedDenseExperts(PackedExperts):
         return torch.zeros_like(hidden_states).index_copy_(0, rows_R, out_RD)
 
 
-class _CodesOfExperts(Sequence[CodedWeight | BlockWeight]):
+class _CodesOfExperts(Sequence[Codes]):
     """Those of one expert after the other, read when they are asked for."""
 
     def __init__(self, stored: StoredParameter, *, is_interleaved: bool) -> None:
@@ -202,12 +201,12 @@ def _packed(module: Any, gate: Gate, packing: Packing, group: RankGroup) -> Pack
     biases: list[Tensor | None] = [None, None]
     if not is_dense and module.has_bias:
         biases = [module.gate_up_proj_bias.detach(), module.down_proj_bias.detach()]
-    gate_up_X: Sequence[Tensor | Sequence[Tensor] | CodedWeight | BlockWeight] = gate_up_XED.unbind()
+    gate_up_X: Sequence[Tensor | Sequence[Tensor] | Codes] = gate_up_XED.unbind()
     if is_interleaved(module):
         gate_up_X = [(weight_ED[::2], weight_ED[1::2]) for weight_ED in gate_up_XED]
         if biases[0] is not None:
             biases[0] = torch.cat((biases[0][:, ::2], biases[0][:, 1::2]), dim=1)
-    down_X: Sequence[Tensor | CodedWeight | BlockWeight] = down_XDI.unbind()
+    down_X: Sequence[Tensor | Codes] = down_XDI.unbind()
     if (stored := packing.stand_ins.stored(module.gate_up_proj)) is not None:
         gate_up_X = _CodesOfExperts(stored, is_interleaved=is_interleaved(module))
     if (stored := packing.stand_ins.stored(module.down_proj)) is not None:

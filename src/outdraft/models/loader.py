@@ -7,7 +7,7 @@ compared before any weight is copied, so a wrong checkpoint fails at once and by
 import logging
 import os
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from outdraft.models.config import ModelConfig, read_json
 from outdraft.models.layers.linear import Linear, linears_of
 from outdraft.models.llama import EMBEDDING_NAME, HEAD_NAME, CausalLM
 from outdraft.models.quantized.config import Quantization
-from outdraft.models.quantized.gguf_file import is_gguf
+from outdraft.models.quantized.gguf_file import is_gguf, open_gguf
 from outdraft.models.quantized.gguf_weights import gguf_weights
 from outdraft.models.quantized.placing import (
     Placing,
@@ -43,6 +43,7 @@ _UNWANTED = ["*/*", "consolidated*"]  # the same weights again, under other name
 _READABLE = {"F64", "F32", "F16", "BF16"}
 _MAX_NAMED = 5  # tensors that an error names
 _WEIGHT_ONLY = "the checkpoint was made for %s: only its weights are quantised here"
+_GPU = "a GPU multiplies numbers"
 _logger = logging.getLogger(__name__)
 
 
@@ -172,10 +173,12 @@ class Checkpoint:
     Attributes:
         places: of plain tensors.
         stored: the others.
+        release: gives memory back that was mapped to read them.
     """
 
     places: dict[str, Place]
     stored: dict[str, StoredWeight]
+    release: Callable[[], None] = lambda: None
 
 
 def open_checkpoint(path: Path, config: ModelConfig, wanted: Container[str]) -> Checkpoint:
@@ -189,7 +192,7 @@ def open_checkpoint(path: Path, config: ModelConfig, wanted: Container[str]) -> 
             other.
     """
     if is_gguf(path):
-        return Checkpoint({}, gguf_weights(path))
+        return Checkpoint({}, gguf_weights(path), open_gguf(path).release)
     places, quantization = tensor_places(weight_files(path)), config.quantization
     if config.mtp_prefix is not None:
         places = {name: p for name, p in places.items() if not name.startswith(config.mtp_prefix)}
@@ -222,9 +225,12 @@ def load_weights(
         ConfigError: as load_language_model.
     """
     places, stored = checkpoint.places, checkpoint.stored
+    if model.device.type != "cpu":
+        stored = {name: replace(one, tile=None, reason=_GPU) for name, one in stored.items()}
     check_slots(model.checkpoint_slots(), places, stored)
     placings: list[Placing] = []
     others: list[StoredWeight] = []
+    table: Slot | None = None
     for part, slots in model.parts():
         of_linears = placings_of(model, part, slots, stored)
         placings += of_linears.values()
@@ -236,6 +242,8 @@ def load_weights(
         for name, slot in slots.items():
             if name in tensors:
                 slot.to.copy_(tensors.pop(name))
+        if EMBEDDING_NAME in slots and keeps_blocks(stored.get(EMBEDDING_NAME)):
+            table = slots.pop(EMBEDDING_NAME)
         others += fill_stored(slots, stored, of_linears)
         del slots  # so that a plain weight is gone when it is packed
         model.decoder.arrange(part)
@@ -244,8 +252,28 @@ def load_weights(
                 linear.pack_codes(model.kernels, of_linears[linear].coded(), model.dtype)
             else:
                 linear.pack(model.kernels, quantization, lent.pop(linear, ()))
+        checkpoint.release()
+    if table is not None:
+        _keep_table(model, stored[EMBEDDING_NAME], table)
+        checkpoint.release()
     for line in summary(placings, others):
         _logger.info("%s", line)
+
+
+def keeps_blocks(weight: StoredWeight | None) -> bool:
+    """Whether a weight stays in the blocks of a GGUF file, an embedding, too."""
+    return weight is not None and weight.tile is not None and weight.tile.is_blocks
+
+
+def _keep_table(model: CausalLM, weight: StoredWeight, slot: Slot) -> None:
+    """Keep the codes of the embedding; a tied head has them already."""
+    head = model.lm_head.product
+    if model.config.tie_word_embeddings and head is not None:
+        model.embed_tokens.take(head, is_shared=True)
+        return
+    coded = place((EMBEDDING_NAME,), {EMBEDDING_NAME: weight}, {EMBEDDING_NAME: slot}).coded()
+    product = model.kernels.pack_codes(coded, None, model.dtype)
+    model.embed_tokens.take(product, is_shared=False)
 
 
 def placings_of(

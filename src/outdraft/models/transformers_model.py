@@ -157,7 +157,9 @@ class TransformersModel(nn.Module):
     def weight_bytes(self) -> int:
         """As CausalLM."""
         table = table_of(self._embedding)
-        is_one = self.lm_head.weight is self._embedding.weight or self.lm_head.product is table.source
+        is_one = (
+            self.lm_head.weight is self._embedding.weight or self.lm_head.product is table.source
+        )
         return self.memory_bytes - (0 if is_one else table.nbytes)
 
     @property

@@ -119,7 +119,8 @@ def _pack_table(embedding: nn.Embedding, packing: Packing, head: Linear | None) 
     bases = (CodedEmbedding,) if kind is nn.Embedding else (kind, CodedEmbedding)
     embedding.__class__ = type(f"Coded{kind.__name__}", bases, {})
     assert isinstance(embedding, CodedEmbedding)
-    embedding.table = TokenTable(product, *weight_VD.shape, weight_VD.dtype)
+    num_tokens, size = weight_VD.shape
+    embedding.table = TokenTable(product, num_tokens, size, weight_VD.dtype)
     embedding.packed_bytes = 0 if head is not None else product.nbytes
     embedding.weight = None  # pyright: ignore[reportAttributeAccessIssue]
 

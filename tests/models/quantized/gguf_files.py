@@ -13,6 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from outdraft.core.weight_format import WeightFormat
+from tests.kernels.gguf_blocks import random_rows
+
 # Hidden sizes that every kind of block divides.
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -98,21 +101,20 @@ def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: Kind) -> None
     numbers = tensor.float().numpy()
     if kind in PLAIN:
         writer.add_tensor(name, numbers.astype(PLAIN[kind]))
-    elif kind is Kind.Q4_K:  # the package can only read it
-        writer.add_tensor(name, random_q4_k(numbers), raw_dtype=kind)
     else:
-        writer.add_tensor(name, gguf.quantize(numbers, kind), raw_dtype=kind)
+        try:
+            blocks = gguf.quantize(numbers, kind)
+        except NotImplementedError:
+            blocks = _random_blocks(numbers, kind)
+        writer.add_tensor(name, blocks, raw_dtype=kind)
 
 
-def random_q4_k(numbers: np.ndarray) -> np.ndarray:
-    """Random fields, with scales of about the size of the numbers; some scales are zero."""
-    rng = np.random.default_rng(numbers.shape[0])
-    blocks = rng.integers(0, 256, (numbers.shape[0], numbers.shape[1] // 256, 144), dtype=np.uint8)
-    size = np.abs(numbers).max() / 15 / 63
-    scales = rng.uniform(0.5, 1, (*blocks.shape[:2], 2)) * size * np.array([1, 7])
-    blocks[..., :4] = scales.astype(np.float16).view(np.uint8)
-    blocks[0, 0, 4:8] = 0  # scales of the first four groups
-    return blocks.reshape(numbers.shape[0], -1)
+def _random_blocks(numbers: np.ndarray, kind: Kind) -> np.ndarray:
+    """Blocks of a kind that the package can only read, with numbers of about the same size."""
+    format = WeightFormat(kind.name.lower())
+    spread = random_rows(format, *numbers.shape, size=1.0).numbers().std().item()
+    size = float(numbers.std()) / spread
+    return random_rows(format, *numbers.shape, seed=len(numbers), size=size).rows_EB
 
 
 def byte_level(texts: Sequence[str]) -> tuple[Tokenizer, dict[str, Any]]:
@@ -172,7 +174,5 @@ def same_numbers(path: Path, model: PreTrainedModel) -> PreTrainedModel:
                 size = len(weight) // heads
                 turned = numbers.reshape(heads, size // 2, 2, *weight.shape[1:])
                 numbers = turned.swapaxes(1, 2).reshape(weight.shape)
-            if weight.dim() == 2 and "embed" in hf_name and stored.tensor_type not in PLAIN:
-                numbers = numbers.bfloat16().float()
             weight.copy_(numbers)
     return model

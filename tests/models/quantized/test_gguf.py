@@ -11,7 +11,7 @@ from tokenizers import pre_tokenizers
 from transformers import PreTrainedModel
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weight_format import BLOCK_FORMATS, WeightFormat
 from outdraft.engine.chat import ChatTemplate
 from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.models.config import ModelConfig
@@ -34,9 +34,7 @@ KINDS = {
     Kind.F32: WeightFormat.FLOAT32,
     Kind.F16: WeightFormat.FLOAT32,
     Kind.BF16: WeightFormat.BFLOAT16,
-    Kind.Q8_0: WeightFormat.INT8_G32,
-    Kind.Q4_0: WeightFormat.INT4_G32,
-    Kind.Q4_K: WeightFormat.INT4_G32_ZERO,
+    **{Kind[one.upper()]: one for one in BLOCK_FORMATS},
 }
 
 
@@ -68,38 +66,59 @@ def test_each_family_is_read_from_one_file(name: str, tmp_path: Path):
     path = write_gguf(theirs, tmp_path / "model.gguf", lambda name: Kind.Q8_0)
 
     assert resolve_model_path(path) == path
-    assert assert_same_logits(path, same_numbers(path, theirs)) == {WeightFormat.INT8_G32}
+    assert assert_same_logits(path, same_numbers(path, theirs)) == {WeightFormat.Q8_0}
 
 
-def test_the_head_of_a_tied_model_keeps_the_codes_of_the_table(tmp_path: Path):
+def test_the_head_and_the_embedding_of_a_tied_model_have_the_same_codes(tmp_path: Path):
     theirs = randomised(qwen3(**SIZES, tie_word_embeddings=True))
     path = write_gguf(theirs, tmp_path / "model.gguf", lambda name: Kind.Q8_0)
     model = load_model(path, torch.float32, "cpu", cpu_kernels())
 
     assert model.config.tie_word_embeddings
-    assert model.lm_head.format is WeightFormat.INT8_G32
+    assert model.lm_head.format is WeightFormat.Q8_0
+    assert model.embed_tokens.table.source is model.lm_head.product
+    assert model.memory_bytes < path.stat().st_size
 
 
-def test_a_product_of_two_kinds_is_dequantised_and_the_others_are_not(
+def test_a_product_of_several_kinds_keeps_all_of_them_and_so_does_the_embedding(tmp_path: Path):
+    theirs = randomised(llama(**SIZES | {"vocab_size": 61}))
+    kinds = {"attn_v": Kind.Q6_K, "ffn_up": Kind.Q5_0, "token_embd": Kind.Q5_K, "output": Kind.Q6_K}
+    path = write_gguf(
+        theirs,
+        tmp_path / "model.gguf",
+        lambda name: next((kinds[one] for one in kinds if one in name), Kind.Q4_0),
+    )
+    model = load_model(path, torch.float32, "cpu", cpu_kernels())
+
+    layer = model.decoder.decoder_layers[0]
+    assert layer.qkv_proj.format is layer.gate_up_proj.format is WeightFormat.MIXED
+    assert layer.o_proj.format is WeightFormat.Q6_K  # "attn_output"
+    assert_same_logits(path, same_numbers(path, theirs))
+    exact = same_numbers(path, theirs).model.embed_tokens.weight
+    assert torch.equal(model.embed_tokens(torch.arange(61)), exact)
+
+
+def test_a_kind_without_tiles_is_dequantised_and_so_is_what_ends_within_a_tile(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    theirs = randomised(llama(**SIZES))
+    theirs = randomised(llama(**SIZES | {"intermediate_size": 272}))
+    kinds = {"attn_v": Kind.TQ2_0, "ffn_gate": Kind.Q5_0}
     path = write_gguf(
         theirs,
         tmp_path / "model.gguf",
         lambda name: (
-            Kind.Q8_0 if "attn_v" in name else Kind.Q5_0 if "ffn_up" in name else Kind.Q4_0
+            Kind.F32
+            if "ffn_down" in name
+            else next((kinds[one] for one in kinds if one in name), Kind.Q4_0)
         ),
     )
     with caplog.at_level("INFO", logger="outdraft"):
         model = load_model(path, torch.float32, "cpu", cpu_kernels())
 
-    (layer, _) = model.decoder.layers
-    assert layer.qkv_proj.format is WeightFormat.BFLOAT16
-    assert layer.gate_up_proj.format is WeightFormat.BFLOAT16
-    assert layer.o_proj.format is WeightFormat.INT4_G32
-    assert any("parts of the same product have other numbers of bits" in m for m in caplog.messages)
-    assert any("there are no tiles for Q5_0" in m for m in caplog.messages)
+    layer = model.decoder.decoder_layers[0]
+    assert layer.qkv_proj.format is layer.gate_up_proj.format is WeightFormat.BFLOAT16
+    assert any("parts of the same product do not fit one tile" in m for m in caplog.messages)
+    assert any("there are no tiles for TQ2_0" in m for m in caplog.messages)
 
 
 def test_frequencies_that_the_file_divides_are_those_of_llama_3(tmp_path: Path):

@@ -33,7 +33,7 @@ TILE_BYTES = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockRows:
-    """Outputs of a weight as a GGUF file stores them: one after the other, block by block of inputs.
+    """Outputs of a weight as a GGUF file stores them, block by block of inputs.
 
     Attributes:
         format: one of BLOCK_FORMATS.
@@ -123,8 +123,8 @@ class BlockWeight:
 
 
 def fits_tiles(sizes: Sequence[tuple[WeightFormat, int]]) -> bool:
-    """Whether parts of these formats and outputs can lie one below the other: no tile has outputs of
-    two formats."""
+    """Whether parts of these formats and numbers of outputs can lie one below the other: no tile has
+    outputs of two formats."""
     return len({kind for kind, _ in sizes}) == 1 or all(
         num_outputs % TILE_OUTPUTS == 0 for _, num_outputs in sizes[:-1]
     )

@@ -48,15 +48,21 @@ class CodedWeight:
         return CodedWeight(self.format, self.codes_ED[outputs], self.scales_EN[outputs], shifts_EN)
 
 
-def joined(parts: Sequence[CodedWeight | BlockWeight]) -> CodedWeight | BlockWeight:
+Codes = CodedWeight | BlockWeight
+
+
+def joined(parts: Sequence[Codes]) -> Codes:
     """Weights one below the other: of one format of codes, or of any formats of blocks."""
-    if isinstance(parts[0], BlockWeight):
-        return BlockWeight(tuple(rows for part in parts for rows in part.parts))
-    shifts = [part.shifts_EN for part in parts if part.shifts_EN is not None]
+    blocks = [part for part in parts if isinstance(part, BlockWeight)]
+    if blocks:
+        assert len(blocks) == len(parts), "blocks beside other codes"
+        return BlockWeight(tuple(rows for part in blocks for rows in part.parts))
+    codes = [part for part in parts if isinstance(part, CodedWeight)]
+    shifts = [part.shifts_EN for part in codes if part.shifts_EN is not None]
     return CodedWeight(
-        parts[0].format,
-        torch.cat([part.codes_ED for part in parts]),
-        torch.cat([part.scales_EN for part in parts]),
+        codes[0].format,
+        torch.cat([part.codes_ED for part in codes]),
+        torch.cat([part.scales_EN for part in codes]),
         torch.cat(shifts) if shifts else None,
     )
 

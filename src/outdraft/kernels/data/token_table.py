@@ -31,7 +31,8 @@ class TokenTable:
     @staticmethod
     def of(numbers_VD: Tensor) -> "TokenTable":
         """The table with these numbers."""
-        return TokenTable(numbers_VD, *numbers_VD.shape, numbers_VD.dtype)
+        num_tokens, size = numbers_VD.shape
+        return TokenTable(numbers_VD, num_tokens, size, numbers_VD.dtype)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """The vectors of int64 ids of any shape, [*, D]."""

@@ -250,8 +250,7 @@ class NativeDecoder:
 
     def _describe(self) -> _Spec:
         spec, entry = self._spec, self._spec.entry
-        table = spec.embedding
-        has_numbers = isinstance(table.source, Tensor)
+        table, source = spec.embedding, spec.embedding.source
         is_bf16 = self._dtype is torch.bfloat16
         native = _Spec(
             team=self._team.address,
@@ -266,8 +265,8 @@ class NativeDecoder:
             dtype=is_bf16,
             eps=spec.eps,
             scale=spec.scale,
-            embedding=address_of(table.source, self._dtype) if has_numbers else None,
-            embedding_codes=None if has_numbers else weights_of(table.source),
+            embedding=address_of(source, self._dtype) if isinstance(source, Tensor) else None,
+            embedding_codes=None if isinstance(source, Tensor) else weights_of(source),
             num_own_tokens=table.num_tokens,
             cos_sin=address_of(spec.cos_sin_MC, torch.float32),
             final_norm=self._vector(spec.final_norm_D),

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
-from outdraft.kernels.data.block_weight import BlockWeight
-from outdraft.kernels.data.coded_weight import CodedWeight
+from outdraft.kernels.data.coded_weight import Codes
 from outdraft.kernels.expert_ops import Activation, ExpertWeights, Gate
 from outdraft.kernels.native.arrays import Addresses
 from outdraft.kernels.native.linear import NativeLinear, NativeProduct
@@ -57,8 +56,8 @@ class NativeExperts:
     ) -> None:
         linear, dtype = functions.linear, weights.dtype
 
-        def pack(weight: Numbers | CodedWeight | BlockWeight, bias_E: Tensor | None) -> NativeProduct:
-            if isinstance(weight, CodedWeight | BlockWeight):
+        def pack(weight: Numbers | Codes, bias_E: Tensor | None) -> NativeProduct:
+            if isinstance(weight, Codes):
                 return linear.pack_codes(weight, bias_E, dtype)
             return linear.pack_linear(weight, bias_E, quantization)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outdraft.core.weight_format import BLOCK_FORMATS, WeightFormat
 from outdraft.kernels.data.block_weight import BlockRows, BlockWeight
-from outdraft.kernels.data.coded_weight import CodedWeight
+from outdraft.kernels.data.coded_weight import Codes
 from outdraft.kernels.native.team import Team
 from outdraft.kernels.ops import Product
 from outdraft.kernels.rank_products import PaddedProduct, SummedProduct
@@ -84,7 +84,7 @@ class NativeLinear:
         return NativeProduct(self, handle, kept, (len(rows_E), parts_ED[0].shape[1]), dtype)
 
     def pack_codes(
-        self, weight: CodedWeight | BlockWeight, bias_E: Tensor | None, dtype: torch.dtype
+        self, weight: Codes, bias_E: Tensor | None, dtype: torch.dtype
     ) -> "NativeProduct":
         """As `ops.PackCodes`, for float32 and bfloat16 on the CPU.
 

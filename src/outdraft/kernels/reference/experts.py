@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.data.block_weight import BlockWeight
-from outdraft.kernels.data.coded_weight import CodedWeight
+from outdraft.kernels.data.coded_weight import Codes
 from outdraft.kernels.expert_ops import Activation, ExpertWeights, Gate
 from outdraft.kernels.reference.linear import PlainProduct, pack_codes
 from outdraft.kernels.reference.pointwise import silu_mul
@@ -79,12 +78,12 @@ def _sigmoid_mul(x_RI: Tensor, alpha: float) -> Tensor:
 
 
 def _pack(
-    weight: Tensor | Sequence[Tensor] | CodedWeight | BlockWeight,
+    weight: Tensor | Sequence[Tensor] | Codes,
     bias_E: Tensor | None,
     quantization: WeightFormat | None,
     dtype: torch.dtype,
 ) -> PlainProduct:
-    if isinstance(weight, CodedWeight | BlockWeight):
+    if isinstance(weight, Codes):
         return pack_codes(weight, bias_E, dtype)
     return PlainProduct(weight, bias_E, quantization)
 

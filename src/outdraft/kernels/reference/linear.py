@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.data.block_weight import BlockWeight
-from outdraft.kernels.data.coded_weight import CodedWeight
+from outdraft.kernels.data.coded_weight import Codes
 
 
 def linear(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
@@ -88,9 +87,7 @@ class PlainProduct:
         return self._weight_ED[outputs_T]
 
 
-def pack_codes(
-    weight: CodedWeight | BlockWeight, bias_E: Tensor | None, dtype: torch.dtype
-) -> PlainProduct:
+def pack_codes(weight: Codes, bias_E: Tensor | None, dtype: torch.dtype) -> PlainProduct:
     """The numbers of the codes, rounded to `dtype`."""
     product = PlainProduct([weight.numbers().to(dtype)], bias_E)
     product.format = weight.format

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.data.block_weight import BlockWeight
-from outdraft.kernels.data.coded_weight import CodedWeight
+from outdraft.kernels.data.coded_weight import Codes
 from outdraft.kernels.ops import Kernels, Product
 from outdraft.kernels.rank_products import Spread
 from outdraft.kernels.reference.linear import linear
@@ -65,7 +64,7 @@ class Linear(nn.Module):
         if self.product.nbytes > 0:
             self.weight = None
 
-    def pack_codes(self, kernels: Kernels, weight: CodedWeight | BlockWeight, dtype: torch.dtype) -> None:
+    def pack_codes(self, kernels: Kernels, weight: Codes, dtype: torch.dtype) -> None:
         """As `pack`, with a weight that comes as integers; `dtype`: of the rows."""
         assert self.weight is not None, "packed twice"
         bias_E = None if self.bias is None else self.bias.data

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.data.block_weight import TILE_OUTPUTS, BlockWeight
-from outdraft.kernels.data.coded_weight import CodedWeight, joined
+from outdraft.kernels.data.block_weight import TILE_OUTPUTS
+from outdraft.kernels.data.coded_weight import Codes, joined
 from outdraft.models.quantized.placing import common_tile
 from outdraft.models.quantized.stored import StoredWeight
 
@@ -56,7 +56,7 @@ class StoredParameter:
         """Those of all codes and scales."""
         return sum(weight.coded_bytes for rows in self.rows_X for weight in rows)
 
-    def coded(self, expert: int = 0) -> CodedWeight | BlockWeight:
+    def coded(self, expert: int = 0) -> Codes:
         """The codes of one expert, [E, D]."""
         tile = self.tile
         assert tile is not None, "a parameter of numbers"

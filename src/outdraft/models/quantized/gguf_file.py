@@ -105,12 +105,19 @@ class GgufFile:
         files: all of them.
         values: metadata by their keys: numbers, strings, `Strings`, and read-only numpy arrays.
         tensors: by their names, in the order of the files.
+        maps: of the files.
     """
 
     path: Path
     files: tuple[Path, ...]
     values: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
+    maps: tuple[mmap.mmap, ...]
+
+    def release(self) -> None:
+        """Give back the memory of pages that were read; they can be read again."""
+        for one in self.maps:
+            one.madvise(mmap.MADV_DONTNEED)
 
 
 class Strings(Sequence[str]):
@@ -195,7 +202,7 @@ def _opened(path: Path, size: int, time_ns: int) -> GgufFile:
             f"{path} is file 1 of {count} of a split model: its name must end with "
             f"-00001-of-{count:05d}.gguf, so that the others can be found"
         )
-    files, tensors = [path], dict(first.tensors)
+    files, tensors, maps = [path], dict(first.tensors), [*first.maps]
     for index in range(1, count):
         file = path.with_name(f"{match[1]}-{index + 1:05d}-of-{count:05d}.gguf")
         if not file.is_file():
@@ -207,12 +214,13 @@ def _opened(path: Path, size: int, time_ns: int) -> GgufFile:
             raise ConfigError(f"{file} has tensors of another file, too: {sorted(twice)[0]}")
         files.append(file)
         tensors |= part.tensors
+        maps += part.maps
     wanted = first.values.get("split.tensors.count", len(tensors))
     if wanted != len(tensors):
         raise ConfigError(
             f"{path}: split.tensors.count is {wanted}, but its files have {len(tensors)} tensors"
         )
-    return GgufFile(path, tuple(files), first.values, tensors)
+    return GgufFile(path, tuple(files), first.values, tensors, tuple(maps))
 
 
 def _read_file(path: Path) -> GgufFile:
@@ -228,14 +236,15 @@ def _read_file(path: Path) -> GgufFile:
             raise ConfigError(
                 f"{path}: GGUF of version {version} is not supported; supported: 2, 3"
             )
-        mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     try:
-        return _read_header(path, _Header(mapped))
+        return _read_header(path, mapped)
     except (ValueError, struct.error) as error:
         raise ConfigError(f"{path} is no GGUF file, damaged or cut short: {error}") from error
 
 
-def _read_header(path: Path, header: "_Header") -> GgufFile:
+def _read_header(path: Path, mapped: mmap.mmap) -> GgufFile:
+    header = _Header(memoryview(mapped))
     num_tensors, num_values = header.number("<u8"), header.number("<u8")
     values: dict[str, Any] = {}
     for _ in range(num_values):
@@ -254,7 +263,7 @@ def _read_header(path: Path, header: "_Header") -> GgufFile:
         if name in tensors:
             raise ValueError(f"the tensor {name} is there twice")
         tensors[name] = _tensor(name, shape, kind, content[first + offset :])
-    return GgufFile(path, (path,), values, tensors)
+    return GgufFile(path, (path,), values, tensors, (mapped,))
 
 
 def _tensor(name: str, shape: tuple[int, ...], number: int, content: np.ndarray) -> GgufTensor:

@@ -1,12 +1,11 @@
 """The tensors of a GGUF file, by the names of Hugging Face checkpoints.
 
-Blocks of Q8_0, Q4_0 and Q4_K are integers in groups of 32 inputs: llama.cpp, ggml-common.h and
-ggml-quants.c. The gguf package gives the numbers of all other kinds.
+Kinds of blocks that tiles can hold stay as they are; the gguf package gives the numbers of others.
 
-Dimension key: D inputs, E outputs, N groups of inputs.
+Dimension key: E outputs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,11 @@ import torch
 from torch import Tensor
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weight_format import BLOCK_FORMATS, WeightFormat
+from outdraft.kernels.data.block_weight import BlockRows
 from outdraft.models.quantized.gguf_file import GgufTensor, open_gguf
 from outdraft.models.quantized.gguf_metadata import FREQUENCIES
-from outdraft.models.quantized.stored import GroupedCodes, StoredWeight
+from outdraft.models.quantized.stored import StoredWeight
 
 _MODULES = {
     "token_embd": "model.embed_tokens",
@@ -37,7 +37,6 @@ _MODULES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_GROUP = 32
 _PLAIN = {"F32": "<f4", "F16": "<f2"}
 
 
@@ -84,38 +83,37 @@ def stored_tensor(tensor: GgufTensor, num_heads: int | None) -> StoredWeight:
     """
     kind, shape = tensor.kind, tensor.shape
     order_E = None if num_heads is None else _row_order(shape[0], num_heads)
-    tile, reason = _TILES.get(kind), ""
-    if tile is None:
-        reason = f"there are no tiles for {kind}"
+    tile = _tile(tensor)
     is_plain = kind in _PLAIN or kind == "BF16"
-    if is_plain or len(shape) == 1:
-        tile, reason = None, ""
+    has_reason = tile is None and not is_plain and len(shape) > 1
     return StoredWeight(
         shape=shape,
         label=f"GGUF, {kind}",
-        group_inputs=_GROUP,
+        group_inputs=tensor.raw.shape[1] if tile is None else tile.group_inputs,
         tile=tile,
-        reason=reason,
+        reason=f"there are no tiles for {kind}" if has_reason else "",
         is_plain=is_plain,
-        read=partial(_read, tensor, shape, order_E),
+        read=partial(_read, tensor, order_E),
     )
 
 
-def _row_order(num_rows: int, num_heads: int) -> Tensor:
+def _tile(tensor: GgufTensor) -> WeightFormat | None:
+    """The format that keeps its blocks; None: there is none, or it is no matrix."""
+    is_blocks = len(tensor.shape) > 1 and tensor.kind.lower() in BLOCK_FORMATS
+    return WeightFormat(tensor.kind.lower()) if is_blocks else None
+
+
+def _row_order(num_rows: int, num_heads: int) -> np.ndarray:
     """int64 [E]: the row of the file for each of ours. A head's halves lie beside each other."""
-    rows = torch.arange(num_rows).reshape(num_heads, num_rows // num_heads // 2, 2)
-    return rows.transpose(1, 2).reshape(-1)
+    rows = np.arange(num_rows).reshape(num_heads, num_rows // num_heads // 2, 2)
+    return rows.transpose(0, 2, 1).reshape(-1)
 
 
-def _read(
-    tensor: GgufTensor, shape: tuple[int, ...], order_E: Tensor | None
-) -> GroupedCodes | Tensor:
-    kind = tensor.kind
-    if len(shape) == 2 and kind in _CODES:
-        codes = _CODES[kind](tensor.raw, shape)
-        return codes if order_E is None else codes.part(order_E, slice(0, shape[1]))
-    numbers = _numbers(tensor, kind).reshape(shape)
-    return numbers if order_E is None else numbers[order_E]
+def _read(tensor: GgufTensor, order_E: np.ndarray | None) -> BlockRows | Tensor:
+    if (tile := _tile(tensor)) is not None:
+        return BlockRows(tile, tensor.shape[-1], tensor.raw, order_E)
+    numbers = _numbers(tensor, tensor.kind).reshape(tensor.shape)
+    return numbers if order_E is None else numbers[torch.from_numpy(order_E)]
 
 
 def _numbers(tensor: GgufTensor, kind: str) -> Tensor:
@@ -133,70 +131,3 @@ def _numbers(tensor: GgufTensor, kind: str) -> Tensor:
         return torch.from_numpy(np.array(dequantize(tensor.raw, GGMLQuantizationType[kind])))
     except NotImplementedError as error:
         raise ConfigError(f"GGUF: tensors of kind {kind} are not supported") from error
-
-
-def _blocks(raw: np.ndarray, shape: tuple[int, ...], block_bytes: int) -> np.ndarray:
-    """uint8 [E, blocks of an output, block_bytes]."""
-    return raw.reshape(shape[0], -1, block_bytes)
-
-
-def _float16(blocks: np.ndarray, first: int) -> Tensor:
-    """float32 [E, blocks], of two bytes of each block."""
-    pairs = np.ascontiguousarray(blocks[..., first : first + 2]).view(np.float16)
-    return torch.from_numpy(pairs[..., 0].astype(np.float32))
-
-
-def _q8_0(raw: np.ndarray, shape: tuple[int, ...]) -> GroupedCodes:
-    """A scale, then 32 numbers."""
-    blocks = _blocks(raw, shape, 34)
-    codes = np.ascontiguousarray(blocks[..., 2:]).view(np.int8).reshape(shape)
-    return GroupedCodes(8, _GROUP, torch.from_numpy(codes), _float16(blocks, 0))
-
-
-def _q4_0(raw: np.ndarray, shape: tuple[int, ...]) -> GroupedCodes:
-    """A scale, then 16 bytes: the low halves are the first 16 numbers, 8 being zero."""
-    blocks = _blocks(raw, shape, 18)
-    halves = np.concatenate((blocks[..., 2:] & 15, blocks[..., 2:] >> 4), axis=-1)
-    codes = (halves.astype(np.int8) - 8).reshape(shape)
-    return GroupedCodes(4, _GROUP, torch.from_numpy(codes), _float16(blocks, 0))
-
-
-def _q4_k(raw: np.ndarray, shape: tuple[int, ...]) -> GroupedCodes:
-    """Eight groups of 32: w = d * scale * q - dmin * least, scales and leasts of 6 bits each.
-
-    That is size * (q - 8 + shift); a group whose scale is zero has codes of zero and a shift of -1.
-    """
-    blocks = _blocks(raw, shape, 144)
-    packed = blocks[..., 4:16].reshape(*blocks.shape[:2], 3, 4)
-    low, middle, high = packed[..., 0, :], packed[..., 1, :], packed[..., 2, :]
-    scales = np.concatenate((low & 63, (high & 15) | (low >> 2 & 48)), axis=-1)
-    leasts = np.concatenate((middle & 63, (high >> 4) | (middle >> 2 & 48)), axis=-1)
-    quarters = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 1, 32)
-    fields = (quarters >> np.array([0, 4], np.uint8).reshape(2, 1)) & 15
-    codes_ED = torch.from_numpy((fields.astype(np.int8) - 8).reshape(shape))
-    size_EN, least_EN = (
-        (_float16(blocks, first)[..., None] * torch.from_numpy(parts.astype(np.float32))).flatten(1)
-        for first, parts in ((0, scales), (2, leasts))
-    )
-    is_flat_EN = size_EN == 0
-    shift_EN = torch.where(is_flat_EN, -1.0, 8 - least_EN / size_EN)
-    is_flat_ED = is_flat_EN.repeat_interleave(_GROUP, dim=1)
-    return GroupedCodes(
-        4,
-        _GROUP,
-        codes_ED.masked_fill_(is_flat_ED, 0),
-        torch.where(is_flat_EN, least_EN, size_EN),
-        shift_EN,
-    )
-
-
-_CODES: dict[str, Callable[[np.ndarray, tuple[int, ...]], GroupedCodes]] = {
-    "Q8_0": _q8_0,
-    "Q4_0": _q4_0,
-    "Q4_K": _q4_k,
-}
-_TILES = {
-    "Q8_0": WeightFormat.INT8_G32,
-    "Q4_0": WeightFormat.INT4_G32,
-    "Q4_K": WeightFormat.INT4_G32_ZERO,
-}

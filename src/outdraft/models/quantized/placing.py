@@ -12,8 +12,8 @@ from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.data.block_weight import BlockWeight, fits_tiles
-from outdraft.kernels.data.coded_weight import CodedWeight, joined
+from outdraft.kernels.data.block_weight import fits_tiles
+from outdraft.kernels.data.coded_weight import Codes, joined
 from outdraft.models.layers.linear import Linear
 from outdraft.models.quantized.stored import CUT_GROUP, StoredWeight
 from outdraft.models.slots import Slot
@@ -33,7 +33,7 @@ class Placing:
     tile: WeightFormat | None
     reason: str = ""
 
-    def coded(self) -> CodedWeight | BlockWeight:
+    def coded(self) -> Codes:
         """The weights, one below the other, for a product with a tile."""
         assert self.tile is not None, "a product of numbers"
         parts = [

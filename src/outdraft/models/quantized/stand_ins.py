@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.data.block_weight import BlockWeight
-from outdraft.kernels.data.coded_weight import CodedWeight
+from outdraft.kernels.data.coded_weight import Codes
 from outdraft.kernels.ops import Kernels
 from outdraft.models.layers.linear import Linear
 from outdraft.models.quantized.deferred import DeferredTensor, StoredParameter
@@ -78,7 +77,7 @@ class StandIns:
         parts = [(weight.tile, weight.shape[0]) for one in kept for weight in one.rows_X[0]]
         return len(kept) == len(weights) and common_tile(parts) is not None
 
-    def coded(self, weights: Sequence[Tensor]) -> CodedWeight | BlockWeight | None:
+    def coded(self, weights: Sequence[Tensor]) -> Codes | None:
         """The codes of weights one below the other; None: they are numbers."""
         kept = [stored for weight in weights if (stored := self.stored(weight)) is not None]
         if not kept:
