@@ -138,18 +138,32 @@ void read_block(GgufKind kind, const uint8_t* block, Block* to) {
   }
 }
 
-// Bits [first, first + bits) of the codes of a chunk, into a plane.
-void put_plane(const uint8_t* codes, int64_t first, int64_t bits, char* lane) {
-  const int64_t quads_of_step = 8 / bits;
-  const uint32_t mask = 0x01010101u * ((1u << bits) - 1);
-  for (int64_t step = 0; step < bits; ++step, lane += kPlaneStep, codes += 4 * quads_of_step) {
+// Bits [first, first + kBits) of the codes of a chunk, into a plane.
+template <int kBits>
+void put_plane(const uint8_t* codes, int64_t first, char* lane) {
+  constexpr int kQuads = 8 / kBits;  // of a step
+  constexpr uint32_t kMask = 0x01010101u * ((1u << kBits) - 1);
+  for (int step = 0; step < kBits; ++step, lane += kPlaneStep, codes += 4 * kQuads) {
     uint32_t word = 0;
-    for (int64_t q = 0; q < quads_of_step; ++q) {
+    for (int q = 0; q < kQuads; ++q) {
       uint32_t quad;
       std::memcpy(&quad, codes + 4 * q, 4);
-      word |= (quad >> first & mask) << bits * q;
+      word |= (quad >> first & kMask) << kBits * q;
     }
     std::memcpy(lane, &word, 4);
+  }
+}
+
+void put_plane(const uint8_t* codes, int64_t first, int64_t bits, char* lane) {
+  switch (bits) {
+    case 1:
+      return put_plane<1>(codes, first, lane);
+    case 2:
+      return put_plane<2>(codes, first, lane);
+    case 4:
+      return put_plane<4>(codes, first, lane);
+    default:
+      return put_plane<8>(codes, first, lane);
   }
 }
 

@@ -27,6 +27,10 @@ constexpr int32_t kInt4Zero = 8;  // the code of zero
 // How weights lie in a tile, see linear.cpp.
 enum class Format : int64_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3, kGguf = 4 };
 
+// What a scale or a shift is.
+enum class ScaleKind : int64_t { kBfloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
+constexpr int64_t size_of(ScaleKind kind) { return kind == ScaleKind::kFloat32 ? 4 : 2; }
+
 struct GgufPart;  // gguf_tiles.h
 
 // Weights of one product; made by `linear_pack`, freed by `linear_free` (linear_pack.cpp).
@@ -38,7 +42,7 @@ struct LinearWeights {
   char* tiles;
   char* scales;         // [tile][group][kTile], or null
   char* shifts;         // the same of weights with a zero point
-  int64_t scale_bytes;  // of a scale or shift: 2, bfloat16, or 4, float32
+  ScaleKind scale_kind;  // of scales and shifts
   float* bias;          // [E], or null
   bool is_symmetric;    // no int8 code is -128
   int64_t num_bytes;    // of the mapping that holds all

@@ -154,9 +154,9 @@ class Groups {
 struct TileNumbers {
   Floats vectors[kTile / kWidth] = {};
 
-  TileNumbers(const char* at, int64_t number_bytes) {
+  TileNumbers(const char* at, ScaleKind kind) {
     for (int v = 0; at != nullptr && v < kTile / kWidth; ++v) {
-      vectors[v] = scale_numbers(at, number_bytes, v);
+      vectors[v] = scale_numbers(at, kind, v);
     }
   }
 };
@@ -165,10 +165,10 @@ struct TileNumbers {
 template <bool kTurnsOutputs>
 void add_scaled(const LinearWeights& weights, const Inputs& x, int64_t tile, int64_t number,
                 const Group& group) {
-  const int64_t at = (tile * weights.num_groups + number) * kTile * weights.scale_bytes;
+  const int64_t at = (tile * weights.num_groups + number) * kTile * size_of(weights.scale_kind);
   const bool has_shifts = weights.shifts != nullptr;
-  const TileNumbers scales(weights.scales + at, weights.scale_bytes);
-  const TileNumbers shifts(has_shifts ? weights.shifts + at : nullptr, weights.scale_bytes);
+  const TileNumbers scales(weights.scales + at, weights.scale_kind);
+  const TileNumbers shifts(has_shifts ? weights.shifts + at : nullptr, weights.scale_kind);
   const float* x_sums = x.sums + number * x.group_stride + group.first_row;
   for (int64_t r = 0; r < group.num_rows; ++r) {
     Floats sums[kTile / kWidth];

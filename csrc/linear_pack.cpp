@@ -80,10 +80,12 @@ void put_code(Format format, char* tile, int64_t lane, int64_t input, int32_t co
 }
 
 void put_scale(const LinearWeights& weights, char* scales, int64_t at, float number) {
-  const uint16_t rounded = to_bf16(number);
+  const int64_t size = size_of(weights.scale_kind);
+  uint16_t rounded = to_bf16(number);
+  if (weights.scale_kind == ScaleKind::kFloat16) rounded = to_half(number);
   const void* from = &number;
-  if (weights.scale_bytes == 2) from = &rounded;
-  std::memcpy(scales + at * weights.scale_bytes, from, weights.scale_bytes);
+  if (size == 2) from = &rounded;
+  std::memcpy(scales + at * size, from, size);
 }
 
 void quantize_output(const LinearWeights& weights, const Source& source, int64_t output) {
@@ -204,7 +206,7 @@ struct Layout {
   Format format;
   int64_t group_inputs;  // 0: all
   bool has_zero;
-  int64_t scale_bytes;
+  ScaleKind scale_kind;
 };
 
 // Tiles of zeros, and a bias [E] or null; null: no memory.
@@ -218,7 +220,7 @@ LinearWeights* make_weights(Layout layout, int64_t num_outputs, int64_t num_inpu
   const int64_t tile_bytes = kTile * 4 * ((num_inputs + step_inputs - 1) / step_inputs);
   const int64_t tiles_bytes = num_tiles * tile_bytes;
   const int64_t scales_bytes =
-      is_quantised ? num_tiles * num_groups * kTile * layout.scale_bytes : 0;
+      is_quantised ? num_tiles * num_groups * kTile * size_of(layout.scale_kind) : 0;
   const int64_t shifts_bytes = layout.has_zero ? scales_bytes : 0;
   const int64_t bias_bytes = bias == nullptr ? 0 : (num_outputs + 1) / 2 * 8;
   const int64_t num_bytes =
@@ -237,7 +239,7 @@ LinearWeights* make_weights(Layout layout, int64_t num_outputs, int64_t num_inpu
               memory,
               is_quantised ? scales : nullptr,
               layout.has_zero ? shifts : nullptr,
-              layout.scale_bytes,
+              layout.scale_kind,
               bias == nullptr ? nullptr : reinterpret_cast<float*>(behind),
               true,
               num_bytes,
@@ -281,7 +283,7 @@ OUTDRAFT_EXPORT LinearWeights* linear_pack(outdraft::Team* team, int64_t format,
                                            int64_t num_outputs, int64_t num_inputs,
                                            const float* bias) {
   using namespace outdraft;
-  LinearWeights* weights = make_weights({Format{format}, group_inputs, has_zero != 0, 2},
+  LinearWeights* weights = make_weights({Format{format}, group_inputs, has_zero != 0, ScaleKind::kBfloat16},
                                         num_outputs, num_inputs, bias);
   if (weights == nullptr) return nullptr;
   run(team, Packing<Source>{*weights, {rows, Dtype{dtype}}});
@@ -289,15 +291,15 @@ OUTDRAFT_EXPORT LinearWeights* linear_pack(outdraft::Team* team, int64_t format,
 }
 
 // The same of weights scale * (code + shift), codes int8 [E, D], scales and shifts float32
-// [E, groups], kept as bfloat16 if `scale_bytes` is 2; shifts are null for codes without them.
+// [E, groups], kept as `scale_kind`, which holds them; shifts are null for codes without them.
 OUTDRAFT_EXPORT LinearWeights* linear_pack_codes(outdraft::Team* team, int64_t format,
-                                                 int64_t group_inputs, int64_t scale_bytes,
+                                                 int64_t group_inputs, int64_t scale_kind,
                                                  const int8_t* codes, const float* scales,
                                                  const float* shifts, int64_t num_outputs,
                                                  int64_t num_inputs, const float* bias) {
   using namespace outdraft;
   LinearWeights* weights =
-      make_weights({Format{format}, group_inputs, shifts != nullptr, scale_bytes}, num_outputs,
+      make_weights({Format{format}, group_inputs, shifts != nullptr, ScaleKind{scale_kind}}, num_outputs,
                    num_inputs, bias);
   if (weights == nullptr) return nullptr;
   weights->is_symmetric = *std::min_element(codes, codes + num_outputs * num_inputs) > -128;
@@ -321,5 +323,5 @@ OUTDRAFT_EXPORT int64_t linear_bytes(const LinearWeights* weights) {
   const int64_t num_tiles = (weights->num_outputs + outdraft::kTile - 1) / outdraft::kTile;
   const int64_t num_scales = num_tiles * weights->num_groups * outdraft::kTile;
   const int64_t kinds = (weights->scales != nullptr) + (weights->shifts != nullptr);
-  return num_tiles * weights->tile_bytes + kinds * num_scales * weights->scale_bytes;
+  return num_tiles * weights->tile_bytes + kinds * num_scales * size_of(weights->scale_kind);
 }

@@ -190,7 +190,7 @@ struct Strip {
   const typename Kernel::Number* x;
   int64_t x_stride;
   const char *scales, *shifts;  // of the first group
-  int64_t scale_bytes;          // of one
+  ScaleKind scale_kind;
   int64_t next_scales;          // bytes from those of a group of inputs to those of the next
   const float *x_sums, *x_steps;  // of each row's group: see Inputs
   int64_t x_group_stride;
@@ -249,8 +249,8 @@ void multiply_strip(const Strip<Kernel>& strip) {
     // Read once for all rows: for all that the compiler knows, what is stored changes them.
     Floats factors[kVectors] = {}, offsets[kVectors] = {};
     for (int v = 0; Kernel::kIsQuantised && v < kVectors; ++v) {
-      factors[v] = scale_numbers(scales, strip.scale_bytes, v);
-      if (shifts != nullptr) offsets[v] = scale_numbers(shifts, strip.scale_bytes, v);
+      factors[v] = scale_numbers(scales, strip.scale_kind, v);
+      if (shifts != nullptr) offsets[v] = scale_numbers(shifts, strip.scale_kind, v);
     }
     for (int r = 0; r < R; ++r) {
       for (int v = 0; v < kVectors; ++v) {
@@ -299,12 +299,13 @@ void multiply_tile(const LinearWeights& weights, const Inputs& x, int64_t num_ro
   const int64_t num_steps = (weights.num_inputs + Kernel::kInputs - 1) / Kernel::kInputs;
   const int64_t piece_steps = steps_of_piece<Kernel>(num_calls, num_steps);
   const int64_t steps_ahead = piece_steps + (piece_steps < num_steps ? kPieceAhead : 0);
-  const int64_t scale = tile * weights.num_groups * kTile, scale_bytes = weights.scale_bytes;
+  const int64_t scale = tile * weights.num_groups * kTile;
+  const int64_t scale_bytes = size_of(weights.scale_kind);
   Strip<Kernel> all;
   all.next_ahead = (kStepBytes + num_fetching - 1) / num_fetching;
   all.x_stride = x.stride;
   all.x_group_stride = x.group_stride;
-  all.scale_bytes = scale_bytes;
+  all.scale_kind = weights.scale_kind;
   all.next_scales = weights.num_groups > 1 ? kTile * scale_bytes : 0;
   if (kAddsToSums<Kernel> && !is_alone) std::memset(sums, 0, sizeof(float) * num_rows * kTile);
   for (int64_t step = 0; step < num_steps; step += piece_steps) {

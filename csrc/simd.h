@@ -214,6 +214,18 @@ inline Floats halves(const void* from) {
 #endif
 }
 
+// The half-precision number that is `x`, exactly; others become one of its neighbours.
+inline uint16_t to_half(float x) {
+#if defined(__F16C__)
+  return static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+  const __fp16 half = static_cast<__fp16>(x);
+  uint16_t bits;
+  std::memcpy(&bits, &half, 2);
+  return bits;
+#endif
+}
+
 inline Floats widen(Halves bf16) { return (Floats)(widened(bf16) << 16); }
 inline float widen(uint16_t bf16) {
   const uint32_t bits = uint32_t{bf16} << 16;

@@ -87,8 +87,9 @@ struct Int4Words {
 };
 
 // Scales or shifts of a vector of outputs.
-OUTDRAFT_INLINE Floats scale_numbers(const char* at, int64_t scale_bytes, int v) {
-  if (scale_bytes == 4) return load<Floats>(at + v * kWidth * 4);
+OUTDRAFT_INLINE Floats scale_numbers(const char* at, ScaleKind kind, int v) {
+  if (kind == ScaleKind::kFloat32) return load<Floats>(at + v * kWidth * 4);
+  if (kind == ScaleKind::kFloat16) return halves(at + v * kWidth * 2);
   return numbers(reinterpret_cast<const uint16_t*>(at) + v * kWidth);
 }
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 
 from outdraft.config.engine import EngineConfig
 from outdraft.engine.checkpoint_report import report
@@ -13,6 +14,8 @@ from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import llama, randomised, save
 from tests.models.families import randomised_family
 from tests.models.quantized.families import EXPERTS, save_family
+from tests.models.quantized.gguf_files import SIZES as GGUF_SIZES
+from tests.models.quantized.gguf_files import write_gguf
 from tests.models.quantized.writers import (
     SIZES,
     Format,
@@ -33,6 +36,9 @@ CASES: dict[str, tuple[Format, str]] = {
 }
 
 
+LOST = {"gptq": "nothing", "compressed": "nothing", "fp8": "14 weights"}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_report_counts_the_bytes_that_the_loaded_model_has(name: str, tmp_path: Path):
     stored_as, row = CASES[name]
@@ -42,6 +48,7 @@ def test_the_report_counts_the_bytes_that_the_loaded_model_has(name: str, tmp_pa
 
     assert rows["architecture"] == "LlamaForCausalLM"
     assert rows["down_proj"].startswith(row)
+    assert rows["not kept as stored"] == LOST[name]
     linear = sum(layer.down_proj.packed_bytes for layer in model.decoder.layers)
     assert rows["down_proj"].endswith(f": {linear / 2**20:.2f} MiB")
     norms = sum(p.nbytes for p in model.parameters() if p.dim() == 1)
@@ -52,7 +59,27 @@ def test_a_plain_checkpoint_is_reported_as_it_will_be_packed(tmp_path: Path):
     save(randomised(llama(**SIZES)).bfloat16(), tmp_path)
     rows = report(EngineConfig(model=str(tmp_path), dtype="float32", device="cpu"))
     assert rows["quantisation"] == "none"
-    assert rows["gate_up_proj"] == "2 x bfloat16: 0.25 MiB"
+    assert rows["gate_up_proj"] == "4 x bfloat16: 0.25 MiB"
+    assert rows["not kept as stored"] == "nothing"
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_file_of_blocks_is_kept_as_it_is_stored(is_tied: bool, tmp_path: Path):
+    theirs = randomised(llama(**GGUF_SIZES, tie_word_embeddings=is_tied))
+    kinds = {"attn_v": Kind.Q6_K, "token_embd": Kind.Q5_0}
+    path = write_gguf(
+        theirs,
+        tmp_path / "model.gguf",
+        lambda name: next((kinds[one] for one in kinds if one in name), Kind.Q4_K),
+    )
+    rows = report(EngineConfig(model=str(path), dtype="float32", device="cpu"))
+    model = load_model(path, torch.float32, "cpu", cpu_kernels())
+
+    assert rows["not kept as stored"] == "nothing"
+    assert rows["qkv_proj"].startswith("4 x q4_k, codes and scales as stored (GGUF, Q4_K)")
+    assert ("embedding" in rows) != is_tied
+    norms = sum(p.nbytes for p in model.parameters() if p.dim() == 1)
+    assert rows["all weights"].startswith(f"{(model.memory_bytes - norms) / 2**20:.2f} MiB")
 
 
 LIBRARYS: dict[str, tuple[str, Format | None, tuple[str, ...]]] = {

@@ -344,9 +344,10 @@ def test_unit_rows_read_the_numbers_of_the_codes(linear, format, scale_dtype):
     torch.testing.assert_close(got_DE.T, weight.numbers(), rtol=tolerance, atol=32 * tolerance)
 
 
-def test_scales_that_bfloat16_holds_take_two_bytes_and_others_four(linear):
+def test_scales_that_a_dtype_of_two_bytes_holds_take_two_bytes_and_others_four(linear):
+    dtypes = torch.bfloat16, torch.float16, torch.float32
     kinds = [
         linear.pack_codes(random_codes(WeightFormat.INT4_ZERO, 64, 512, dtype), None, torch.float32)
-        for dtype in (torch.bfloat16, torch.float16)
+        for dtype in dtypes
     ]
-    assert [kind.nbytes for kind in kinds] == [64 * (256 + 2 * 4 * size) for size in (2, 4)]
+    assert [kind.nbytes for kind in kinds] == [64 * (256 + 2 * 4 * size) for size in (2, 2, 4)]

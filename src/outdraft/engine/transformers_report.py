@@ -33,11 +33,13 @@ def kept_weights(path: Path, dtype: torch.dtype, *, has_tiles: bool) -> Iterator
                 continue
             product = key if key != "weight" else name.rpartition(".")[2]
             kept, num_bytes = f"{dtype_name(dtype)}, {_OUTSIDE}", weight.nbytes
+            stays = False
             if isinstance(weight, DeferredTensor):
                 stays = has_tiles and loader.keeps_codes(part, key, weight.stored)
-                is_product = isinstance(part, nn.Linear | nn.Embedding) or weight.stored.is_stack
-                if is_product:
+                if isinstance(part, nn.Linear) or weight.stored.is_stack or stays:
                     kept, num_bytes = _kept(weight.stored, dtype, has_tiles, stays)
+            if isinstance(part, nn.Embedding) and not stays:
+                kept = dtype_name(dtype)
             yield product, kept, num_bytes
 
 

@@ -123,8 +123,11 @@ class BlockWeight:
 
 
 def fits_tiles(sizes: Sequence[tuple[WeightFormat, int]]) -> bool:
-    """Whether parts of these formats and numbers of outputs can lie one below the other: no tile has
-    outputs of two formats."""
+    """Whether no tile has outputs of two formats, if these lie one below the other.
+
+    Args:
+        sizes: format and number of outputs of each part.
+    """
     return len({kind for kind, _ in sizes}) == 1 or all(
         num_outputs % TILE_OUTPUTS == 0 for _, num_outputs in sizes[:-1]
     )

@@ -20,6 +20,7 @@ from outdraft.kernels.rank_products import PaddedProduct, SummedProduct
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # Dtype of csrc/linear.h
 _FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}  # Format of csrc/linear.h
+_SCALES = torch.bfloat16, torch.float16, torch.float32  # ScaleKind of csrc/linear.h
 _SHORT_BYTES = 1 << 20  # of weights; for a product of so few Python keeps its lock
 
 
@@ -88,20 +89,23 @@ class NativeLinear:
     ) -> "NativeProduct":
         """As `ops.PackCodes`, for float32 and bfloat16 on the CPU.
 
-        Scales and shifts of a CodedWeight are kept as bfloat16 if that holds all of them, else as
-        float32.
+        Scales and shifts of a CodedWeight are kept in the first dtype of _SCALES that holds all.
         """
         if isinstance(weight, BlockWeight):
             return self._pack_blocks(weight, bias_E, dtype)
         bias_E, codes_ED = _float32(bias_E), weight.codes_ED.contiguous()
         numbers = [_float32(weight.scales_EN), _float32(weight.shifts_EN)]
-        fits = all(one is None or torch.equal(one.bfloat16().float(), one) for one in numbers)
+        scale_kind = next(
+            kind
+            for kind, dtype in enumerate(_SCALES)
+            if all(one is None or torch.equal(one.to(dtype).float(), one) for one in numbers)
+        )
         num_outputs, num_inputs = codes_ED.shape
         handle = self.pack_coded(
             self.team.address,
             _format(weight.format),
             weight.format.group_inputs,
-            2 if fits else 4,
+            scale_kind,
             codes_ED.data_ptr(),
             *map(_address, numbers),
             num_outputs,

@@ -51,7 +51,7 @@ def integer_weight(tensors: StoredTensors, module: str, scheme: WeightScheme) ->
         group_inputs=group_inputs,
         tile=tile,
         reason="" if tile else str(found),
-        scale_bytes=2 if tensors.dtype(scales_name) == "BF16" else 4,
+        scale_bytes=2 if tensors.dtype(scales_name) in ("BF16", "F16") else 4,
         read=partial(_read, fields_of, scales_of, scheme.bits, group_inputs, order_D, has_zero),
     )
 

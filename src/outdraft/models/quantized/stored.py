@@ -81,7 +81,7 @@ class StoredWeight:
         group_inputs: inputs that share a scale, for codes.
         tile: the format that keeps its codes and scales as they are; None: there is none.
         reason: why there is none.
-        scale_bytes: of a scale of the tile: 2, bfloat16, or 4, float32.
+        scale_bytes: of a scale of the tile: 2, bfloat16 or float16, or 4, float32.
         is_plain: it is not quantised.
         read: its codes; or the numbers of what is no codes in groups, of float32 or of the dtype in
             which a plain weight is stored.
