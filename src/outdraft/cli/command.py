@@ -1,5 +1,6 @@
 """What commands share: flags, how they show them, what they say about one they do not know."""
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,8 +29,19 @@ Model = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Show what takes how much memory, too.")
+    bool,
+    typer.Option(
+        "--verbose",
+        "-v",
+        help="Show what the start does, its seconds, and what takes how much memory.",
+    ),
 ]
+
+
+def show_log() -> None:
+    """Write what the engine logs of its start to stderr, a line each."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("outdraft").setLevel(logging.INFO)
 
 
 def held_out(count: int) -> list[HeldOutPrompt]:

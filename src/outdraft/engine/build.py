@@ -28,6 +28,7 @@ from outdraft.engine.loading import LoadedModels, load_models
 from outdraft.engine.memory import MemoryPlan
 from outdraft.engine.memory_plan import drafter_of, longest_text, plan_memory
 from outdraft.engine.ready_graphs import make_graphs
+from outdraft.engine.stages import stage
 from outdraft.kernels.choose import has_graphs
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.block_pool import BlockPool
@@ -62,7 +63,9 @@ def build_engine(
     if processes is not None:
         memory = processes.plan_together(config, lambda: plan_memory(config, models))
         processes.build(memory.num_blocks)
-    memory = memory or plan_memory(config, models)
+    if memory is None:
+        with stage("planned the memory"):
+            memory = plan_memory(config, models)
     own = build_runner(config, models, memory)
     runner = own if processes is None else processes.runner(own, config, models)
     if has_graphs(models.kernels) and models.ranks.target.size == 1:
@@ -132,18 +135,19 @@ def warm_up(engine: Engine) -> None:
     num_together = min(engine.runner.num_draft_groups, engine.scheduler.config.max_num_seqs)
     size = min(WARM_UP_TOKENS, engine.inputs.max_model_len - 1)
     prompt = [token_id % engine.inputs.vocab_size for token_id in range(size)]
-    for temperature in (0.0, 1.0):
-        params = SamplingParams(
-            temperature=temperature, max_tokens=None, ignore_eos=True, detokenize=False
-        )
-        # Requests that begin together go to different groups.
-        names = [f"warm-up {group}" for group in range(num_together)]
-        for name in names:
-            engine.add_request(name, prompt, params)
-        for _ in range(WARM_UP_STEPS):
-            engine.step()
-        for name in names:
-            engine.abort(name)
+    with stage("warmed up"):
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(
+                temperature=temperature, max_tokens=None, ignore_eos=True, detokenize=False
+            )
+            # Requests that begin together go to different groups.
+            names = [f"warm-up {group}" for group in range(num_together)]
+            for name in names:
+                engine.add_request(name, prompt, params)
+            for _ in range(WARM_UP_STEPS):
+                engine.step()
+            for name in names:
+                engine.abort(name)
     engine.drafting.control = control
 
 

@@ -19,6 +19,7 @@ from outdraft.distributed.group import ONE_RANK, Ranks
 from outdraft.engine.drafters import LoadedDrafter, load_drafter
 from outdraft.engine.generation_config import default_sampling
 from outdraft.engine.self_speculation import load_self
+from outdraft.engine.stages import stage
 from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.kernels.choose import AUTO, automatic_dtype, check_option, choose_kernels, has_library
 from outdraft.kernels.ops import Kernels
@@ -86,7 +87,7 @@ def load_models(
     has_graphs = not config.enforce_eager
     kernels = choose_kernels(config.kernels, device, dtype, has_graphs=has_graphs)
     kept = WeightFormat(config.quantization) if config.quantization else None
-    with _naming(path):
+    with _naming(path), stage(f"loaded the weights of {path}"):
         target = load_language_model(
             path,
             dtype,
@@ -98,8 +99,13 @@ def load_models(
             group=ranks.target,
             has_random_weights=config.load_format == "dummy",
         )
-    drafter = _load_network(config, path, target, ranks)
-    tokenizer = load_tokenizer(tokenizer_path(config, path))
+    if config.speculation.network is None:
+        drafter = None
+    else:
+        with stage("loaded what drafts"):
+            drafter = _load_network(config, path, target, ranks)
+    with stage("loaded the tokenizer"):
+        tokenizer = load_tokenizer(tokenizer_path(config, path))
     if config.tokenizer and tokenizer is None:
         raise ConfigError(f"tokenizer {config.tokenizer!r} holds no tokenizer.json")
     return LoadedModels(config, target, drafter, tokenizer, path, device, kernels, ranks)
