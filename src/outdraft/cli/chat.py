@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from outdraft.cli.command import Verbose, show_log
+from outdraft.cli.command import Verbose, shown_log
 from outdraft.cli.options import (
     EngineOptions,
     SamplingOptions,
@@ -33,8 +33,6 @@ def chat(
     sampling_params(sampling)  # what is wrong is told before the model is loaded
     config = engine_config(model, engine)
     use_physical_cores(os.environ)
-    if verbose:
-        show_log()
     from outdraft.cli.streaming import stream, summary
     from outdraft.engine.chat import ChatTemplate
     from outdraft.engine.llm import LLM
@@ -45,7 +43,8 @@ def chat(
     template = ChatTemplate.from_directory(tokenizer_path(config, path))
     if template is None:
         raise ConfigError(f"{model} brings no chat template: use `outdraft generate`")
-    llm = LLM.from_config(config)
+    with shown_log(verbose):
+        llm = LLM.from_config(config)
     params = sampling_params(sampling, llm.get_default_sampling_params())
     tokenizer = llm.models.tokenizer
     if tokenizer is None:

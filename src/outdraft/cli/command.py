@@ -2,7 +2,8 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,10 +39,19 @@ Verbose = Annotated[
 ]
 
 
-def show_log() -> None:
-    """Write what the engine logs of its start to stderr, a line each."""
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("outdraft").setLevel(logging.INFO)
+@contextmanager
+def shown_log(is_wanted: bool) -> Generator[None]:
+    """Meanwhile, if that is wanted, write what the engine logs to stderr, a line each."""
+    logger, handler = logging.getLogger("outdraft"), logging.StreamHandler()
+    level = logger.level
+    if is_wanted:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def held_out(count: int) -> list[HeldOutPrompt]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from outdraft.cli.command import Model, Verbose, show_log
+from outdraft.cli.command import Model, Verbose, shown_log
 from outdraft.cli.options import (
     EngineOptions,
     SamplingOptions,
@@ -36,12 +36,11 @@ def generate(
     config = engine_config(model, engine)
     text = prompt if prompt is not None else _stdin()
     use_physical_cores(os.environ)
-    if verbose:
-        show_log()
     from outdraft.cli.streaming import stream, summary
     from outdraft.engine.llm import LLM
 
-    llm = LLM.from_config(config)
+    with shown_log(verbose):
+        llm = LLM.from_config(config)
     params = sampling_params(sampling, llm.get_default_sampling_params())
     llm.engine.check_request(text, params)
     started_s = time.perf_counter()

@@ -98,8 +98,8 @@ def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
     """Memory that is zero and that nobody has touched.
 
     On a CPU in huge pages where the system has them: attention reads rows that lie far apart. But
-    the first blocks of each layer's keys and values are in small ones: two huge pages for each layer
-    are too much for a server that has hardly any text.
+    the first blocks of each layer's keys and values are in small ones: two huge pages for each
+    layer are too much for a server that has hardly any text.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or num_bytes == 0 or not hasattr(mmap, "MADV_HUGEPAGE"):
