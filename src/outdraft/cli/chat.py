@@ -1,6 +1,7 @@
 """`outdraft chat`: a conversation in the terminal."""
 
 import os
+import sys
 import time
 from typing import Annotated
 
@@ -63,19 +64,22 @@ def chat(
 
         try:
             output = stream(llm.engine, str(len(messages)), ids, params, show)
-            typer.echo(f"\n({summary(output, started_s)})", err=True)
+            typer.echo()
+            typer.echo(f"({summary(output, started_s)})", err=True)
         except KeyboardInterrupt:
             typer.echo()
         messages.append({"role": "assistant", "content": "".join(pieces)})
 
 
 def _ask() -> str | None:
-    """What the user says next; None at the end of the input."""
+    """What the user says next; None at the end of the input. A pipe gets answers alone."""
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     while True:
         try:
-            line = input("> ").strip()
+            line = input("> " if is_terminal else "").strip()
         except (EOFError, KeyboardInterrupt):
-            typer.echo()
+            if is_terminal:
+                typer.echo()
             return None
         if line:
             return line
