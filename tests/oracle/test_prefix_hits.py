@@ -10,6 +10,8 @@ from functools import cache
 import numpy as np
 import pytest
 
+from outdraft import assets
+from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
 from outdraft.kv.prefix_cache import extend_hashes
 from tests.oracle.engines import engine, greedy, ids, prompts_of, run, with_kernels
@@ -94,3 +96,39 @@ def test_all_of_a_text_that_was_read_stays_known(method: str):
     for prompt, answer in zip(prompts, ids(run(llm, prompts, greedy(13))), strict=True):
         text = [*prompt, *answer]
         assert known_blocks(llm, text) == (len(text) - 1) // BLOCK_SIZE
+
+
+@pytest.mark.skipif("eagle3" not in assets.available_heads(), reason="no embedded EAGLE-3 head")
+@pytest.mark.parametrize("adds", ["", "    # and more\n"])
+def test_acceptance_is_the_same_behind_a_prefix_that_a_request_without_drafts_has_cached(adds):
+    text = assets.prompts()[0].text
+    plain = SamplingParams(temperature=0, max_tokens=4, speculation={"enabled": False})
+    drafting = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    counts = list[tuple[str, int, int]]()
+    for is_cached in (False, True):
+        llm = with_embedded_head("eagle3")
+        if is_cached:
+            llm.generate(text, plain, use_tqdm=False)
+        [output] = llm.generate(text + adds, drafting, use_tqdm=False)
+        assert (output.num_cached_tokens > 0) == is_cached
+        drafts = output.metrics.speculative_decoding
+        counts.append(
+            (output.outputs[0].text, drafts.num_draft_tokens, drafts.num_accepted_draft_tokens)
+        )
+    assert counts[0] == counts[1]
+
+
+def with_embedded_head(method: str) -> LLM:
+    speculative = {
+        "method": method,
+        "model": str(assets.head_path(method)),
+        "num_speculative_tokens": 4,
+        "control": "fixed",
+    }
+    return LLM(
+        str(assets.target_path()),
+        speculative_config=speculative,
+        dtype="float32",
+        device="cpu",
+        num_blocks=64,
+    )

@@ -36,7 +36,7 @@ def everybody(_: Request) -> bool:
 def run_followed(sched: Scheduler, steps: int) -> list[ScheduledStep]:
     made = []
     for _ in range(steps):
-        step = sched.schedule({}, everybody)
+        step = sched.schedule({}, everybody, everybody)
         sched.commit(step, plain_results(step))
         sched.check_invariants()
         made.append(step)
@@ -84,12 +84,12 @@ def test_a_prompt_that_is_not_read_leaves_the_states_of_its_end():
     sched = eagle()
     one = request("a", [1] * 20, 6)
     sched.add(one)
-    step = sched.schedule({}, everybody, reads_prompts=False)
+    step = sched.schedule({}, everybody)
     sched.commit(step, plain_results(step))
     assert step.plan.keeps_states
     assert step.works[0].num_drafter_reads == 0
     assert (one.num_states, one.num_drafter_computed) == (WINDOW, 0)
-    (work,) = sched.schedule({"a": eagle_drafts(1)}, everybody, reads_prompts=False).works
+    (work,) = sched.schedule({"a": eagle_drafts(1)}, everybody).works
     assert (work.gap.num_tokens, one.num_drafter_computed) == (20 - WINDOW, 20 - WINDOW)
 
 
@@ -174,7 +174,7 @@ def test_a_filled_block_is_of_use_before_the_token_that_it_was_read_with(token, 
     run_followed(sched, 1)
     second = request("b", [*[1] * 8, token, *[2] * 5], 9)
     sched.add(second)
-    sched.schedule({}, everybody)
+    sched.schedule({}, everybody, everybody)
     assert (second.num_cached, second.num_drafter_computed) == (8, 8)
     assert second.num_drafter_computed - second.drafter_gap.num_tokens == filled
 
@@ -187,7 +187,30 @@ def test_blocks_behind_a_gap_serve_other_texts_where_their_slots_are_those_of_th
     run_followed(sched, 1)
     third = request("c", [1] * 22, 9)
     sched.add(third)
-    sched.schedule({}, everybody)
+    sched.schedule({}, everybody, everybody)
     ids = sched.table(third).ids
     assert third.num_cached == 20
     assert third.drafter_gap == DrafterGap(8, tuple(ids[2:5]), 5)
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_prompts_of_requests_that_never_draft_are_read_for_others_that_find_their_blocks(caches):
+    sched = eagle(block_size=4, max_num_batched_tokens=6, caching=caches)
+    sched.add(request("a", [1] * 17, 1))
+    while sched.has_work:
+        step = sched.schedule({}, lambda _: False, everybody)
+        assert step.plan.keeps_states == caches
+        sched.commit(step, plain_results(step))
+    second = request("b", [1] * 17, 9)
+    sched.add(second)
+    sched.schedule({}, everybody, everybody)
+    assert second.num_cached == (16 if caches else 0)
+    assert second.drafter_gap == NO_GAP
+
+
+def test_prompts_that_are_too_long_for_the_network_are_not_read():
+    sched = eagle(block_size=4)
+    sched.add(request("a", [1] * 17, 1))
+    step = sched.schedule({}, lambda _: False, lambda _: False)
+    assert not step.plan.keeps_states
+    assert [work.num_drafter_reads for work in step.works] == [0]

@@ -208,11 +208,14 @@ class Simulation:
             self.requests.append(one)
             self.sched.add(one)
 
+    def _chosen(self, _: Request) -> bool:
+        return self.rng.random() < self.world.followed
+
     def _step(self) -> None:
         choices = self._choices()
         before = list(self.sched.running)
         owners = [(one.owner, one.num_preemptions) for one in before]
-        step = self.sched.schedule(choices, lambda one: self.rng.random() < self.world.followed)
+        step = self.sched.schedule(choices, self._chosen, self._chosen)
         self._check_plan(step, choices)
         self._check_order(before)
         self._check_owners(before, owners)

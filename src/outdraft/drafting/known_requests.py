@@ -91,10 +91,14 @@ class KnownRequests:
 
     def network_may_draft(self, request: Request) -> bool:
         """Whether the network may draft for it now or later."""
-        assert self._drafter is not None
-        if not self.may_draft(request) or request.num_tokens >= self._drafter.max_len:
+        if not self.may_draft(request) or not self.network_can_read(request):
             return False
         return self._known(request).network
+
+    def network_can_read(self, request: Request) -> bool:
+        """Whether its text is not too long for the network."""
+        assert self._drafter is not None
+        return request.num_tokens < self._drafter.max_len
 
     def fits(self, request: Request, num_drafts: int) -> bool:
         """Whether the network may draft so much for it now."""

@@ -240,6 +240,10 @@ class DraftPolicy:
         """Whether it should for this one, if it should for any."""
         return self._known.network_may_draft(request)
 
+    def may_read(self, request: Request) -> bool:
+        """Whether the network can read this one's prompt, whether or not it may draft for it."""
+        return self._known.network_can_read(request)
+
     def observe(self, booked: Booked, stats: StepStats) -> tuple[Alarm, ...]:
         """Learn from the step that `choose` was asked about, before its requests are finished.
 

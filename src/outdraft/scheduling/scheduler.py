@@ -146,8 +146,7 @@ class Scheduler:
         self,
         choices: Mapping[str, DraftChoice],
         follows: Callable[[Request], bool] | None = None,
-        *,
-        reads_prompts: bool = True,
+        reads: Callable[[Request], bool] | None = None,
     ) -> ScheduledStep:
         """The next step: running requests first, then drafts, then as many waiting ones as fit.
 
@@ -156,7 +155,8 @@ class Scheduler:
 
         `follows`: whether a drafter that reads states should be able to draft for a request in one
         of the next steps; None: for nobody. If so for any, the states of the step are kept.
-        `reads_prompts`: it reads these requests' prompts as they pass by.
+        `reads`: whether it may read a request's prompt as it passes by; None: nobody's. With a
+        prefix cache it does for requests that never draft, too: others that find their blocks may.
 
         A waiting request is passed over while another one computes its next block. It takes that
         block from the prefix cache later. Others may start before it, but one slot is kept free
@@ -190,7 +190,7 @@ class Scheduler:
             requests.append(request)
             admissions.append(request.admission())
             budget -= work.num_rows
-        keeps_states = self._follow(requests, works, choices, follows, reads_prompts)
+        keeps_states = self._follow(requests, works, choices, follows, reads)
         plan = StepPlan(tuple(works), keeps_states, tuple(admissions))
         return ScheduledStep(plan, tuple(requests))
 
@@ -282,20 +282,22 @@ class Scheduler:
         works: list[Work],
         choices: Mapping[str, DraftChoice],
         follows: Callable[[Request], bool] | None,
-        reads_prompts: bool,
+        reads: Callable[[Request], bool] | None,
     ) -> bool:
         """Add to works what the drafter does beside drafting; whether the step keeps states."""
         if not self._books.state_window or (follows is None and not choices):
             return False
         keeps_states = any(choice.num_model_drafts for choice in choices.values())
         for place, request in enumerate(requests):
-            if follows is not None and follows(request):
-                keeps_states, work = True, works[place]
-                if not reads_prompts:
-                    continue
-                if num_reads := self._books.chunk_reads(request, work, self.table(request).ids):
-                    gap = self._books.gap_news(request) or work.gap
-                    works[place] = work._replace(num_drafter_reads=num_reads, gap=gap)
+            is_followed = follows is not None and follows(request)
+            keeps_states |= is_followed
+            if reads is None or not (is_followed or self._prefix_caching) or not reads(request):
+                continue
+            work = works[place]
+            if num_reads := self._books.chunk_reads(request, work, self.table(request).ids):
+                gap = self._books.gap_news(request) or work.gap
+                works[place] = work._replace(num_drafter_reads=num_reads, gap=gap)
+                keeps_states = True
         return keeps_states
 
     def _reserve_rows(self) -> list[int]:
