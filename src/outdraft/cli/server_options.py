@@ -60,7 +60,7 @@ class ServerOptions:
         default="auto",
     )
     tool_call_parser: str | None = flag(
-        "How the model writes its calls, hermes or llama3_json; default: none."
+        "How the model writes its calls, hermes, llama3_json or qwen2_5_coder; default: none."
     )
     enable_auto_tool_choice: bool | None = flag(
         "Whether the model may decide to call a function. Default: yes, with --tool-call-parser."

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -208,14 +209,25 @@ class ChatTemplate:
             return False
         return _PROBE in text and not _NOTATION.search(text)
 
-    def _written_call(self, content: str | None, arguments: object) -> str:
-        """What the template writes of a call that stands beside such a content; "" if it cannot."""
-        call = {
-            "id": "call00001",
-            "type": "function",
-            "function": {"name": _PROBE, "arguments": arguments},
-        }
-        answer = {"role": "assistant", "content": content, "tool_calls": [call]}
+    @cached_property
+    def takes_several_calls(self) -> bool:
+        """Whether a message may have several calls; Llama 3's templates refuse two."""
+        if self._of_tools is not None:
+            return self._of_tools.takes_several_calls
+        one, two = (self._written_call(None, {}, number).count(_PROBE) for number in (1, 2))
+        return one == 0 or two > one
+
+    def _written_call(self, content: str | None, arguments: object, number: int = 1) -> str:
+        """What the template writes of calls that stand beside such a content; "" if it cannot."""
+        calls = [
+            {
+                "id": f"call0000{place}",
+                "type": "function",
+                "function": {"name": _PROBE, "arguments": arguments},
+            }
+            for place in range(number)
+        ]
+        answer = {"role": "assistant", "content": content, "tool_calls": calls}
         messages = [self._readable(one) for one in ({"role": "user", "content": "a"}, answer)]
         try:
             return self._rendered_in_a_form(messages, {})

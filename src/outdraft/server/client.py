@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """A request grew.
+    """A request grew; or it was accepted, and has nothing yet.
 
     Attributes:
         output: the whole of it so far: the same object each time, not to be kept or changed.
@@ -64,7 +64,8 @@ class EngineClient(Protocol):
     def generate(
         self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
     ) -> AsyncGenerator[Update]:
-        """Stream a request. The last update's output is finished.
+        """Stream a request. The first update comes when it is accepted, the last one's output is
+        finished.
 
         Closing the generator early aborts the request.
 

@@ -25,6 +25,7 @@ from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import TokensPrompt
 from outdraft.server.messages import (
     Abort,
+    Accepted,
     Add,
     Command,
     EndSequence,
@@ -224,6 +225,7 @@ class EngineLoop:
             if command.cache_salt is not None:
                 prompt["cache_salt"] = command.cache_salt
             self._engine.add_request(request_id, prompt, command.params, command.priority)
+            self._send([Accepted(request_id)])
         except RequestError as error:
             self._send([Refused(request_id, "request", str(error), error.field)])
         except CapacityError as error:

@@ -75,6 +75,12 @@ class Progress(Struct, tag=True, frozen=True):
     deltas: list[RequestDelta]
 
 
+class Accepted(Struct, tag=True, frozen=True):
+    """A request waits to be computed, or is computed already."""
+
+    request_id: str
+
+
 class Refused(Struct, tag=True, frozen=True):
     """A request was not accepted.
 
@@ -142,4 +148,4 @@ class Failed(Struct, tag=True, frozen=True):
 
 
 # One frame holds what a step had to tell.
-Report = Progress | Refused | EngineInfo | Steps | Loading | Failed | Profiled
+Report = Progress | Accepted | Refused | EngineInfo | Steps | Loading | Failed | Profiled

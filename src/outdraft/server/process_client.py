@@ -227,6 +227,9 @@ class Supervisor:
         if isinstance(report, messages.Progress):
             for delta in report.deltas:
                 self._advance(delta)
+        elif isinstance(report, messages.Accepted):
+            if (stream := self._streams.get(report.request_id)) is not None:
+                stream.wake()
         elif isinstance(report, messages.Refused):
             if (stream := self._streams.get(report.request_id)) is not None:
                 stream.fail(_refusal(report))

@@ -41,7 +41,7 @@ class FakeEngine:
     """Every step accepts the first of two drafted tokens, so two tokens a step.
 
     Attributes:
-        fail_at: the update, from 0, in whose place `error` is raised.
+        fail_at: the update in whose place `error` is raised; number 0 says that it was accepted.
         stall_at: the update before which it waits for ever.
         lossless: what it says of its own outputs.
         sources: who drafted the first and the second token of a step.
@@ -98,7 +98,8 @@ class FakeEngine:
                     raise self.error
                 if number == self.stall_at:
                     await asyncio.Event().wait()
-                assembly.add(self._delta(request_id, prompt, params, writers))
+                if number > 0:
+                    assembly.add(self._delta(request_id, prompt, params, writers))
                 number += 1
                 yield unread.take()
                 await asyncio.sleep(0)

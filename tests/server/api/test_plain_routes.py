@@ -104,7 +104,7 @@ def test_ping_says_what_health_says():
 
 
 def test_the_load_is_the_number_of_requests_under_way():
-    with serve(FakeEngine(stall_at=1)) as served:
+    with serve(FakeEngine(stall_at=2)) as served:
         assert served.get("/load").json() == {"server_load": 0}
         body = {"model": MODEL, "prompt": ["a", "b", "c"], "stream": True}
         with served.client().completions.create(**body) as stream:

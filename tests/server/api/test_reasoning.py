@@ -11,8 +11,9 @@ from tokenizers import Tokenizer
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.structured_outputs import StructuredOutput, Thoughts
+from outdraft.server.api.calls import ParsedCall, whole_calls
 from outdraft.server.api.reasoning import AnswerParser, Stage, Thought, check_marks, stage_behind
-from outdraft.server.api.tools import ParsedCall
+from outdraft.server.api.tools import FreeCalls
 from tests.engine.byte_level import tokenizer
 from tests.server.api.fake_engine import FakeEngine
 from tests.server.api.serving import MODEL, serve
@@ -59,7 +60,7 @@ def streamed(chunks) -> tuple[str, str, list]:
         assert new == (getattr(delta, "reasoning_content", None) or "")
         assert not (new and text)
         thoughts, text = thoughts + new, text + (delta.content or "")
-        calls += [call.function.name for call in delta.tool_calls or []]
+        calls += [call.function.name for call in delta.tool_calls or [] if call.function.name]
     return thoughts, text, calls
 
 
@@ -266,7 +267,8 @@ pieces = st.sampled_from(["<think>", "</think>", "<", "think>", "\n", " ", "a", 
 def test_however_an_output_is_cut_its_parts_are_the_same(text, data, stage):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     places = [0, *cuts, len(text)]
-    whole, cut = AnswerParser(stage, "hermes"), AnswerParser(stage, "hermes")
+    calls = FreeCalls(("f",), "hermes")
+    whole, cut = AnswerParser(stage, calls), AnswerParser(stage, calls)
     expected = whole.push(text, is_last=True)
     found = [part for a, b in pairwise(places) for part in cut.push(text[a:b], is_last=False)]
     assert joined([*found, *cut.push("", is_last=True)]) == joined(expected)
@@ -276,5 +278,5 @@ def joined(parts) -> tuple[str, str, list[ParsedCall]]:
     return (
         "".join(part.text for part in parts if isinstance(part, Thought)),
         "".join(part for part in parts if isinstance(part, str)),
-        [part for part in parts if isinstance(part, ParsedCall)],
+        whole_calls(parts),
     )

@@ -6,19 +6,43 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outdraft.server.api.tools import ParsedCall, tool_call_parser
+from outdraft.server.api.calls import (
+    MARKS,
+    CallArguments,
+    CallFinder,
+    CallName,
+    CallReader,
+    ForcedCallParser,
+    ParsedCall,
+    whole_calls,
+)
 
 HERMES = '<tool_call>{"name": "f", "arguments": {"a": [1, "é"]}}</tool_call>'
 F = ParsedCall("f", '{"a": [1, "é"]}')
+G = ParsedCall("g", "{}")
 LLAMA = '{"name": "f", "parameters": {"a": [1, "é"]}}'
+BARE = '{"name": "f", "arguments": {"a": [1, "é"]}}'
+
+
+def parser_of(name: str) -> CallFinder | ForcedCallParser:
+    if name == "forced":
+        return ForcedCallParser(["f", "g"])
+    return CallFinder(MARKS[name], ["f", "g"] if name == "qwen2_5_coder" else None)
 
 
 def parse(name: str, pieces: list[str]) -> list:
-    """All that a parser gives, with adjacent texts joined."""
-    parser = tool_call_parser(name)
-    result = []
+    """All that a parser gives, with texts that stand together joined, and so with calls."""
+    parser = parser_of(name)
+    result, of_call = [], []
     for piece in [*(p for text in pieces for p in parser.push(text)), *parser.finish()]:
-        if isinstance(piece, str) and result and isinstance(result[-1], str):
+        if isinstance(piece, CallName):
+            of_call = [piece]
+            result += whole_calls(of_call)
+        elif isinstance(piece, CallArguments):
+            of_call.append(piece)
+            assert isinstance(result[-1], ParsedCall), "text within a call"
+            result[-1:] = whole_calls(of_call)
+        elif result and isinstance(result[-1], str):
             result[-1] += piece
         elif piece != "":
             result.append(piece)
@@ -37,7 +61,32 @@ HERMES_CASES = [
     ("<tool_call>not json</tool_call> x", ["<tool_call>not json</tool_call> x"]),
     ("<tool_call>[1]</tool_call>", ["<tool_call>[1]</tool_call>"]),
     ('<tool_call>{"name": 5}</tool_call>', ['<tool_call>{"name": 5}</tool_call>']),
-    ('<tool_call>{"name": "g"}</tool_call>', [ParsedCall("g", "{}")]),
+    ('<tool_call>{"name": "g"}</tool_call>', [G]),
+    ('<tool_call>{"name": "g", "arguments": null}</tool_call>', [G]),
+    (
+        '<tool_call>{"name": "g", "arguments": 5}</tool_call>',
+        ['<tool_call>{"name": "g", "arguments": 5}</tool_call>'],
+    ),
+    ('<tool_call>{"arguments": {}, "name": "g"}</tool_call>', [G]),
+    # A stray mark before a call, or none after it; a bracket too few.
+    (f"<tool_call> I will <tool_call>\n{BARE}\n</tool_call>", ["<tool_call> I will", F]),
+    (f"<tool_call>{{<tool_call>{BARE}</tool_call>", ["<tool_call>{", F]),
+    (f"<tool_call><tool_call>{BARE}</tool_call>.", ["<tool_call>", F, "."]),
+    (f"<tool_call>{BARE}\n<tool_call>{BARE}", [F, F]),
+    (f"<tool_call>{BARE}\n{BARE}</tool_call>", [F, F]),
+    (f"<tool_call>{BARE} so", [F, "so"]),
+    (
+        f"<tool_call>{BARE[:-1]}</tool_call> <tool_call>{BARE[:-2]}\n</tool_call>",
+        [F, ParsedCall("f", F.arguments[:-1])],
+    ),
+    # Cut short: a call as soon as its arguments have begun.
+    ('<tool_call>{"name": "f", "arguments": {"a": "x\\', [ParsedCall("f", '{"a": "x\\')]),
+    ('<tool_call>{"name": "f", "argu', ['<tool_call>{"name": "f", "argu']),
+    ("<tool_call>{'name': 'f'}</tool_call>", ["<tool_call>{'name': 'f'}</tool_call>"]),
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": 1 , "b": "} " } , "id": 7 }</tool_call>',
+        [ParsedCall("f", '{"a": 1 , "b": "} " }')],
+    ),
     ('<tool_call>{"name": "g", "arguments": "{}"}</tool_call>', [ParsedCall("g", "{}")]),
     (
         '<tool_call>{"name": "g", "arguments": {"t": "</tool_call>"}}</tool_call>',
@@ -58,12 +107,48 @@ LLAMA_CASES = [
     ("<|python", ["<|python"]),
     ("<b>bold</b>", ["<b>bold</b>"]),
     ('{"a": 1}', ['{"a": 1}']),
-    (f"{LLAMA} and more", [f"{LLAMA} and more"]),
+    (f"{LLAMA} and more", [F, "and more"]),
     (f"text {LLAMA}", [f"text {LLAMA}"]),
     ('{"name": "f", "para', ['{"name": "f", "para']),
 ]
-CASES = [("hermes", *case) for case in HERMES_CASES] + [
-    ("llama3_json", *case) for case in LLAMA_CASES
+OTHER_JSON = '```json\n{"name": "h", "arguments": {}}\n```\n\nor `{"a": 1}`.'
+CODER_CASES = [
+    ("just text, `code` and ```x```", ["just text, `code` and ```x```"]),
+    (f"```json\n{BARE}\n```", [F]),
+    (f"First.\n\n```json\n{BARE}\n```\n\n```json\n{BARE}\n```\nThen.", ["First.", F, F, "Then."]),
+    (f"```json\n{BARE}\n{BARE}\n```", [F, F]),
+    (f"```json\n[\n  {BARE},\n  {BARE}\n]\n```", [F, F]),
+    (f"```\n{BARE}\n```\n", [F]),
+    (f"```xml\n{BARE}\n```", [F]),
+    (f"<tool_call>\n{BARE}\n</tool_call>\n{HERMES}", [F, F]),
+    (f"<tools>\n{BARE}\n</tools>", [F]),
+    (BARE, [F]),
+    (f"{BARE}\n{BARE}", [F, F]),
+    (f"[{BARE}, {BARE}]", [F, F]),
+    ('```json\n{"name": "g"}\n```', [G]),
+    (OTHER_JSON, [OTHER_JSON]),
+    ('```python\nprint({"name": "f"})\n```', ['```python\nprint({"name": "f"})\n```']),
+    ("```json\n{", ["```json\n{"]),
+    ('{"name": "Ann", "arguments": {}}', ['{"name": "Ann", "arguments": {}}']),
+]
+FORCED_CASES = [
+    ("", []),
+    ("[", []),
+    ('{"name":"f","arguments":{"a": [1, "é"]}}', [F]),
+    ('[{"name":"f","arguments":{"a": [1, "é"]}},{"name":"g","arguments":{}}]', [F, G]),
+    ('[{"name":"g","arguments":{}},{"na', [G]),
+    ('[{"name":"g","arguments":{}},{"name":"f', [G, ParsedCall("f", "")]),
+    ('[{"name":"f","arguments":{"a":"} ', [ParsedCall("f", '{"a":"} ')]),
+]
+CASES = [
+    (name, *case)
+    for name, cases in (
+        ("hermes", HERMES_CASES),
+        ("llama3_json", LLAMA_CASES),
+        ("qwen2_5_coder", CODER_CASES),
+        ("forced", FORCED_CASES),
+    )
+    for case in cases
 ]
 
 
@@ -79,7 +164,27 @@ def test_one_cut_anywhere_changes_nothing(name, text, expected):
     assert parse(name, list(text)) == expected
 
 
-PARTS = [HERMES, LLAMA, "<tool_call>", "</tool_call>", "{", "}", " ", "\n", "x", "<", "a b", ";"]
+PARTS = [
+    HERMES,
+    LLAMA,
+    "```json\n",
+    "```",
+    "<tools>",
+    '{"name": "f", "arguments": {',
+    '"',
+    "\\",
+    "]",
+    "<tool_call>",
+    "</tool_call>",
+    "{",
+    "}",
+    " ",
+    "\n",
+    "x",
+    "<",
+    "a b",
+    ";",
+]
 
 
 @settings(max_examples=60, deadline=None)
@@ -88,7 +193,7 @@ def test_any_text_cut_anyhow_parses_the_same(parts, cuts):
     text = "".join(parts)
     ends = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
     pieces = [text[a:b] for a, b in pairwise(ends)]
-    for name in ("hermes", "llama3_json"):
+    for name in MARKS:
         whole = parse(name, [text])
         assert parse(name, pieces) == whole
         kept = [piece for piece in whole if isinstance(piece, str)]
@@ -97,9 +202,48 @@ def test_any_text_cut_anyhow_parses_the_same(parts, cuts):
 
 
 def test_text_is_not_held_back_longer_than_needed():
-    parser = tool_call_parser("hermes")
+    parser = parser_of("hermes")
     assert parser.push("hello ") == ["hello"]
     assert parser.push("you <to") == [" you"]
     assert parser.push("day") == [" <today"]
-    parser = tool_call_parser("llama3_json")
-    assert parser.push("hello ") == ["hello "]
+    assert parser_of("llama3_json").push("hello ") == ["hello"]
+    parser = parser_of("qwen2_5_coder")
+    assert parser.push("hi") == ["hi"]
+    assert parser.push(' ```json\n{"ci') == [' ```json\n{"ci']
+
+
+@pytest.mark.parametrize("name", ["hermes", "forced"])
+def test_arguments_come_as_they_are_written(name):
+    parser = parser_of(name)
+    start = "" if name == "forced" else "<tool_call>\n"
+    assert parser.push(start + '{"name":"f","arguments":{"a"') == [
+        CallName("f"),
+        CallArguments('{"a"'),
+    ]
+    assert parser.push(": 1") == [CallArguments(": 1")]
+    assert parser.push("}") == [CallArguments("}")]
+    assert parser.push("}") == []
+
+
+def test_the_name_of_a_forced_call_comes_before_its_arguments():
+    parser = parser_of("forced")
+    assert parser.push('[{"name":"f"') == []
+    assert parser.push(',"argum') == [CallName("f")]
+
+
+@pytest.mark.parametrize(
+    "part", ["<tool_call>{", '<tool_call>{"', '<tool_call>{"a":"', "```{[", "{"]
+)
+def test_a_text_full_of_beginnings_is_read_in_time_of_its_length(part, monkeypatch):
+    looked_at = [0]
+    look_at = CallReader._look_at
+
+    def counted(reader: CallReader, character: str) -> None:
+        looked_at[0] += 1
+        look_at(reader, character)
+
+    monkeypatch.setattr(CallReader, "_look_at", counted)
+    for name in MARKS:
+        looked_at[0] = 0
+        assert parse(name, [part] * 300) == [part * 300]
+        assert looked_at[0] <= 4 * 300 * len(part)

@@ -13,7 +13,7 @@ from outdraft.core.outputs import CompletionOutput, RequestOutput
 from outdraft.server.api.fields import ChoiceFields, StreamOptions
 from outdraft.server.api.generation import Generation, outputs, updates
 from outdraft.server.api.params import wants_metrics
-from outdraft.server.api.replies import DONE, EventStream, JsonLater, event
+from outdraft.server.api.replies import COMMENT, DONE, EventStream, JsonLater, event
 from outdraft.server.api.reports import metrics, usage
 from outdraft.server.api.settings import ApiContext
 
@@ -27,6 +27,7 @@ class Shape(Protocol):
 
     kind: ClassVar[str]  # value of "object" in a whole answer
     chunk_kind: ClassVar[str]  # the same in a stream
+    opens_at_once: ClassVar[bool]  # whether a stream has `opening` before the prompt is computed
 
     def head(self, output: RequestOutput) -> Json:
         """What a whole answer, and the first chunk, say beside their choices."""
@@ -64,7 +65,8 @@ class Answer:
     def reply(self) -> Response:
         """Whatever the body asks for."""
         if self.body.stream:
-            return EventStream(self._events(), self.context.settings.retry_after_s)
+            settings = self.context.settings
+            return EventStream(self._events(), settings.retry_after_s, silence_s=settings.silence_s)
         return JsonLater(self._whole())
 
     async def _whole(self) -> Json:
@@ -83,6 +85,9 @@ class Answer:
         async with aclosing(updates(self.context, self.generation)) as stream:
             async for number, update in stream:
                 chunks: list[Json] = []
+                if not update.deltas and not self.shape.opens_at_once:
+                    yield COMMENT  # the request was accepted
+                    continue
                 if number not in done:
                     head = self.shape.head(update.output)
                     opening = self.shape.opening(number, update.output)

@@ -10,8 +10,11 @@ from tokenizers import Tokenizer
 
 from outdraft.core.errors import RequestError
 from outdraft.core.outputs import CompletionOutput, RequestOutput
+from outdraft.core.sampling import SamplingParams
+from outdraft.core.structured_outputs import form_of
 from outdraft.server.api.answers import Answer, Json, check_stream_options
-from outdraft.server.api.bodies import ChatRequest
+from outdraft.server.api.bodies import ChatRequest, Tool
+from outdraft.server.api.calls import CallArguments, CallName, ParsedCall
 from outdraft.server.api.generation import new_generation
 from outdraft.server.api.guard import guarded_router
 from outdraft.server.api.params import check_numbers, sampling_params
@@ -29,9 +32,10 @@ from outdraft.server.api.reports import Row, TokenNames, content, prompt_logprob
 from outdraft.server.api.settings import ApiContext
 from outdraft.server.api.tools import (
     CallFormat,
-    ParsedCall,
+    ForcedCalls,
     active_tools,
     call_format,
+    call_schema,
     hides_calls,
 )
 
@@ -52,9 +56,10 @@ def chat_router(context: ApiContext) -> APIRouter:
             logprobs=_num_logprobs(body),
         )
         tools = active_tools(body)
-        calls = call_format(body, tools, context.settings)
-        if hides_calls(calls, context.inputs.tokenizer):
-            params = replace(params, skip_special_tokens=False)
+        template = context.chat_template
+        takes_several = template is not None and template.takes_several_calls
+        calls = call_format(body, tools, context.settings, template_takes_several=takes_several)
+        params = _with_calls(params, tools or (), calls, context.inputs.tokenizer)
         encode = prompt_encoder(context, body, params.max_tokens, adds_special_tokens=False)
         prompt = await encode_chat(context, conversation(body, tools), encode)
         continued = body.messages[-1] if body.continue_final_message else None
@@ -65,6 +70,18 @@ def chat_router(context: ApiContext) -> APIRouter:
         return Answer(context, body, generation, model, shape).reply()
 
     return router
+
+
+def _with_calls(
+    params: SamplingParams, tools: Sequence[Tool], calls: CallFormat | None, texts: Tokenizer | None
+) -> SamplingParams:
+    """The parameters, so that the output has such calls, and its text has them too."""
+    if hides_calls(calls, texts):
+        params = replace(params, skip_special_tokens=False)
+    if isinstance(calls, ForcedCalls) and calls.may_be_several:
+        schema = call_schema(tools, calls.names, may_be_several=True)
+        params = replace(params, structured=form_of("tool_choice", "json_schema", schema))
+    return params
 
 
 def _num_logprobs(body: ChatRequest) -> int | None:
@@ -79,13 +96,14 @@ class ChatShape:
 
     kind: ClassVar[str] = "chat.completion"
     chunk_kind: ClassVar[str] = "chat.completion.chunk"
+    opens_at_once: ClassVar[bool] = True
 
     tokenizer: Tokenizer | None
     body: ChatRequest
     stage: Stage | None
     format: CallFormat | None
     parsers: dict[int, AnswerParser] = field(default_factory=dict)  # of the choices that stream
-    num_calls: dict[int, int] = field(default_factory=dict)
+    num_calls: dict[int, int] = field(default_factory=dict)  # that have begun
 
     def head(self, output: RequestOutput) -> Json:
         result: Json = {}
@@ -109,9 +127,7 @@ class ChatShape:
         parts = self._parts(delta)
         if self.body.include_reasoning is False:
             parts = [part for part in parts if not isinstance(part, Thought)]
-        if self.body.parallel_tool_calls is False:
-            parts = _with_one_call(parts, has_call=delta.index in self.num_calls)
-        messages = [self._message_delta(delta.index, part) for part in parts]
+        messages = [message for part in parts if (message := self._message(delta.index, part))]
         details: Json = {}
         if self.body.return_token_ids:
             details["token_ids"] = delta.token_ids
@@ -160,14 +176,20 @@ class ChatShape:
             parser = self.parsers[delta.index] = AnswerParser(self.stage, self.format)
         return parser.push(delta.text, is_last=delta.finish_reason is not None)
 
-    def _message_delta(self, index: int, part: Part) -> Json:
+    def _message(self, index: int, part: Part) -> Json | None:
+        """The delta that tells a part; None: it is of a call after the only one that is wanted."""
         if isinstance(part, str):
             return {"content": part}
         if isinstance(part, Thought):
             return _reasoning(part.text)
-        number = self.num_calls.get(index, 0)
+        number = self.num_calls.get(index, 0) - isinstance(part, CallArguments)
         self.num_calls[index] = number + 1
-        return {"tool_calls": [{"index": number} | _tool_call(part)]}
+        if number and self.body.parallel_tool_calls is False:
+            return None
+        call: Json = {"function": {"arguments": part.text}}
+        if isinstance(part, CallName):
+            call = _tool_call(ParsedCall(part.text, ""))
+        return {"tool_calls": [{"index": number} | call]}
 
     def _logprobs(self, rows: list[Row] | None) -> Json | None:
         if not self.body.logprobs or not rows:
@@ -175,18 +197,6 @@ class ChatShape:
         names = TokenNames(self.tokenizer, bool(self.body.return_tokens_as_token_ids))
         entries = content(rows, self.body.top_logprobs or 0, names)
         return {"content": entries, "refusal": None}
-
-
-def _with_one_call(parts: Sequence[Part], *, has_call: bool) -> list[Part]:
-    """The parts without calls behind the first; `has_call`: that one was told before."""
-    kept: list[Part] = []
-    for part in parts:
-        if not isinstance(part, ParsedCall):
-            kept.append(part)
-        elif not has_call:
-            kept.append(part)
-            has_call = True
-    return kept
 
 
 def _finish(reason: str | None, stop_reason: Any, has_calls: bool) -> Json:

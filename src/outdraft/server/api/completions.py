@@ -69,6 +69,7 @@ class CompletionShape:
 
     kind: ClassVar[str] = "text_completion"
     chunk_kind: ClassVar[str] = "text_completion"
+    opens_at_once: ClassVar[bool] = False  # the prompt's log-probabilities may be part of it
 
     tokenizer: Tokenizer | None
     body: CompletionRequest

@@ -15,8 +15,9 @@ from outdraft.core.structured_outputs import Thoughts
 from outdraft.engine.detokenizer import overlap
 from outdraft.engine.inputs import EncodedPrompt
 from outdraft.server.api.bodies import ChatMessage
+from outdraft.server.api.calls import CallArguments, CallName, ParsedCall, whole_calls
 from outdraft.server.api.settings import ApiSettings, ReasoningFormat
-from outdraft.server.api.tools import CallFormat, ParsedCall, tool_call_parser
+from outdraft.server.api.tools import CallFormat, tool_call_parser
 
 START, END = "<think>", "</think>"
 
@@ -154,7 +155,7 @@ class ReasoningParser:
             self._held = ""
 
 
-Part = Thought | str | ParsedCall
+Part = Thought | str | CallName | CallArguments
 
 
 class AnswerParser:
@@ -188,5 +189,5 @@ def whole_answer(
     return (
         "".join(part.text for part in parts if isinstance(part, Thought)),
         "".join(part for part in parts if isinstance(part, str)),
-        [part for part in parts if isinstance(part, ParsedCall)],
+        whole_calls(parts),
     )

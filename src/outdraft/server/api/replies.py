@@ -15,6 +15,7 @@ from outdraft.server.api.errors import ApiError, as_api_error, error_json
 
 _logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
+COMMENT = b":\n\n"  # says nothing: clients pass over it, and know that the server lives
 
 
 def event(value: object, name: str | None = None) -> bytes:
@@ -42,10 +43,10 @@ class JsonLater(Response):
 
 
 class EventStream(Response):
-    """Sends events as they come.
+    """Sends events as they come, and comments while none does.
 
-    An error before the first event is raised from here: it becomes a reply of its own. A later one
-    is the stream's last event, written by `write_error`.
+    An error before anything was sent is raised from here: it becomes a reply of its own. A later
+    one is the stream's last event, written by `write_error`.
     """
 
     def __init__(
@@ -53,32 +54,58 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         retry_after_s: int,
         write_error: Callable[[ApiError], bytes] | None = None,
+        *,
+        silence_s: float,
     ) -> None:
+        """`silence_s`: when nothing was sent for so long, a comment is."""
         super().__init__()
         self._events = events
         self._retry_after_s = retry_after_s
         self._write_error = write_error or (
             lambda error: b"data: " + error_json(error) + b"\n\n" + DONE
         )
+        self._silence_s = silence_s
+        self._num_sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await _until_disconnected(receive, self._pump(send))
 
     async def _pump(self, send: Send) -> None:
-        async with aclosing(self._events) as events:
-            first = await anext(events)
-            await send(_START)
-            await send(_body(first))
-            try:
-                async for each in events:
-                    await send(_body(each))
-            except OSError:
-                raise  # of `send`: the client has left
-            except Exception as error:
-                if not isinstance(error, OutdraftError):
-                    _logger.exception("a stream failed")
-                await send(_body(self._write_error(as_api_error(error, self._retry_after_s))))
+        commenting = asyncio.ensure_future(self._comment(send))
+        try:
+            async with aclosing(self._events) as events:
+                await self._send_all(events, send)
+        finally:
+            commenting.cancel()
+            await asyncio.gather(commenting, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_all(self, events: AsyncGenerator[bytes, None], send: Send) -> None:
+        try:
+            async for each in events:
+                await self._send(each, send)
+        except OSError:
+            raise  # of `send`: the client has left
+        except Exception as error:
+            if not self._num_sent:
+                raise
+            if not isinstance(error, OutdraftError):
+                _logger.exception("a stream failed")
+            await self._send(self._write_error(as_api_error(error, self._retry_after_s)), send)
+
+    async def _send(self, chunk: bytes, send: Send) -> None:
+        self._num_sent += 1
+        if self._num_sent == 1:
+            await send(_START)
+        await send(_body(chunk))
+
+    async def _comment(self, send: Send) -> None:
+        """Break every silence: proxies and clients end connections on which nothing comes."""
+        while True:
+            before = self._num_sent
+            await asyncio.sleep(self._silence_s)
+            if self._num_sent == before:
+                await self._send(COMMENT, send)
 
 
 _START: Message = {

@@ -59,8 +59,13 @@ def responses_router(context: ApiContext) -> APIRouter:
         generation = new_generation(context, "resp_", [prompt], params, body)
         answer = ResponseAnswer(context, body, generation, model, stage)
         if body.stream:
-            retry_after_s = context.settings.retry_after_s
-            return EventStream(answer.events(), retry_after_s, answer.error_event)
+            settings = context.settings
+            return EventStream(
+                answer.events(),
+                settings.retry_after_s,
+                answer.error_event,
+                silence_s=settings.silence_s,
+            )
         return JsonLater(answer.whole())
 
     return router

@@ -9,7 +9,7 @@ from outdraft.engine.chat import ChatTemplate
 from outdraft.engine.inputs import InputProcessor
 from outdraft.server.client import EngineClient
 
-ToolCallFormat = Literal["hermes", "llama3_json"]
+ToolCallFormat = Literal["hermes", "llama3_json", "qwen2_5_coder"]
 ReasoningFormat = Literal["qwen3", "deepseek_r1"]
 
 
@@ -55,6 +55,7 @@ class ApiSettings:
     max_bad_word_length: int = 256  # characters of one
     max_schema_bytes: int = 64 * 1024  # of a JSON schema, regular expression or grammar
     retry_after_s: int = 1  # what a client that came too early is told to wait
+    silence_s: float = 5.0  # a stream in which nothing came for so long sends a comment
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,8 +153,9 @@ class ReplicaPool:
                     stream = replica.client.generate(request_id, prompt, params, priority)
                     async with aclosing(stream) as updates:
                         async for update in updates:
-                            self._settle(route, update, num_output, is_first=not has_begun)
-                            has_begun = True
+                            if update.deltas:
+                                self._settle(route, update, num_output, is_first=not has_begun)
+                                has_begun = True
                             yield update
                     return
                 except EngineDeadError as error:
