@@ -71,7 +71,7 @@ struct Planes {
     return (Words)((WordShorts)((WordHalves)bytes << 8) >> 8);
   }
 
-  // Of nibbles in bytes.
+  // The numbers of nibbles, which are bytes.
   OUTDRAFT_INLINE static Words iq4_numbers(Words codes) {
 #if defined(__AVX512BW__)
     const __m512i table = _mm512_broadcast_i32x4(load<__m128i>(kIq4Numbers));
