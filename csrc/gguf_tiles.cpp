@@ -1,8 +1,8 @@
 // Products with weights in the blocks of GGUF files: see gguf_tiles.h.
 //
-// All rows meet a block of a tile while it is in the nearest cache. Kernels differ by how codes lie
+// All rows meet a piece of a tile, of 256 inputs, while it is in the nearest cache. Kernels differ by how codes lie
 // (planes, signs, the size of groups), not by kind: factors and offsets of the groups are computed
-// for a block first, in float32, the same on every machine.
+// for a piece first, in float32, the same on every machine.
 
 #include "gguf_tiles.h"
 
@@ -21,7 +21,7 @@ namespace {
 constexpr int kMaxRows = 12;
 constexpr int vectors_of(int64_t) { return 2; }
 #elif defined(__AVX2__)
-constexpr int kMaxRows = 5;
+constexpr int kMaxRows = 4;
 constexpr int vectors_of(int64_t num_rows) { return num_rows <= 2 ? 4 : 2; }
 #else
 constexpr int kMaxRows = 5;
@@ -85,7 +85,9 @@ struct Planes {
   }
 };
 
-// Some outputs of a block and the rows that meet them.
+constexpr int64_t kPieceInputs = 256;
+
+// Some outputs of a piece and the rows that meet them.
 struct Strip {
   const char* lanes;  // of the first chunk
   int64_t num_chunks, chunk_bytes;
@@ -260,30 +262,37 @@ void multiply_gguf(const LinearWeights& weights, const Inputs& x, int64_t num_ro
   const GgufTile own = gguf_tile(weights, tile);
   const GgufLayout& layout = layout_of(own.kind);
   const StripCalls& calls = calls_of(own.kind);
-  const int64_t num_blocks = weights.num_inputs / layout.block_inputs;
   const int64_t row_blocks = (num_rows + kMaxRows - 1) / kMaxRows;
-  const int64_t strip_outputs = vectors_of(num_rows) * kWidth;
-  const int64_t chunks = layout.block_inputs / kChunkInputs;
+  const bool is_small = layout.block_inputs == kChunkInputs;
   float factors[kMostGroups * kTile], offsets[kMostGroups * kTile];
   std::memset(sums, 0, sizeof(float) * num_rows * kTile);
   Strip strip;
-  strip.num_chunks = chunks;
-  strip.chunk_bytes = layout.chunk_bytes();
+  strip.chunk_bytes = is_small ? layout.tile_block_bytes() : layout.chunk_bytes();
   strip.x_stride = x.stride;
   strip.x_group_stride = x.group_stride;
   strip.zero = layout.zero;
-  for (int64_t b = 0; b < num_blocks; ++b) {
-    const char* block = own.at + b * layout.tile_block_bytes();
-    const bool adds = gguf_scales(own.kind, block, factors, offsets);
+  const char* block = own.at;
+  for (int64_t first = 0; first < weights.num_inputs; first += kPieceInputs) {
+    const int64_t num_inputs = std::min(kPieceInputs, weights.num_inputs - first);
+    const int64_t chunk = first / kChunkInputs;
+    strip.num_chunks = num_inputs / kChunkInputs;
     strip.ahead = block + kAhead;
-    strip.ahead_bytes = layout.chunk_bytes();
+    strip.ahead_bytes = strip.chunk_bytes;
+    const char* lanes = block + layout.halves_bytes();
+    bool adds = false;
+    for (int64_t at = 0; at < num_inputs; at += layout.block_inputs) {
+      const int64_t group = at / layout.group_inputs * kTile;
+      adds = gguf_scales(own.kind, block, factors + group, offsets + group);
+      block += layout.tile_block_bytes();
+    }
     for (int64_t rows = 0, r = 0; rows < row_blocks; ++rows) {
       const int64_t end = num_rows * (rows + 1) / row_blocks;  // of about equal size
-      strip.x = static_cast<const uint32_t*>(x.rows) + r * x.stride + b * layout.block_inputs / 2;
-      strip.x_sums = x.sums + 2 * b * chunks * x.group_stride + r;
-      strip.x_steps = x.steps + b * chunks * x.group_stride + r;
+      const int64_t strip_outputs = vectors_of(end - r) * kWidth;
+      strip.x = static_cast<const uint32_t*>(x.rows) + r * x.stride + first / 2;
+      strip.x_sums = x.sums + 2 * chunk * x.group_stride + r;
+      strip.x_steps = x.steps + chunk * x.group_stride + r;
       for (int64_t e = 0; e < kTile; e += strip_outputs) {
-        strip.lanes = block + layout.halves_bytes() + 4 * e;
+        strip.lanes = lanes + 4 * e;
         strip.factors = factors + e;
         strip.offsets = adds ? offsets + e : nullptr;
         strip.out = sums + r * kTile + e;
