@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -151,9 +152,9 @@ def _write(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-@pytest.fixture(scope="module")
-def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A vocabulary of SentencePiece's, whose texts begin with a blank."""
+@pytest.fixture(scope="module", params=["a model", "Phi-3"])
+def sentencepiece(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A vocabulary of SentencePiece's, whose texts begin with a blank; by names of models."""
     model = io.BytesIO()
     SentencePieceTrainer.train(
         sentence_iterator=iter([line for text in documents() for line in text.splitlines()]),
@@ -164,12 +165,14 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Path:
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
         user_defined_symbols=["<x>", "<y>"],
+        control_symbols=["<|endoftext|>"],
         minloglevel=2,
     )
     trained = SentencePieceProcessor(model_proto=model.getvalue())
     ids = range(trained.get_piece_size())
     path = tmp_path_factory.mktemp("sentencepiece") / "vocabulary.gguf"
     writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name(request.param)
     writer.add_tokenizer_model("llama")
     writer.add_token_list([trained.id_to_piece(one) for one in ids])
     writer.add_token_scores([trained.get_score(one) for one in ids])
@@ -195,6 +198,10 @@ def test_texts_begin_with_a_blank_where_llama_cpp_begins_them_so(
 ):
     ours, theirs = tokenizer(sentencepiece, parse_special=parse_special), oracle(sentencepiece)
     for text in texts(4, 1000, ["<s>", "</s>", "<unk>", "<x>", "<y>", "<x> a", "</s> b"]):
+        if re.search(
+            r">\s*[^\S \t-\r]", text
+        ):  # llama.cpp knows ASCII's blanks only after Phi's tokens
+            continue
         ids = ours.encode(text).ids
         assert ids == theirs.encode(text, add_special=True, parse_special=parse_special), text
 

@@ -7,7 +7,6 @@ pair whose joined token has the highest score is merged first.
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,9 @@ from outdraft.engine.text_splits import SPLITS
 from outdraft.models.quantized.gguf_vocabulary import GgufVocabulary, TokenKind, named_token
 
 _BLANK = "▁"  # stands for " " in SentencePiece's tokens
+# Models by their names whose special tokens take the blanks that follow them, but for these tokens;
+# the format has no field for it.
+_BLANK_TAKERS, _NO_BLANK_TAKERS = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>")
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # of files that do not name them
 
 
@@ -46,7 +48,7 @@ def tokenizer_of_gguf(values: Mapping[str, Any]) -> Tokenizer:
         tokenizer, adds_bos = _byte_level(values, ids)
     else:
         tokenizer, adds_bos = _sentencepiece(values, ids), True
-    _add_special(tokenizer, vocabulary)
+    _add_special(tokenizer, values, vocabulary)
     _add_ends(tokenizer, values, vocabulary.tokens, adds_bos)
     return tokenizer
 
@@ -101,7 +103,9 @@ def _sentencepiece(values: Mapping[str, Any], ids: dict[str, int]) -> Tokenizer:
     scores = values.get("tokenizer.ggml.scores")
     if scores is None or len(scores) < len(ids):
         raise ConfigError("tokenizer.ggml.scores: a score for each token is needed")
-    model = BPE(ids, _merges(ids, scores), byte_fallback=True, fuse_unk=True)
+    model = BPE(
+        ids, _merges(ids, np.asarray(scores, dtype=np.float32)), byte_fallback=True, fuse_unk=True
+    )
     unknown = named_token(values, "unknown")
     unknown = _SENTENCEPIECE_IDS["unknown"] if unknown is None else unknown
     model.unk_token = values["tokenizer.ggml.tokens"][unknown]
@@ -117,30 +121,35 @@ def _sentencepiece(values: Mapping[str, Any], ids: dict[str, int]) -> Tokenizer:
     return tokenizer
 
 
-def _merges(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+def _merges(ids: Mapping[str, int], scores_V: np.ndarray) -> list[tuple[str, str]]:
     """All pairs of tokens that are a token together, that of the highest score first."""
-    pairs = [
-        (-score, first, second)
-        for token, score in zip(ids, scores, strict=False)
+    tokens = list(ids)
+    best_first = np.argsort(-scores_V[: len(tokens)], kind="stable").tolist()
+    return [
+        (first, second)
+        for token in map(tokens.__getitem__, best_first)
         for end in range(1, len(token))
         if (first := token[:end]) in ids and (second := token[end:]) in ids
     ]
-    pairs.sort(key=itemgetter(0))
-    return [(first, second) for _, first, second in pairs]
 
 
-def _add_special(tokenizer: Tokenizer, vocabulary: GgufVocabulary) -> None:
+def _add_special(
+    tokenizer: Tokenizer, values: Mapping[str, Any], vocabulary: GgufVocabulary
+) -> None:
     """Tokens that are found in a text before it is split."""
-    found = [TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.USER_DEFINED]
-    kinds_V = vocabulary.kinds_V
+    kinds_V, tokens = vocabulary.kinds_V, vocabulary.tokens
+    found = np.isin(kinds_V, [TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.USER_DEFINED])
+    name = str(values.get("general.name", "")).lower()
+    takes_blanks = any(one in name for one in _BLANK_TAKERS)
     tokenizer.add_tokens(
         [
             AddedToken(
-                vocabulary.tokens[number],
+                tokens[number],
                 special=kinds_V[number] != TokenKind.USER_DEFINED,
                 normalized=False,
+                rstrip=takes_blanks and tokens[number] not in _NO_BLANK_TAKERS,
             )
-            for number in np.flatnonzero(np.isin(kinds_V, found)).tolist()
+            for number in np.flatnonzero(found).tolist()
         ]
     )
 

@@ -70,6 +70,7 @@ _OF_GPT_4O = TextSplit(
         ),
     )
 )
+_NOT_PUNCTUATED = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _OF_BAILING = TextSplit((rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_SIGNS}|\s*[\r\n]|\s+(?!\S)|\s+",))
 
 SPLITS = {
@@ -88,14 +89,14 @@ SPLITS = {
         )
     ),
     "deepseek-coder": TextSplit((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _OF_DEEPSEEK_3),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _OF_DEEPSEEK_3),
     "falcon": TextSplit((r"[\p{P}\$\+<=>\^~\|`]+", _GPT_2, "[0-9][0-9][0-9]")),
     **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell"), _SINGLE_DIGITS),
     **dict.fromkeys(("exaone", "minerva-7b", "mellum2"), _SINGLE_DIGITS),
     **dict.fromkeys(("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4"), _OF_GPT_2),
     **dict.fromkeys(("mpt", "olmo", "jais", "trillion", "granite-docling"), _OF_GPT_2),
     **dict.fromkeys(("stablelm2", "qwen2", "deepseek-r1-qwen", "kormo", "megrez"), _OF_QWEN_2),
-    **dict.fromkeys(("hunyuan", "grok-2", "solar-open"), _OF_QWEN_2),
+    **dict.fromkeys(("hunyuan", "grok-2", "solar-open", "f2llmv2"), _OF_QWEN_2),
     "qwen35": TextSplit(
         (
             rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
@@ -107,9 +108,41 @@ SPLITS = {
         takes_whole_words=True,
         adds_bos=True,
     ),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _OF_GPT_4O),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2", "talkie"), _OF_GPT_4O),
     **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _OF_BAILING),
     "seed-coder": TextSplit(
         (rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_BLANKS}",)
+    ),
+    "minicpm5": TextSplit(
+        (r"\p{N}{1,3}", rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}+|{_SIGNS}|{_BLANKS}"),
+        takes_whole_words=True,
+    ),
+    "exaone-moe": TextSplit(
+        (
+            rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+"
+            r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
+        )
+    ),
+    "jais-2": TextSplit(
+        (
+            rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|\s*[\r\n]+|"
+            + "|".join(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4))
+            + r"|\s{1,2}(?!\S)|\s{1}",
+        )
+    ),
+    "ufakzeka": TextSplit((rf"{_WORD}|\p{{N}}|{_SIGNS}|{_BLANKS}",)),
+    "laguna": TextSplit((r"[^\n]+|[\n]+", _QWEN_2)),
+    "viking": TextSplit((_NOT_PUNCTUATED, r"\p{N}")),
+    **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), TextSplit((_NOT_PUNCTUATED,))),
+    "chameleon": TextSplit(
+        (
+            "<sentinel:[0-9]+>",
+            "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+            r"([\t\n]|    |  )",
+            r"\p{N}",
+            r"[\p{P}!-/:-@\[-`{-~]",
+            _GPT_2,
+        ),
+        adds_bos=True,
     ),
 }

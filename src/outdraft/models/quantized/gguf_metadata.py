@@ -9,7 +9,7 @@ from typing import Any
 
 from outdraft.core.errors import ConfigError
 from outdraft.models.quantized.gguf_file import open_gguf
-from outdraft.models.quantized.gguf_vocabulary import GgufVocabulary
+from outdraft.models.quantized.gguf_vocabulary import end_tokens
 
 EMBEDDING, HEAD, FREQUENCIES = "token_embd.weight", "output.weight", "rope_freqs.weight"
 # What llama.cpp calls the families; it has Mistral under llama.
@@ -64,7 +64,7 @@ def config_of_gguf(path: Path) -> dict[str, Any]:
         "rope_parameters": rope,
         "torch_dtype": _DTYPES[plain] if is_plain else "bfloat16",
         "bos_token_id": values.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": list(GgufVocabulary.of(values).ends),
+        "eos_token_id": list(end_tokens(file)),
     }
     if FREQUENCIES in tensors:  # what Llama 3.1 divides the frequencies by
         if "rope_type" in rope:

@@ -7,11 +7,13 @@ some have their marks as plain text. Needs no torch.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from outdraft.core.errors import ConfigError
+from outdraft.models.quantized.gguf_file import GgufFile
 
 
 class TokenKind(IntEnum):
@@ -132,6 +134,12 @@ class GgufVocabulary:
                 ends.remove(ids[exempt])
                 kinds_V[ids[exempt]] = kind
         return cls(tokens, kinds_V, tuple(ends))
+
+
+@lru_cache(maxsize=4)
+def end_tokens(file: GgufFile) -> tuple[int, ...]:
+    """The ends of a file's vocabulary, looked for once: a start asks often."""
+    return GgufVocabulary.of(file.values).ends
 
 
 def named_token(values: Mapping[str, Any], role: str) -> int | None:
