@@ -14,7 +14,8 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.core.structured_outputs import form_of
 from outdraft.server.api.answers import Answer, Json, check_stream_options
 from outdraft.server.api.bodies import ChatRequest, Tool
-from outdraft.server.api.calls import CallArguments, CallName, ParsedCall
+from outdraft.server.api.call_reader import CallArguments, CallName
+from outdraft.server.api.calls import ParsedCall
 from outdraft.server.api.generation import new_generation
 from outdraft.server.api.guard import guarded_router
 from outdraft.server.api.params import check_numbers, sampling_params
