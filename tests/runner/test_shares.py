@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outdraft.runner.shares import caps_of_groups
+from outdraft.drafting.device.live_stop import caps_of_groups
 
 PLANNED = st.lists(st.integers(0, 40), min_size=1, max_size=8).filter(any)
 

@@ -31,6 +31,8 @@ class DrafterLimits:
         max_drafts: most drafts in one step, and
         max_chain: of a chain.
         lag_tokens: tokens that it would have to read now beyond those of a usual step.
+        most_drawn: drafts of a step that may be drawn from probabilities, as if all requests that
+            it drafts for had as many; None: any number.
         ends_live: a chain that a live rule ends takes fewer passes and rows. False: the host has to
             plan all of them, and to end a chain would only lose what it may bring.
     """
@@ -42,6 +44,7 @@ class DrafterLimits:
     chain: ModelDrafting | None = None
     max_chain: int = MAX_DRAFTS
     ends_live: bool = True
+    most_drawn: int | None = None
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -107,6 +110,14 @@ class KnownRequests:
             return False
         known = self._known(request)
         return known.network and num_drafts <= known.max_drafts and request.max_drafts > 0
+
+    def draws(self, request_id: str) -> bool:
+        """Whether the network draws drafts of a running request from probabilities that
+        verification must know."""
+        known, network = self._by_id.get(request_id), self._config.network
+        if known is None or network is None or not network.samples:
+            return False
+        return known.rule not in ("greedy", "drafter_invariant")
 
     def teaches(self, request_id: str) -> bool:
         """Whether settled tokens of a running request teach; False for one that ended."""

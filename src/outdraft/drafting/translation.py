@@ -52,13 +52,32 @@ class Translator:
             self._newest = None if drafts else newest
         choices = newest.choices.get(margins)
         if choices is None:
-            choices = newest.choices[margins] = {
-                grant.request_id: self._choice(
-                    grant, decision, drafts.get(grant.request_id, {}), margins=margins
-                )
-                for grant in decision.grants
-            }
+            choices = newest.choices[margins] = self._with_room(
+                {
+                    grant.request_id: self._choice(
+                        grant, decision, drafts.get(grant.request_id, {}), margins=margins
+                    )
+                    for grant in decision.grants
+                }
+            )
         return newest.told_held if is_held else newest.told, choices
+
+    def _with_room(self, choices: dict[str, DraftChoice]) -> dict[str, DraftChoice]:
+        """Choices whose probabilities fit into memory: where a network draws for many requests at
+        once, each has fewer drafts, and past `most_drawn` requests the last ones have none."""
+        most = None if self._drafter is None else self._drafter.most_drawn
+        drafted = [id_ for id_, choice in choices.items() if choice.num_model_drafts]
+        if most is None or not any(self._known.draws(id_) for id_ in drafted):
+            return choices
+        counts = dict.fromkeys(drafted[:most], max(1, most // len(drafted)))
+        fitting = dict[str, DraftChoice]()
+        for id_, choice in choices.items():
+            own = choice
+            if choice.num_model_drafts:
+                own = choice.truncated(counts.get(id_, 0))
+            if own is not None:
+                fitting[id_] = own
+        return fitting
 
     def _choice(
         self, grant: Grant, decision: Decision, drafts: Drafts, *, margins: bool

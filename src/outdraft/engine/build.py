@@ -30,6 +30,7 @@ from outdraft.engine.memory_plan import drafter_of, longest_text, plan_memory
 from outdraft.engine.ready_graphs import make_graphs
 from outdraft.engine.stages import stage
 from outdraft.kernels.choose import has_graphs
+from outdraft.kernels.data.logit_parts import most_drawn
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.block_pool import BlockPool
 from outdraft.models.base import LanguageModel
@@ -174,6 +175,7 @@ def _drafter_limits(
         chain=proposer.chain,
         max_chain=proposer.max_chain,
         ends_live=host_sees(target.device),
+        most_drawn=most_drawn(target.config.vocab_size, target.device),
     )
 
 

@@ -11,17 +11,24 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from outdraft.config.engine import CacheConfig, SchedulerConfig
+from outdraft.core.draft import MAX_DRAFTS
 from outdraft.core.errors import ConfigError
 from outdraft.core.tree_shape import TreeShape
 from outdraft.engine.device_memory import DeviceMemory
 from outdraft.kernels.data.graph_sizes import GRAPH_BYTES, GRAPHED_FUNCTIONS, MOST_ROWS
+from outdraft.kernels.data.logit_parts import most_drawn, most_logit_rows
+from outdraft.kernels.reference.noise import NOISE_NUMBERS
+from outdraft.kernels.reference.scores import SCORED_LOGITS, SCORED_ON_DEVICE
 from outdraft.models.shape import ModelShape
 from outdraft.runner.logprobs import PROMPT_ROWS
 
-NOISE_BYTES = 90  # for each logit where noise is not compiled: eleven int64 and float64 tensors
+NOISE_BYTES = 90  # for each number where noise is not compiled: eleven int64 and float64 tensors
 # Tensors of logits where every sampling parameter is in use at the same time; and where penalties
 # are compiled, which take most of them otherwise.
 PROCESSING_TENSORS, FEWER_PROCESSING_TENSORS = 10, 5
+# What compiled steps keep between calls, in rows of logits: of the likeliest tokens, as in
+# csrc/best_tokens.cpp. Beside it there are a part's, of the target and of the drafter.
+BEST_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +43,7 @@ class StepShape:
         tree: of what the drafter makes; its rows have no part in the scheduler's budget until
             they are verified.
         drafter_rows: fewest rows of a pass of the drafter.
+        has_network: a network drafts.
         noise_is_compiled, penalties_are_compiled: they take no memory but their result.
         num_ranks: that choose drafts and verify, each for an equal part of the requests.
     """
@@ -51,6 +59,7 @@ class StepShape:
     noise_is_compiled: bool = False
     penalties_are_compiled: bool = False
     num_ranks: int = 1
+    has_network: bool = False
 
     @property
     def num_verified(self) -> int:
@@ -66,9 +75,14 @@ class StepShape:
 
     @property
     def num_logit_rows(self) -> int:
-        """Most rows with all their logits on this rank, the target's or the drafter's."""
+        """Most rows that need logits on this rank, the target's or the drafter's."""
         verified = self.num_verified + self.num_draft_rows
         return min(max(verified, self.num_verified * max(1, self._widest)), self.num_rows)
+
+    @property
+    def num_own_rows(self) -> int:
+        """Most of them that are of one request."""
+        return min(self.num_logit_rows, 1 + MAX_DRAFTS if self.num_draft_rows else 1)
 
     @property
     def _widest(self) -> int:
@@ -123,12 +137,29 @@ def activation_bytes(shape: StepShape, models: Sequence[ModelShape]) -> int:
 
 
 def sampling_bytes(shape: StepShape, vocab_size: int) -> int:
-    """What logits take on their way to ids."""
-    width = shape.logit_dtype.itemsize
-    noise = width if shape.noise_is_compiled else NOISE_BYTES
+    """What logits take on their way to ids, a part of the requests after the other.
+
+    The rows of a part are processed some after the other too, if one request has more of them.
+    """
+    width, most = shape.logit_dtype.itemsize, _part_rows(shape, vocab_size)
+    rows = max(most, shape.num_own_rows)
     tensors = FEWER_PROCESSING_TENSORS if shape.penalties_are_compiled else PROCESSING_TENSORS
-    per_logit = max(tensors * width, 2 * width + noise)
-    return shape.num_logit_rows * vocab_size * per_logit
+    processing = tensors * most + 2 * (rows - most)
+    # Raw and processed logits and noise; rests and weights where drafts were drawn.
+    choosing = 3 * rows + 2 * min(rows, max(most, 1 + shape.num_sampled)) * (shape.num_sampled > 0)
+    noise = 0 if shape.noise_is_compiled else NOISE_BYTES * min(rows * vocab_size, NOISE_NUMBERS)
+    kept = 0
+    if shape.penalties_are_compiled and shape.device.type == "cpu":
+        kept = most + min(BEST_ROWS, shape.num_logit_rows) + most * shape.has_network
+        kept += min(rows, 1 + shape.num_sampled) * (shape.num_sampled > 0)
+    return max(processing * width, choosing * width + noise // vocab_size) * vocab_size + (
+        kept * width * vocab_size
+    )
+
+
+def _part_rows(shape: StepShape, vocab_size: int) -> int:
+    """Rows of logits that are processed at the same time."""
+    return min(most_logit_rows(vocab_size, shape.logit_dtype, shape.device), shape.num_logit_rows)
 
 
 def prompt_score_bytes(shape: StepShape, vocab_size: int) -> int:
@@ -136,20 +167,25 @@ def prompt_score_bytes(shape: StepShape, vocab_size: int) -> int:
     as they arrive from other ranks, in the order of rows, and what scores some of them. Not counted
     with those that are sampled, in whose place they seldom fit."""
     own, width = shape.dtype.itemsize, shape.logit_dtype.itemsize
-    num_rows = -(-min(PROMPT_ROWS, shape.num_rows) // shape.num_ranks)
-    return num_rows * vocab_size * (own + 4 * width)
+    most = most_logit_rows(vocab_size, shape.logit_dtype, shape.device)
+    num_rows = -(-min(PROMPT_ROWS, most, shape.num_rows) // shape.num_ranks)
+    scored = SCORED_LOGITS if shape.device.type == "cpu" else SCORED_ON_DEVICE
+    scored = 4 * width * max(vocab_size, min(scored, num_rows * vocab_size))
+    return num_rows * vocab_size * (own + (1 if shape.num_ranks == 1 else 3) * width) + scored
 
 
 def draft_prob_bytes(shape: StepShape, vocab_size: int) -> int:
-    """float32, whatever the model's dtype: of each draft of the network, stacked, and among the
-    drafts of the host."""
+    """float32, whatever the model's dtype: of each draft of the network, stacked, and of a part of
+    the requests among the drafts of the host."""
     if not shape.num_sampled:
         return 0
     made = min(shape.num_sampled * shape.num_verified, shape.num_rows)
-    verified = min(shape.num_draft_rows, shape.num_rows)
     if shape.tree is not None:
-        made = verified = shape.num_verified * shape.tree.num_rows
-    return (2 * made + verified) * vocab_size * 4
+        made = shape.num_verified * shape.tree.num_rows
+    made = min(made, most_drawn(vocab_size, shape.device))
+    most = most_logit_rows(vocab_size, shape.logit_dtype, shape.device)
+    part = min(shape.num_draft_rows, max(most, MAX_DRAFTS))
+    return (2 * made + part) * vocab_size * 4
 
 
 def state_bytes(

@@ -141,6 +141,7 @@ def _step_memory(config: EngineConfig, models: LoadedModels) -> StepMemory:
         noise_is_compiled=is_compiled("gumbel"),
         penalties_are_compiled=is_compiled("penalize"),
         num_ranks=ranks.target.size,
+        has_network=network is not None,
     )
     states = 0
     if drafter is not None and drafter.state_window:

@@ -258,6 +258,40 @@ class ModelDrafts:
     taught_B2: Tensor | None = None
     states_TD: Tensor | None = None
 
+    @classmethod
+    def joined(cls, parts: Sequence["ModelDrafts"]) -> "ModelDrafts":
+        """Of the asks of all parts, in order, without states."""
+
+        def columns(name: str, padding: float) -> Tensor | None:
+            there: list[Tensor | None] = [getattr(part, name) for part in parts]
+            width = max([0 if one is None else one.shape[1] for one in there])
+            first = next((one for one in there if one is not None), None)
+            if first is None:
+                return None
+            shape = sum(len(part.num_drafts_B) for part in parts), width, *first.shape[2:]
+            whole, row = first.new_full(shape, padding), 0
+            for part, one in zip(parts, there, strict=True):
+                end = row + len(part.num_drafts_B)
+                if one is not None:
+                    whole[row:end, : one.shape[1]] = one
+                row = end
+            return whole
+
+        token_ids_BK, parents_BK = columns("token_ids_BK", -1), columns("parents_BK", 0)
+        assert token_ids_BK is not None
+        assert parents_BK is not None
+        return cls(
+            token_ids_BK,
+            parents_BK,
+            torch.cat([part.num_drafts_B for part in parts]),
+            columns("probs_BKV", 0),
+            columns("is_sampled_BK", False),
+            is_chain=all(part.is_chain for part in parts),
+            all_sampled=all(part.all_sampled for part in parts),
+            margins_BL=columns("margins_BL", torch.nan),
+            taught_B2=columns("taught_B2", 0),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class LevelTask:

@@ -89,8 +89,10 @@ def joined_drafts(
             taught_B2=made.taught_B2,
         )
     host = host_drafts(works, device)
-    rows_M, num_drafts_B = to_device(
-        [np.array(asked), np.array([work.num_drafts for work in works])], device
+    prob_rows = np.full(len(works), -1)
+    prob_rows[asked] = np.arange(len(asked))
+    rows_M, prob_rows_B, num_drafts_B = to_device(
+        [np.array(asked), prob_rows, np.array([work.num_drafts for work in works])], device
     )
     width = max(work.num_drafts for work in works)
 
@@ -116,7 +118,8 @@ def joined_drafts(
         token_ids_BN=merged(host.token_ids_BN, made.token_ids_BK, -1),
         parents_BN=merged(host.parents_BN, made.parents_BK),
         num_drafts_B=num_drafts_B,
-        probs_BNV=None if made.probs_BKV is None else merged(None, made.probs_BKV),
+        probs_BNV=made.probs_BKV,
+        prob_rows_B=prob_rows_B if made.probs_BKV is not None else None,
         is_sampled_BN=merged(None, is_sampled_BK),
         is_chain=host.is_chain and made.is_chain,
         any_sampled=made.is_sampled_BK is not None,

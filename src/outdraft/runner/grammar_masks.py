@@ -19,6 +19,7 @@ from outdraft.attention.rows import to_device
 from outdraft.core.allowed import AllowedTokens
 from outdraft.core.plan import Work
 from outdraft.kernels.data.drafts import DraftBatch
+from outdraft.kernels.data.logit_parts import RequestPart
 from outdraft.runner.slots import Slots
 
 
@@ -65,6 +66,11 @@ class GrammarMasks:
 
     masks_RW: Tensor
     is_end_BN: Tensor | None
+
+    def part(self, part: RequestPart) -> "GrammarMasks":
+        """Those of some requests."""
+        is_end_BN = None if self.is_end_BN is None else self.is_end_BN[part.requests]
+        return GrammarMasks(self.masks_RW[part.rows], is_end_BN)
 
 
 def masks_of(allowed: AllowedTokens, drafts: DraftBatch) -> GrammarMasks:

@@ -18,7 +18,7 @@ from outdraft.kernels.data.scores import Scores, concatenated
 from outdraft.kernels.ops import Kernels
 from outdraft.runner.slots import RequestSlot, Slots
 
-PROMPT_ROWS = 32  # whose logits exist at the same time: a long prompt must not take all memory
+PROMPT_ROWS = 32  # whose logits exist at the same time at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +41,26 @@ def wants_logprobs(slots: Sequence[RequestSlot]) -> bool:
     return any(slot.rules.logprobs is not None for slot in slots)
 
 
+def most_logprobs(slots: Sequence[RequestSlot]) -> int:
+    """K: the most that any request asked for of its output."""
+    return max(slot.rules.logprobs or 0 for slot in slots)
+
+
 def emitted_logprobs(
     kernels: Kernels,
     slots: Sequence[RequestSlot],
     logits_RV: Tensor,
     drafts: DraftBatch,
     verdict: Verdict,
+    num_top: int,
 ) -> LogprobRows | None:
     """One row for each place of an emitted token, padding included; None if no request asked.
 
     A request with a trace also has a row for each place of a drafted token: the log-probability
     that the target gave it behind its parent.
+
+    Args:
+        num_top: K.
     """
     asking = [b for b, slot in enumerate(slots) if slot.rules.logprobs is not None]
     if not asking:
@@ -67,13 +76,30 @@ def emitted_logprobs(
     chosen = torch.cat([verdict.token_ids_BN1[rows_B], drafts.token_ids_BN[rows_B]], dim=1)
     flat_J = row_index_BN1(drafts)[rows_B].gather(1, behind).flatten()[kept_J]
     chosen_J = chosen.clamp_min(0).flatten()[kept_J]
-    most = max(one.logprobs or 0 for one in rules)
     counts = dict(zip(asking, places, strict=True))
     return LogprobRows(
         tuple(counts.get(b, 0) for b in range(len(slots))),
         chosen_J,
-        kernels.score_tokens(logits_RV, chosen_J, most, flat_J),
+        kernels.score_tokens(logits_RV, chosen_J, num_top, flat_J),
     )
+
+
+def concatenated_rows(
+    parts: Sequence[LogprobRows | None], sizes: Sequence[int]
+) -> LogprobRows | None:
+    """Those of all parts of a step's requests; None if no request asked.
+
+    Args:
+        sizes: requests of each part.
+    """
+    there = [one for one in parts if one is not None]
+    if not there:
+        return None
+    counts: list[int] = []
+    for one, size in zip(parts, sizes, strict=True):
+        counts += [0] * size if one is None else one.counts
+    token_ids_J = torch.cat([one.token_ids_J for one in there])
+    return LogprobRows(tuple(counts), token_ids_J, concatenated([one.scores for one in there]))
 
 
 def prompt_logprobs(
@@ -81,10 +107,13 @@ def prompt_logprobs(
     slots: Slots,
     hidden_TD: Tensor,
     scored: Callable[[Tensor, Tensor, int], Scores],
+    num_rows: int,
 ) -> LogprobRows | None:
     """One row for each prompt position computed now whose next token is in the prompt.
 
-    `scored`: as `ScoreTokens`, from hidden states [R, D].
+    Args:
+        scored: as `ScoreTokens`, from hidden states [R, D].
+        num_rows: that are scored at the same time.
     """
     counts = [_num_prompt_rows(work, slots[work.slot]) for work in works]
     if not any(counts):
@@ -102,9 +131,7 @@ def prompt_logprobs(
     most = max(slot.rules.prompt_logprobs or 0 for slot in asking)
     slices = [
         scored(hidden_TD[some_J], chosen_J, most)
-        for some_J, chosen_J in zip(
-            rows_J.split(PROMPT_ROWS), next_J.split(PROMPT_ROWS), strict=True
-        )
+        for some_J, chosen_J in zip(rows_J.split(num_rows), next_J.split(num_rows), strict=True)
     ]
     return LogprobRows(tuple(counts), next_J, concatenated(slices))
 

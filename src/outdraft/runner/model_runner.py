@@ -45,8 +45,9 @@ from outdraft.runner.grammar_masks import (
 )
 from outdraft.runner.inferring import inferring
 from outdraft.runner.logprobs import (
+    PROMPT_ROWS,
     LogprobRows,
-    emitted_logprobs,
+    most_logprobs,
     prompt_logprobs,
     wants_logprobs,
     wants_prompt_logprobs,
@@ -54,16 +55,18 @@ from outdraft.runner.logprobs import (
 from outdraft.runner.results import StepCopies, VerifiedRows, to_host, work_results
 from outdraft.runner.slots import RequestSlot
 from outdraft.runner.states import chunk_reads, spread_rows, state_places
-from outdraft.runner.step_rows import (
-    StepTexts,
-    committed_paths,
-    read_by_parts,
-    step_spans,
-    with_logits,
-)
+from outdraft.runner.step_rows import read_by_parts, step_spans, with_logits
+from outdraft.runner.step_texts import StepTexts
 from outdraft.runner.timing import PhaseClock
+from outdraft.runner.verified_parts import (
+    PartToVerify,
+    PartVerifier,
+    Verified,
+    joined,
+    logit_rows_of,
+    step_parts,
+)
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.processors import Paths
 from outdraft.verification.verifier import Verifier
 
 
@@ -200,7 +203,9 @@ class ModelRunner:
         target = self._forward(plan, drafts, chooser)
         prompt = None
         if target.hidden_TD is not None:
-            prompt = prompt_logprobs(plan.works, self._slots, target.hidden_TD, self._scored)
+            num_rows = min(PROMPT_ROWS, logit_rows_of(self.model, target.hidden_TD))
+            of_all = plan.works, self._slots, target.hidden_TD
+            prompt = prompt_logprobs(*of_all, self._scored, num_rows)
         clock.mark()
         step = LaunchedStep(
             plan, works, slots, target, drafts, own, sampling, drafted, prompt, clock
@@ -327,27 +332,17 @@ class ModelRunner:
         target = step.target
         if target.choice is not None:
             return VerifiedRows(target.choice, drafts), None
-        logits_RV = self.model.logits(target.logit_hidden_RD)
-        is_finite_R = self.model.kernels.finite_rows(logits_RV)
-        grammar_RW = masks.masks_RW if masks is not None else None
-        paths = self._paths(step.works, target.texts, sampling, grammar_RW)
-        verdict = self.verifier.verify(logits_RV, drafts, sampling, paths)
-        if masks is not None and masks.is_end_BN is not None:
-            verdict = verdict.cut_behind(masks.is_end_BN)
-        verified = VerifiedRows(DeviceChoice(verdict, is_finite_R), drafts)
-        return verified, emitted_logprobs(
-            self.model.kernels, step.slots, logits_RV, drafts, verdict
-        )
-
-    def _paths(
-        self,
-        works: Sequence[Work],
-        texts: StepTexts,
-        sampling: SamplingBatch,
-        grammar_RW: Tensor | None,
-    ) -> Paths:
-        longest = max(work.num_tokens for work in works)
-        return committed_paths(self.state.token_ids_SL, texts, longest, sampling, grammar_RW)
+        longest = max(work.num_tokens for work in step.works)
+        rest = self.state.token_ids_SL, longest, drafts.width, most_logprobs(step.slots)
+        verifier = PartVerifier(self.model, self.verifier, *rest)
+        of_all = PartToVerify(step.slots, drafts, sampling, target.texts, masks)
+        hidden_RD, num_drafts = target.logit_hidden_RD, [work.num_drafts for work in step.works]
+        made: list[Verified] = []
+        for part in step_parts(self.model, hidden_RD, drafts, num_drafts):
+            own_RD = hidden_RD if part is None else hidden_RD[part.rows]
+            made.append(verifier.verified(of_all.of(part), self.model.logits(own_RD)))
+        verdict, is_finite_R, emitted = joined(made)
+        return VerifiedRows(DeviceChoice(verdict, is_finite_R), drafts), emitted
 
     def _keep(self, choice: Choice, drafts: DraftBatch, target: TargetPass) -> None:
         """Write the emitted tokens to the texts, and accepted branches to where texts are read."""

@@ -11,7 +11,6 @@ D hidden, V vocabulary, J rows of log-probabilities, K best tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,10 +20,11 @@ from outdraft.attention.rows import to_device
 from outdraft.core.plan import Work
 from outdraft.distributed.group import Ranks
 from outdraft.distributed.request_shares import RequestShares
-from outdraft.drafting.device.model_drafts import DraftModelAsk
+from outdraft.drafting.device.live_stop import with_part_of_cap
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
+from outdraft.kernels.data.logit_parts import request_parts
 from outdraft.kernels.data.scores import Scores
 from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kernels.step_ops import Chooser, DeviceChoice
@@ -33,23 +33,27 @@ from outdraft.models.base import LanguageModel
 from outdraft.runner.device_state import DeviceState
 from outdraft.runner.drafts import draft_ask, host_drafts, joined_drafts, num_host_rows
 from outdraft.runner.grammar_masks import GrammarMasks
-from outdraft.runner.logprobs import LogprobRows, emitted_logprobs, wants_logprobs
+from outdraft.runner.logprobs import LogprobRows, most_logprobs, wants_logprobs
 from outdraft.runner.model_runner import LaunchedStep, ModelRunner, TargetPass
 from outdraft.runner.results import VerifiedRows
 from outdraft.runner.shares import (
     DraftedColumns,
     Shares,
     back_in_order,
-    caps_of_groups,
     owned_states,
     packed_verdict,
     unpacked_verdict,
-    widened,
-    widened_verdict,
 )
 from outdraft.runner.slots import RequestSlot
 from outdraft.runner.spread_scores import joined_logprobs, joined_scores
-from outdraft.runner.step_rows import StepTexts
+from outdraft.runner.step_texts import StepTexts
+from outdraft.runner.verified_parts import (
+    PartToVerify,
+    PartVerifier,
+    Verified,
+    joined,
+    logit_rows_of,
+)
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.verification.verifier import Verifier
 
@@ -122,7 +126,7 @@ class ShardedRunner(ModelRunner):
         if any(ask.stop for ask in asks):
             host_rows = num_host_rows(works)
             planned = [sum([works[i].num_drafts for i in places]) for places in groups]
-            asks = [_with_part_of_cap(ask, host_rows, planned, group) for ask in asks]
+            asks = [with_part_of_cap(ask, host_rows, planned, group) for ask in asks]
         sampling = self._sampling_batch([slots[i] for i in own])
         counts = tuple([len(part) for part in parts[group]])
         requests = RequestShares(self.ranks.draft, counts)
@@ -144,26 +148,13 @@ class ShardedRunner(ModelRunner):
         if step.target.choice is not None:
             return super()._verified(step, drafts, sampling, masks)  # of all, on every rank
         group, shares = self.ranks.target, Shares.of(step.works, self.ranks)
-        own, order = shares.ranks[group.rank], shares.by_rank
-        hidden_RD = step.target.logit_hidden_RD
-        (rows_R,) = to_device([shares.rows_of(order)], self.device)
-        logits_RV = self.model.logits(hidden_RD.index_select(0, rows_R))
-        logits_RV = group.turn(logits_RV, shares.row_counts)[:, : self.model.config.vocab_size]
-        is_finite_R = torch.ones(0, dtype=torch.bool, device=self.device)
-        nothing = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
-        verdict = Verdict(nothing.new_zeros(0, 1), nothing[:, :0].sum(1), nothing)
-        emitted: LogprobRows | None = None
-        width = drafts.width
-        if own:
-            verdict = self._own_verdict(step, shares, own, logits_RV, masks)
-            is_finite_R = self.model.kernels.finite_rows(logits_RV)
-        verdict = widened_verdict(verdict, width)
-        if own and has_logprobs:
-            assert step.own_drafts is not None
-            own_slots, wide = [step.slots[b] for b in own], widened(step.own_drafts, width)
-            kernels = self.model.kernels
-            emitted = emitted_logprobs(kernels, own_slots, logits_RV, wide, verdict)
+        own, order, width = shares.ranks[group.rank], shares.by_rank, drafts.width
         own_rows = [shares.num_rows[place] for place in own]
+        nothing = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
+        verdict = Verdict(nothing.new_zeros(0, 1), nothing[:, :0].sum(1), nothing).widened(width)
+        is_finite_R, emitted = nothing.new_ones(0, dtype=torch.bool), None
+        if made := self._made_verdicts(step, shares, masks):
+            verdict, is_finite_R, emitted = joined(made)
         packed_BC = group.join_rows(packed_verdict(verdict, is_finite_R, own_rows), shares.counts)
         packed_BC = packed_BC.index_select(0, back_in_order(order, self.device))
         everybodys, is_finite_R = unpacked_verdict(packed_BC, width, shares.num_rows)
@@ -172,28 +163,57 @@ class ShardedRunner(ModelRunner):
             return verified, None
         return verified, joined_logprobs(emitted, step.slots, shares, width, group, self.device)
 
-    def _own_verdict(
-        self,
-        step: LaunchedStep,
-        shares: Shares,
-        own: Sequence[int],
-        logits_RV: Tensor,
-        masks: GrammarMasks | None,
-    ) -> Verdict:
-        """On the requests that this rank verifies."""
+    def _made_verdicts(
+        self, step: LaunchedStep, shares: Shares, masks: GrammarMasks | None
+    ) -> list[Verified]:
+        """On the requests that this rank verifies, part by part: in each round every rank gets the
+        logits of one part of its requests."""
+        assert step.drafts is not None
+        group, vocab_size = self.ranks.target, self.model.config.vocab_size
+        hidden_RD, longest = (
+            step.target.logit_hidden_RD,
+            max(work.num_tokens for work in step.works),
+        )
+        most = logit_rows_of(self.model, hidden_RD)
+        rest = self.state.token_ids_SL, longest, step.drafts.width, most_logprobs(step.slots)
+        verifier = PartVerifier(self.model, self.verifier, *rest)
+        parts = [
+            request_parts([shares.num_rows[at] - 1 for at in own], most, is_padded=True)
+            if own
+            else []
+            for own in shares.ranks
+        ]
+        own, made = self._own(step, shares, masks), list[Verified]()
+        for round_ in range(max(map(len, parts))):
+            places, counts = list[int](), list[int]()
+            for all_own, own_parts in zip(shares.ranks, parts, strict=True):
+                some = [
+                    place
+                    for part in own_parts[round_ : round_ + 1]
+                    for place in all_own[part.requests]
+                ]
+                places += some
+                counts.append(sum([shares.num_rows[place] for place in some]))
+            (rows_R,) = to_device([shares.rows_of(places)], self.device)
+            logits_RV = self.model.logits(hidden_RD.index_select(0, rows_R))
+            logits_RV = group.turn(logits_RV, counts)[:, :vocab_size]
+            for part in parts[group.rank][round_ : round_ + 1]:
+                made.append(verifier.verified(own.of(part), logits_RV))
+        return made
+
+    def _own(self, step: LaunchedStep, shares: Shares, masks: GrammarMasks | None) -> PartToVerify:
+        """The requests that this rank verifies, with what was drafted for them."""
         assert step.own_drafts is not None
-        requests = np.array(own, dtype=np.int64)
-        own_B, own_R = to_device([requests, shares.rows_of(own)], self.device)
+        own = shares.ranks[self.ranks.target.rank]
+        own_B, own_R = to_device([np.array(own, dtype=np.int64), shares.rows_of(own)], self.device)
+        slots = [step.slots[place] for place in own]
+        own_masks = None
+        if masks is not None:
+            is_end_BN = masks.is_end_BN
+            is_end_BN = None if is_end_BN is None else is_end_BN.index_select(0, own_B)
+            own_masks = GrammarMasks(masks.masks_RW.index_select(0, own_R), is_end_BN)
         texts = StepTexts(*(each.index_select(0, own_B) for each in step.target.texts))
-        works = [step.works[place] for place in own]
-        sampling = self._sampling_batch([step.slots[place] for place in own])
-        grammar_RW = masks.masks_RW.index_select(0, own_R) if masks is not None else None
-        paths = self._paths(works, texts, sampling, grammar_RW)
-        verdict = self.verifier.verify(logits_RV, step.own_drafts, sampling, paths)
-        if masks is not None and masks.is_end_BN is not None:
-            is_end_BN = masks.is_end_BN.index_select(0, own_B)
-            verdict = verdict.cut_behind(is_end_BN[:, : step.own_drafts.width])
-        return verdict
+        return PartToVerify(slots, step.own_drafts, self._sampling_batch(slots), texts, own_masks)
 
     def _states(
         self, works: Sequence[Work], target: TargetPass, verified: VerifiedRows | None
@@ -212,13 +232,3 @@ class ShardedRunner(ModelRunner):
             num_top,
             self.ranks.target,
         )
-
-
-def _with_part_of_cap(
-    ask: DraftModelAsk, num_host_rows: int, planned: Sequence[int], group: int
-) -> DraftModelAsk:
-    """An ask of a draft group, with the group's part of the step's cap on rows."""
-    if ask.stop is None:
-        return ask
-    row_cap = caps_of_groups(ask.stop.row_cap, num_host_rows, planned)[group]
-    return replace(ask, stop=replace(ask.stop, row_cap=row_cap))

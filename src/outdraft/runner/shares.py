@@ -8,9 +8,8 @@ Dimension key: B requests that sample, M of them that the network drafts for, K 
 one of them, C columns of integers, R rows whose logits are needed, V vocabulary.
 """
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from outdraft.attention.rows import to_device
 from outdraft.core.plan import Work
 from outdraft.distributed.group import Ranks
 from outdraft.drafting.device.target_states import ChunkRead, TargetStates
-from outdraft.kernels.data.drafts import DraftBatch, Verdict
+from outdraft.kernels.data.drafts import Verdict
 from outdraft.kernels.draft_ops import ModelDrafts
 
 
@@ -77,23 +76,6 @@ def back_in_order(places: Sequence[int], device: torch.device) -> Tensor:
     """int64: what puts rows, which came in the order of `places`, back in theirs."""
     (order,) = to_device([np.argsort(np.array(places, dtype=np.int64))], device)
     return order
-
-
-def caps_of_groups(row_cap: int, num_host_rows: int, planned: Sequence[int]) -> list[int]:
-    """A step's cap on rows of drafts, for each draft group, which counts the host's rows and its
-    own.
-
-    Groups draft at the same time, so each has a part of the rows that the host leaves, in
-    proportion to what it was planned to draft. It follows from the plan, as all of a rule must.
-
-    Args:
-        planned: rows of each group.
-    """
-    total, left = sum(planned), max(0, row_cap - num_host_rows)
-    if left >= total:
-        return [row_cap] * len(planned)
-    ends = [0, *(left * before // total for before in itertools.accumulate(planned))]
-    return [num_host_rows + end - start for start, end in itertools.pairwise(ends)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,27 +144,6 @@ class DraftedColumns:
             margins_BL=margins_ML if self.num_levels else None,
             taught_B2=taught_M2 if self.has_taught else None,
         )
-
-
-def widened(drafts: DraftBatch, width: int) -> DraftBatch:
-    """The same drafts with so many places for each request, at least as many as they have; without
-    what they were drawn from."""
-    return replace(
-        drafts,
-        token_ids_BN=_wide(drafts.token_ids_BN, width, -1),
-        parents_BN=_wide(drafts.parents_BN, width, 0),
-        is_sampled_BN=_wide(drafts.is_sampled_BN, width, 0),
-        probs_BNV=None,
-    )
-
-
-def widened_verdict(verdict: Verdict, width: int) -> Verdict:
-    """The same verdict with so many places for the drafts of each request."""
-    return replace(
-        verdict,
-        token_ids_BN1=_wide(verdict.token_ids_BN1, width + 1, -1),
-        rows_BN=_wide(verdict.rows_BN, width, -1),
-    )
 
 
 def packed_verdict(verdict: Verdict, is_finite_R: Tensor, num_rows: Sequence[int]) -> Tensor:

@@ -6,7 +6,6 @@ R rows whose logits are needed, S state rows, L tokens, W works.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,22 +19,11 @@ from outdraft.kernels.step_ops import DeviceChoice, StatePlaces, StatesOf, StepR
 from outdraft.models.base import LanguageModel
 from outdraft.runner.slots import Slots
 from outdraft.runner.states import state_places
+from outdraft.runner.step_texts import StepTexts, committed_paths
+from outdraft.runner.verified_parts import step_parts
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths
 from outdraft.verification.verifier import Verifier
-
-
-class StepTexts(NamedTuple):
-    """The texts of the requests that sample in a step: int64, on the device.
-
-    Attributes:
-        rows_B: their rows of the device state.
-        num_tokens_B, prompt_lens_B: of each.
-    """
-
-    rows_B: Tensor
-    num_tokens_B: Tensor
-    prompt_lens_B: Tensor
 
 
 def step_spans(
@@ -99,28 +87,6 @@ def read_by_parts(model: LanguageModel, verifier: Verifier, task: StepTask) -> S
     return StepRead(lambda: placed, states_RD, tapped_TKD, choice, kept)
 
 
-def committed_paths(
-    texts_SL: Tensor,
-    texts: StepTexts,
-    longest: int,
-    sampling: SamplingBatch,
-    grammar_RW: Tensor | None = None,
-) -> Paths:
-    """What was committed before the rows of a step.
-
-    Args:
-        texts_SL: the device state.
-        longest: tokens of the longest text.
-        grammar_RW: as in `Paths`.
-    """
-    history_BL: Tensor | None = None
-    if sampling.needs_history:
-        history_BL = texts_SL[:, :longest].index_select(0, texts.rows_B)
-        places_L = torch.arange(longest, device=texts_SL.device)
-        history_BL = history_BL.masked_fill(places_L >= texts.num_tokens_B[:, None], -1)
-    return Paths(history_BL, texts.prompt_lens_B, texts.num_tokens_B, None, grammar_RW)
-
-
 def with_logits(states_TD: Tensor, logit_rows_R: Tensor) -> Tensor:
     """[R, D]: those of the states of all rows whose logits are needed."""
     if len(logit_rows_R) == len(states_TD):
@@ -142,19 +108,34 @@ def _shaped(placed: PlacedRows, task: StepTask, kernels: Kernels) -> PlacedRows:
 def _choice(
     model: LanguageModel, verifier: Verifier, task: StepTask, texts: StepTexts, states_RD: Tensor
 ) -> DeviceChoice:
-    """By the states of the rows with logits."""
+    """By the states of the rows with logits, some requests after the other."""
     assert task.chooser is not None
     assert task.drafts is not None
-    sampling, choose = task.chooser.sampling, model.kernels.choose
-    paths: Paths | None = None
-    if sampling.needs_history:
-        paths = committed_paths(task.token_ids_SL, texts, max(task.facts[1]), sampling)
-    if paths is not None or model.vocabulary.group.size > 1:
+    drafts, sampling, choose = task.drafts, task.chooser.sampling, model.kernels.choose
+    if sampling.needs_history or model.vocabulary.group.size > 1:
         # Graphs have one shape, and texts grow. Ranks that share the vocabulary wait for each other
         # in between.
         choose = choose_by_parts
-    choosing, rest = _Choosing(model, verifier, paths), (task.drafts, sampling, texts.num_tokens_B)
-    return DeviceChoice(*choose(choosing, states_RD, *rest))
+    num_drafts = [len(span.parents) for span in task.spans if span.samples]
+    made: list[tuple[Verdict, Tensor]] = []
+    for part in step_parts(model, states_RD, drafts, num_drafts):
+        own = drafts, sampling, texts
+        if part is not None:
+            own = drafts.part(part), sampling.part(part.requests), texts.of(part.requests)
+        paths: Paths | None = None
+        if sampling.needs_history:
+            longest = max(task.facts[1])
+            paths = committed_paths(task.token_ids_SL, own[2], longest, own[1])
+        own_RD = states_RD if part is None else states_RD[part.rows]
+        choosing = _Choosing(model, verifier, paths)
+        verdict, is_finite_R = choose(choosing, own_RD, *own[:2], own[2].num_tokens_B)
+        if part is not None:  # what a graph makes holds until its next call
+            verdict, is_finite_R = verdict.widened(drafts.width).copied(), is_finite_R.clone()
+        made.append((verdict, is_finite_R))
+    if len(made) == 1:
+        return DeviceChoice(*made[0])
+    verdicts, are_finite = zip(*made, strict=True)
+    return DeviceChoice(Verdict.joined(verdicts), torch.cat(are_finite))
 
 
 @dataclass(frozen=True, slots=True)

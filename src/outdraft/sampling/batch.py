@@ -6,7 +6,7 @@ which stages run at all, so that a batch of greedy requests costs no more than i
 Dimension key: B requests, E ids of a request's list (padded), W bad words, L prefix of a bad word.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -197,8 +197,12 @@ class SamplingBatch:
             places = [*range(self.num_requests)]
             places += [request] * (num_requests - len(places))
             (places_B,) = to_device([np.array(places)], self.seeds_B.device)
-            self._copied[key] = _rows_of(self, places_B)
+            self._copied[key] = _rows_of(self, lambda tensor: tensor.index_select(0, places_B))
         return self._copied[key]
+
+    def part(self, requests: slice) -> "SamplingBatch":
+        """Some of the requests. What is known on the host is that of all."""
+        return _rows_of(self, lambda tensor: tensor[requests].contiguous())
 
     @cached_property
     def _copied(self) -> "dict[tuple[int, int], SamplingBatch]":
@@ -232,14 +236,14 @@ class SamplingBatch:
         return not self.has_grammar and all(way is None for way in ways)
 
 
-def _rows_of(value: Any, places_B: Tensor) -> Any:
-    """The same of these requests, for a value or the fields of a dataclass."""
+def _rows_of(value: Any, taken: Callable[[Tensor], Tensor]) -> Any:
+    """The same of the requests that are taken, for a value or the fields of a dataclass."""
     if isinstance(value, Tensor):
-        return value.index_select(0, places_B)
+        return taken(value)
     if not is_dataclass(value) or isinstance(value, type):
         return value
     return replace(
-        value, **{one.name: _rows_of(getattr(value, one.name), places_B) for one in fields(value)}
+        value, **{one.name: _rows_of(getattr(value, one.name), taken) for one in fields(value)}
     )
 
 

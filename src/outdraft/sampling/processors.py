@@ -12,7 +12,7 @@ Dimension key: B requests, R rows, L committed tokens, K places of a path, V voc
 E ids of a request's list, W bad words, or int32 words of a mask of one bit per token.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,6 +44,15 @@ class Paths:
     path_ids_RK: Tensor | None
     grammar_RW: Tensor | None = None
 
+    def of_rows(self, rows: slice) -> "Paths":
+        """Before these rows."""
+        path_ids_RK, grammar_RW = self.path_ids_RK, self.grammar_RW
+        return replace(
+            self,
+            path_ids_RK=None if path_ids_RK is None else path_ids_RK[rows],
+            grammar_RW=None if grammar_RW is None else grammar_RW[rows],
+        )
+
 
 def process_logits(
     kernels: Kernels, logits_RV: Tensor, request_R: Tensor, paths: Paths, sampling: SamplingBatch
@@ -66,6 +75,7 @@ def process_logits(
     if sampling.allowed is not None:
         among_RV, logits_RV = logits_RV, apply_allowed(logits_RV, request_R, sampling.allowed)
         logits_RV = _keep_one(logits_RV, among_RV)
+        del among_RV  # whose rows are large
     allowed_RV = logits_RV
     if sampling.bad_words is not None:
         logits_RV = apply_bad_words(logits_RV, request_R, paths, sampling.bad_words)
@@ -73,6 +83,7 @@ def process_logits(
         logits_RV = apply_min_tokens(logits_RV, request_R, paths, sampling)
     if logits_RV is not allowed_RV:
         logits_RV = _keep_one(logits_RV, allowed_RV)
+    del allowed_RV
     if sampling.bias is not None:
         values_RE = sampling.bias.values_BE[request_R].to(logits_RV.dtype)
         logits_RV = logits_RV.scatter_add(1, sampling.bias.ids_BE[request_R], values_RE)

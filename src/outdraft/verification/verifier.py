@@ -8,10 +8,12 @@ Dimension key: R flat rows, V vocabulary.
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from outdraft.config.speculation import RejectionMethod
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict, path_ids_BN1K, place_R
+from outdraft.kernels.data.logit_parts import most_logit_rows
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference.verification import Step
 from outdraft.sampling.batch import SamplingBatch
@@ -80,13 +82,31 @@ class Verifier:
             return self._kernels.match(logits_RV.argmax(1), drafts)
         request_R = self._kernels.requests_of_rows(drafts, logits_RV.shape[0])
         paths = _with_paths(committed, drafts, request_R, sampling)
-        processed_RV = process_logits(self._kernels, logits_RV, request_R, paths, sampling)
+        processed_RV = self._processed(logits_RV, request_R, paths, sampling)
         if self.method == "lossy_typical" and sampling.any_draws and drafts.width > 0:
             step = Step(processed_RV, drafts, sampling, committed.num_tokens_B)
             kept = verify_typical(processed_RV, drafts, self._typical, step.draw)
             return step.merged(sampling.draws_B, kept)
         rule = _RULES[self.method]
         return self._kernels.verify(processed_RV, drafts, sampling, committed.num_tokens_B, rule)
+
+    def _processed(
+        self, logits_RV: Tensor, request_R: Tensor, paths: Paths, sampling: SamplingBatch
+    ) -> Tensor:
+        """As `process_logits`, of some rows after the other where a request has many."""
+        num_rows, vocab_size = logits_RV.shape
+        most = most_logit_rows(vocab_size, logits_RV.dtype, logits_RV.device)
+        if num_rows <= most:
+            return process_logits(self._kernels, logits_RV, request_R, paths, sampling)
+        dtype = torch.promote_types(logits_RV.dtype, torch.float32)
+        processed_RV = torch.empty_like(logits_RV, dtype=dtype)
+        for first in range(0, num_rows, most):
+            rows = slice(first, first + most)
+            some = paths.of_rows(rows), sampling
+            processed_RV[rows] = process_logits(
+                self._kernels, logits_RV[rows], request_R[rows], *some
+            )
+        return processed_RV
 
 
 def _with_paths(

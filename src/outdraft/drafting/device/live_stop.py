@@ -9,7 +9,9 @@ Dimension key: B requests that draft, G those of all ranks that share the drafte
 vocabulary.
 """
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -45,6 +47,38 @@ def stop_rules(
     row_cap = min(stop.row_cap for stop in stops if stop is not None)
     room_1 = np.array([row_cap - num_host_rows])
     return StopRules(*to_device([*scores_2BL, price_B, has_rule_B, room_1], device))
+
+
+def with_part_of_cap(
+    ask: DraftModelAsk, num_host_rows: int, planned: Sequence[int], group: int
+) -> DraftModelAsk:
+    """An ask of a group of requests that drafts on its own, with the group's part of the step's cap
+    on rows.
+
+    Args:
+        planned: rows of each group.
+    """
+    if ask.stop is None:
+        return ask
+    row_cap = caps_of_groups(ask.stop.row_cap, num_host_rows, planned)[group]
+    return replace(ask, stop=replace(ask.stop, row_cap=row_cap))
+
+
+def caps_of_groups(row_cap: int, num_host_rows: int, planned: Sequence[int]) -> list[int]:
+    """A step's cap on rows of drafts, for each group of requests that draft together, which counts
+    the host's rows and its own.
+
+    No group waits for what another one drafts, so each has a part of the rows that the host leaves,
+    in proportion to what it was planned to draft. It follows from the plan, as all of a rule must.
+
+    Args:
+        planned: rows of each group.
+    """
+    total, left = sum(planned), max(0, row_cap - num_host_rows)
+    if left >= total:
+        return [row_cap] * len(planned)
+    ends = [0, *(left * before // total for before in itertools.accumulate(planned))]
+    return [num_host_rows + end - start for start, end in itertools.pairwise(ends)]
 
 
 class KeptRules:

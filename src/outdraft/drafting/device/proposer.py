@@ -12,15 +12,17 @@ from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import ModelDrafting
 from outdraft.core.tree_shape import TreeShape
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
-from outdraft.drafting.device.live_stop import KeptRules
+from outdraft.drafting.device.live_stop import KeptRules, with_part_of_cap
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.target_states import TargetStates
+from outdraft.kernels.data.logit_parts import most_logit_rows
 from outdraft.kernels.draft_ops import Growth, ModelDrafts
 from outdraft.kernels.ops import Kernels
 from outdraft.sampling.batch import SamplingBatch
@@ -133,6 +135,43 @@ class DeviceProposer:
             num_host_rows: rows of the step that the host drafted; live rules count them.
             shares: which of the requests are this rank's.
         """
+        groups = self._groups(asks, sampling.vocab_size, token_ids_SL.device, shares)
+        if len(groups) == 1:
+            return self._proposed(asks, token_ids_SL, sampling, num_host_rows, shares)
+        planned = [sum([ask.num_drafts for ask in asks[group]]) for group in groups]
+        made: list[ModelDrafts] = []
+        for number, group in enumerate(groups):
+            some = [with_part_of_cap(ask, num_host_rows, planned, number) for ask in asks[group]]
+            own = sampling.part(group)
+            made.append(self._proposed(some, token_ids_SL, own, num_host_rows, shares))
+        return ModelDrafts.joined(made)
+
+    def _groups(
+        self,
+        asks: Sequence[DraftModelAsk],
+        vocab_size: int,
+        device: torch.device,
+        shares: RequestShares,
+    ) -> list[slice]:
+        """The requests that draft together: with logits of few rows at the same time. Ranks that
+        share the network draft for all together."""
+        if shares.group.size > 1:
+            return [slice(0, len(asks))]
+        most_drafts = max(ask.num_drafts for ask in asks)
+        shape = self._shapes[asks[0].levels][most_drafts]
+        num_rows = shape.depth if self.drafter.max_passes == 1 else max(shape.levels)
+        size = max(1, most_logit_rows(vocab_size, torch.float32, device) // num_rows)
+        return [slice(first, first + size) for first in range(0, len(asks), size)]
+
+    def _proposed(
+        self,
+        asks: Sequence[DraftModelAsk],
+        token_ids_SL: Tensor,
+        sampling: SamplingBatch,
+        num_host_rows: int,
+        shares: RequestShares,
+    ) -> ModelDrafts:
+        """As `propose`, for all asks together."""
         num_requests = len(asks)
         number = num_requests
         if shares.group.size == 1:

@@ -12,6 +12,7 @@ with the root, R flat rows, K = N places of a path, L levels of a network, V voc
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import IntEnum
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch import Tensor
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import Draft
 from outdraft.core.record import record
+from outdraft.kernels.data.logit_parts import RequestPart
 
 
 @record
@@ -35,6 +37,9 @@ class DraftBatch:
         probs_BNV: float32; what each sampled draft was really drawn from, given its siblings of
             smaller rows: without replacement, the distribution over all other tokens. Rows of
             drafts that are not sampled may hold anything.
+        prob_rows_B: int64; where `probs_BNV` has what belongs to each request, and no more places
+            than were drawn; -1: it has nothing. A part of such a batch has its own probabilities.
+            None: as it says.
         is_sampled_BN: bool; this draft was drawn from its row of `probs_BNV`. False: it is
             deterministic. Padding may hold anything.
         is_chain: known on the host: every draft is a chain.
@@ -61,6 +66,7 @@ class DraftBatch:
     sampled_trees: bool = False
     margins_BL: Tensor | None = None
     taught_B2: Tensor | None = None
+    prob_rows_B: Tensor | None = None
 
     @classmethod
     def empty(cls, num_requests: int, device: torch.device | str) -> "DraftBatch":
@@ -82,6 +88,47 @@ class DraftBatch:
         ids, parents, num_drafts, is_sampled = to_device(arrays, torch.device(device))
         is_chain = all(draft.is_chain for draft in drafts)
         return cls(ids, parents, num_drafts, None, is_sampled, is_chain, any_sampled=False)
+
+    def part(self, part: RequestPart) -> "DraftBatch":
+        """The drafts of a part of the requests, without what only the host is told."""
+        requests, width = part.requests, part.width
+        return DraftBatch(
+            self.token_ids_BN[requests, :width].contiguous(),
+            self.parents_BN[requests, :width].contiguous(),
+            self.num_drafts_B[requests],
+            self._part_probs(part),
+            self.is_sampled_BN[requests, :width].contiguous(),
+            self.is_chain,
+            self.any_sampled,
+            self.all_sampled,
+            self.sampled_trees,
+        )
+
+    def widened(self, width: int) -> "DraftBatch":
+        """The same drafts with so many places for each request, at least as many as they have;
+        without what they were drawn from."""
+        missing = width - self.width
+        if not missing:
+            return replace(self, probs_BNV=None, prob_rows_B=None)
+        pad = functools.partial(torch.nn.functional.pad, pad=(0, missing))
+        return replace(
+            self,
+            token_ids_BN=pad(self.token_ids_BN, value=-1),
+            parents_BN=pad(self.parents_BN),
+            is_sampled_BN=pad(self.is_sampled_BN),
+            probs_BNV=None,
+            prob_rows_B=None,
+        )
+
+    def _part_probs(self, part: RequestPart) -> Tensor | None:
+        probs_MKV, rows_B = self.probs_BNV, self.prob_rows_B
+        if probs_MKV is None:
+            return None
+        if rows_B is None:
+            return probs_MKV[part.requests, : part.width]
+        probs_BNV = probs_MKV[rows_B[part.requests].clamp_min(0), : part.width]
+        missing = part.width - probs_BNV.shape[1]
+        return torch.nn.functional.pad(probs_BNV, (0, 0, 0, missing)) if missing else probs_BNV
 
     @property
     def num_requests(self) -> int:
@@ -135,6 +182,27 @@ class Verdict:
     token_ids_BN1: Tensor
     num_emitted_B: Tensor
     rows_BN: Tensor
+
+    def widened(self, width: int) -> "Verdict":
+        """The same verdict with so many places for the drafts of each request."""
+        missing = width - self.rows_BN.shape[1]
+        if not missing:
+            return self
+        pad = functools.partial(torch.nn.functional.pad, pad=(0, missing), value=-1)
+        return Verdict(pad(self.token_ids_BN1), self.num_emitted_B, pad(self.rows_BN))
+
+    def copied(self) -> "Verdict":
+        """The same in tensors of its own."""
+        return Verdict(self.token_ids_BN1.clone(), self.num_emitted_B.clone(), self.rows_BN.clone())
+
+    @classmethod
+    def joined(cls, verdicts: Sequence["Verdict"]) -> "Verdict":
+        """On the requests of all, which have as many places for drafts."""
+        return cls(
+            torch.cat([one.token_ids_BN1 for one in verdicts]),
+            torch.cat([one.num_emitted_B for one in verdicts]),
+            torch.cat([one.rows_BN for one in verdicts]),
+        )
 
     def cut_behind(self, is_end_BN: Tensor) -> "Verdict":
         """Emit nothing behind the first accepted draft of `is_end_BN`: it becomes the last token.

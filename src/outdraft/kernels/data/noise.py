@@ -10,6 +10,7 @@ position: the anchor of a drawn child is the number of committed tokens + (its p
 so that the draws of a level are independent.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -41,6 +42,12 @@ class NoiseKeys:
     positions_R: Tensor
     purposes_R: Tensor
     anchors_R: Tensor
+
+    def split(self, num_rows: int) -> "Iterator[NoiseKeys]":
+        """Keys of so many rows each, in order; the last of fewer."""
+        columns = self.seeds_R, self.positions_R, self.purposes_R, self.anchors_R
+        for some in zip(*(column_R.split(num_rows) for column_R in columns), strict=True):
+            yield NoiseKeys(*some)
 
     @classmethod
     def of(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.kernels.data.logit_parts import most_logit_rows
 from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec
 from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.native.arrays import address_of, index_array
@@ -27,8 +28,6 @@ from outdraft.kernels.ops import Product
 from outdraft.kernels.rank_products import PaddedProduct, SummedProduct
 from outdraft.kernels.reference.decoder import ReferenceDecoder
 from outdraft.kernels.step_ops import StepRead, StepTask
-
-_MOST_LOGITS = 1 << 22  # that a step keeps memory for; 16 MiB
 
 
 class _Layer(ctypes.Structure):
@@ -170,7 +169,7 @@ class NativeDecoder:
 
     def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
         """As `decoder_ops.DecoderPass`, in one call where the network is whole."""
-        if self._link is not None or _num_kept_rows(task) * self._num_columns > _MOST_LOGITS:
+        if self._link is not None or not self._keeps_logits(task):
             return by_parts()
         size = self._spec.embedding.size
         return self._step.read(self.handle(task.caches), task, size, self._dtype)
@@ -230,6 +229,14 @@ class NativeDecoder:
             # Before the memory of the caches is given back, no late helper may read it.
             weakref.finalize(first, self._unbind, key).atexit = False
         return handle
+
+    def _keeps_logits(self, task: StepTask) -> bool:
+        """Whether one call may have the logits of all rows that it chooses by, as a part has."""
+        if task.chooser is None or task.chooser.sampling.is_plain_greedy:
+            return True  # it has those of few rows at a time
+        num_rows = sum([1 + len(span.parents) for span in task.spans if span.samples])
+        most = most_logit_rows(self._num_columns, torch.float32, task.token_ids_SL.device)
+        return num_rows <= most and (task.drafts is None or task.drafts.prob_rows_B is None)
 
     def _unbind(self, key: tuple[int, ...]) -> None:
         self._destroy(self._bound.pop(key))
@@ -321,13 +328,6 @@ def rows_of(metadata: AttentionMetadata, token_ids: int, wanted_R: Tensor | None
         None if wanted_R is None else address_of(wanted_R, torch.int64),
         num_rows if wanted_R is None else wanted_R.shape[0],
     )
-
-
-def _num_kept_rows(task: StepTask) -> int:
-    """Rows whose logits are kept until all of them are processed."""
-    if task.chooser is None or task.chooser.sampling.is_plain_greedy:
-        return 0
-    return sum([1 + len(span.parents) for span in task.spans if span.samples])
 
 
 def _sum_bias(product: Product) -> Tensor | None:

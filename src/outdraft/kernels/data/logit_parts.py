@@ -1,0 +1,74 @@
+"""Which rows of logits exist at the same time: those of a part of a step's requests.
+
+A vocabulary may have 150,000 tokens, and a step thousands of rows. What a row gives depends on the
+rows of its own request only, so requests are verified a few at a time.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+# Of one tensor of logits. On a GPU, which has more memory and reads the head again for each part,
+# hundreds of rows of a large vocabulary are a part.
+PART_BYTES, PART_BYTES_ON_DEVICE = 16 << 20, 192 << 20
+# Of the probabilities that all drafts of a step were drawn from: they are kept until the drafts are
+# verified, and once more as the levels become one tensor.
+DRAWN_BYTES, DRAWN_BYTES_ON_DEVICE = 256 << 20, 4 << 30
+
+
+def most_logit_rows(vocab_size: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Rows of a part, one at least. A request that alone has more rows is a part, too.
+
+    Args:
+        dtype: of the logits.
+    """
+    most_bytes = PART_BYTES if device.type == "cpu" else PART_BYTES_ON_DEVICE
+    return max(1, most_bytes // (vocab_size * dtype.itemsize))
+
+
+def most_drawn(vocab_size: int, device: torch.device) -> int:
+    """Drafts of a step that are drawn from probabilities, which are float32; as if all requests
+    that the network drafts for had as many."""
+    most_bytes = DRAWN_BYTES if device.type == "cpu" else DRAWN_BYTES_ON_DEVICE
+    return most_bytes // (vocab_size * torch.float32.itemsize)
+
+
+class RequestPart(NamedTuple):
+    """Requests of a step that follow each other, and their flat rows.
+
+    Attributes:
+        width: most drafts of one of them.
+    """
+
+    requests: slice
+    rows: slice
+    width: int
+
+
+def request_parts(
+    num_drafts: Sequence[int], most_rows: int, *, is_padded: bool = False
+) -> list[RequestPart]:
+    """All requests, one at least, in as few parts as their order allows.
+
+    Args:
+        num_drafts: of each request; it has one row more.
+        is_padded: requests count as if all in their part had as many drafts.
+    """
+    parts: list[RequestPart] = []
+    starts = [0, *itertools.accumulate(count + 1 for count in num_drafts)]
+    first = width = 0
+    for request, count in enumerate(num_drafts):
+        number, widest = request + 1 - first, max(width, count)
+        rows = number * (widest + 1) if is_padded else starts[request + 1] - starts[first]
+        if number > 1 and rows > most_rows:
+            parts.append(_part(first, request, width, starts))
+            first, widest = request, count
+        width = widest
+    parts.append(_part(first, len(num_drafts), width, starts))
+    return parts
+
+
+def _part(first: int, end: int, width: int, starts: Sequence[int]) -> RequestPart:
+    return RequestPart(slice(first, end), slice(starts[first], starts[end]), width)

@@ -1,0 +1,118 @@
+"""The drafts of a step verified, some requests after the other, so that few rows of logits exist at
+the same time.
+
+Dimension key: B requests of a part, N most drafts of one request of the step, R rows of the part,
+V vocabulary, S state rows, L tokens.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outdraft.kernels.data.drafts import DraftBatch, Verdict
+from outdraft.kernels.data.logit_parts import RequestPart, most_logit_rows, request_parts
+from outdraft.models.base import LanguageModel
+from outdraft.runner.grammar_masks import GrammarMasks
+from outdraft.runner.logprobs import LogprobRows, concatenated_rows, emitted_logprobs
+from outdraft.runner.slots import RequestSlot
+from outdraft.runner.step_texts import StepTexts, committed_paths
+from outdraft.sampling.batch import SamplingBatch
+from outdraft.verification.verifier import Verifier
+
+
+def step_parts(
+    model: LanguageModel, states_XD: Tensor, drafts: DraftBatch, num_drafts: Sequence[int]
+) -> Sequence[RequestPart | None]:
+    """The requests of a step whose logits exist at the same time; None: those of all.
+
+    Args:
+        states_XD: the model's, of any rows.
+        num_drafts: of each request.
+    """
+    is_padded = drafts.prob_rows_B is not None
+    parts = request_parts(num_drafts, logit_rows_of(model, states_XD), is_padded=is_padded)
+    return parts if len(parts) > 1 or is_padded else [None]
+
+
+def logit_rows_of(model: LanguageModel, states_XD: Tensor) -> int:
+    """Rows of the model's logits that exist at the same time, behind states like these."""
+    dtype = torch.promote_types(states_XD.dtype, torch.float32)
+    return most_logit_rows(model.vocabulary.num_tokens, dtype, states_XD.device)
+
+
+class Verified(NamedTuple):
+    """What was decided on a part.
+
+    Attributes:
+        is_finite_R: as in `Choice`.
+        emitted: None: no request of the part asked.
+    """
+
+    verdict: Verdict
+    is_finite_R: Tensor
+    emitted: LogprobRows | None
+
+
+class PartToVerify(NamedTuple):
+    """Requests, their drafts, and all else that they choose by but the logits."""
+
+    slots: Sequence[RequestSlot]
+    drafts: DraftBatch
+    sampling: SamplingBatch
+    texts: StepTexts
+    masks: GrammarMasks | None
+
+    def of(self, part: RequestPart | None) -> "PartToVerify":
+        """Some of the requests; None: all."""
+        if part is None:
+            return self
+        return PartToVerify(
+            self.slots[part.requests],
+            self.drafts.part(part),
+            self.sampling.part(part.requests),
+            self.texts.of(part.requests),
+            None if self.masks is None else self.masks.part(part),
+        )
+
+
+class PartVerifier(NamedTuple):
+    """Verifies parts of one step.
+
+    Attributes:
+        longest: tokens of the step's longest text.
+        width: N.
+        num_top: the most log-probabilities that a request of the step asked for.
+    """
+
+    model: LanguageModel
+    verifier: Verifier
+    texts_SL: Tensor
+    longest: int
+    width: int
+    num_top: int
+
+    def verified(self, of: PartToVerify, logits_RV: Tensor) -> Verified:
+        """By the raw logits of the rows, request after request."""
+        kernels, masks = self.model.kernels, of.masks
+        grammar_RW = masks.masks_RW if masks is not None else None
+        paths = committed_paths(self.texts_SL, of.texts, self.longest, of.sampling, grammar_RW)
+        verdict = self.verifier.verify(logits_RV, of.drafts, of.sampling, paths)
+        if masks is not None and masks.is_end_BN is not None:
+            verdict = verdict.cut_behind(masks.is_end_BN[:, : of.drafts.width])
+        verdict, wide = verdict.widened(self.width), of.drafts.widened(self.width)
+        emitted = emitted_logprobs(kernels, of.slots, logits_RV, wide, verdict, self.num_top)
+        return Verified(verdict, kernels.finite_rows(logits_RV), emitted)
+
+
+def joined(parts: Sequence[Verified]) -> Verified:
+    """What was decided on the requests of all parts, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    sizes = [len(one.verdict.num_emitted_B) for one in parts]
+    return Verified(
+        Verdict.joined([one.verdict for one in parts]),
+        torch.cat([one.is_finite_R for one in parts]),
+        concatenated_rows([one.emitted for one in parts], sizes),
+    )
