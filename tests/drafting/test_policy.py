@@ -387,6 +387,30 @@ def test_a_chain_has_a_live_rule_only_where_the_engine_can_leave_its_rows_out(en
     assert [one.can_stop for one in facts.requests] == [ends_live]
 
 
+@pytest.mark.parametrize(
+    ("changes", "number", "most", "granted"),
+    [
+        ({}, 3, None, [4, 4, 4]),
+        ({}, 3, 12, [4, 4, 4]),
+        ({}, 3, 11, [3, 3, 3]),
+        ({}, 3, 3, [1, 1, 1]),
+        ({}, 3, 2, [1, 1]),
+        ({"temperature": 0.0}, 3, 2, [4, 4, 4]),
+        ({"seed": 1}, 3, 2, [4, 4, 4]),
+    ],
+)
+def test_drawn_drafts_of_a_step_are_as_many_as_their_probabilities_have_room_for(
+    changes, number, most, granted
+):
+    control = Scripted(
+        lambda facts: [Grant(one.request_id, "draft_model", 4, 4, 2) for one in facts.requests]
+    )
+    config = SpeculationConfig(sources=(DraftNetworkConfig(model="m"),), num_speculative_tokens=4)
+    ours = DraftPolicy(config, [], DrafterLimits(100, most_drawn=most), control, 8)
+    choices = ours.choose([request(str(i), **changes) for i in range(number)], number, ROOM)
+    assert [choice.num_model_drafts for choice in choices.values()] == granted
+
+
 def test_nothing_is_told_of_a_step_that_lost_a_request():
     control = Scripted()
     ours = policy(ngram(), control=control)

@@ -15,7 +15,7 @@ from outdraft.kernels.triton.select import with_triton
 from tests.cli.pair import pair
 from tests.ranks import spread_models
 
-SHARE, MEMORY = 0.9, 20 << 20
+SHARE, MEMORY = 0.9, 23 << 20
 
 
 def part(source=None, **options):

@@ -9,7 +9,7 @@ import torch
 
 from outdraft.attention.base import AttentionForm, AttentionSizes
 from outdraft.config.engine import SchedulerConfig
-from outdraft.core.draft import STATE_WINDOW
+from outdraft.core.draft import STATE_WINDOW, Draft
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.tree_shape import TreeShape
 from outdraft.distributed.group import RankGroup, gathered_sum
@@ -26,6 +26,7 @@ from outdraft.engine.memory import (
 )
 from outdraft.kernels.data.drafts import DraftBatch, Rule
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
+from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference import noise
 from outdraft.kernels.reference.attention import ReferenceAttention
 from outdraft.kernels.reference.scores import score_tokens
@@ -36,7 +37,10 @@ from outdraft.models.llama import CausalLM
 from outdraft.models.rope_config import RopeConfig
 from outdraft.runner.device_state import DeviceState
 from outdraft.runner.logprobs import PROMPT_ROWS
+from outdraft.runner.step_texts import StepTexts
+from outdraft.runner.verified_parts import PartToVerify, PartVerifier, joined, step_parts
 from outdraft.sampling.processors import Paths, process_logits
+from outdraft.verification.verifier import Verifier
 from tests.attention.ragged import Model, Shape, build_batch
 from tests.engine.measured_memory import peak_bytes
 from tests.kernels.tables import kernels_for
@@ -202,6 +206,47 @@ def test_sampling_is_what_all_parameters_at_once_take(dtype):
     shape = step_shape(dtype=dtype, is_compiled=dtype is torch.float32, **sizes)
     planned = sampling_bytes(shape, vocab_size)
     assert 0.5 * planned <= peak_bytes(sample) <= planned
+
+
+class LargeHead:
+    """As much of a model as verification asks for, with the logits of 151,936 tokens."""
+
+    vocabulary = SimpleNamespace(num_tokens=151_936)
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+
+    def logits(self, states_RD: torch.Tensor) -> torch.Tensor:
+        return torch.rand(len(states_RD), self.vocabulary.num_tokens)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_many_drafts_are_verified_in_no_more_memory_than_the_plan_says(is_compiled: bool):
+    num_requests, num_drafts, text = 10, 24, 40
+    kernels = kernels_for(torch.float32) if is_compiled else reference_kernels()
+    params = SamplingParams(temperature=0.8, top_p=0.9, presence_penalty=0.2, logit_bias={3: 1.0})
+    model, all_params = LargeHead(kernels), [params] * num_requests
+    slots = [SimpleNamespace(rules=SimpleNamespace(logprobs=2, is_traced=False))] * num_requests
+    sampling = batch_of_params(
+        all_params, seeds=range(num_requests), vocab_size=151_936, device="cpu"
+    )
+    drafts = DraftBatch.from_drafts([Draft.chain(range(num_drafts))] * num_requests, "cpu")
+    rows_B, lengths_B = torch.arange(num_requests), torch.full((num_requests,), text)
+    of_all = PartToVerify(slots, drafts, sampling, StepTexts(rows_B, lengths_B, lengths_B), None)
+    texts_SL = torch.ones(num_requests, text + 1, dtype=torch.int64)
+    verifier = PartVerifier(model, Verifier(kernels, "block"), texts_SL, text, num_drafts, 2)
+    states_RD = torch.zeros(num_requests * (num_drafts + 1), 1)
+
+    def verify():
+        parts = step_parts(model, states_RD, drafts, [num_drafts] * num_requests)
+        made = [
+            verifier.verified(of_all.of(part), model.logits(states_RD[part.rows])) for part in parts
+        ]
+        return joined(made)
+
+    sizes = {"max_num_seqs": num_requests, "max_num_batched_tokens": 8192}
+    own = step_shape(num_requests * num_drafts, is_compiled=is_compiled, **sizes)
+    assert peak_bytes(verify) <= sampling_bytes(own, 151_936) < 300e6
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
