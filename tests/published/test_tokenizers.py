@@ -16,12 +16,14 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from outdraft.core.structured_outputs import StructuredOutput
 from outdraft.engine.chat import ChatTemplate
 from outdraft.engine.detokenizer import Detokenizer
 from outdraft.engine.text_splits import SPLITS
 from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.models.quantized.gguf_file import open_gguf
 from outdraft.models.quantized.gguf_vocabulary import GgufVocabulary, TokenKind
+from outdraft.structured.compiler import GrammarCompiler
 from tests.engine.trained_tokenizers import corpus as documents
 from tests.published.llama_vocabulary import LlamaVocabulary
 from tests.published.texts import texts
@@ -104,6 +106,18 @@ def test_what_a_stream_shows_adds_up_to_the_text_of_all_ids(
 
 def test_an_output_ends_where_llama_cpp_ends_it(path: Path):
     assert set(vocabulary(path).ends) == oracle(path).ends()
+
+
+def test_an_output_can_keep_to_a_form(path: Path):
+    ours = tokenizer(path)
+    schema = {"type": "object", "properties": {"é日": {"type": "integer"}}, "required": ["é日"]}
+    form = StructuredOutput("json_schema", json.dumps(schema))
+    grammar = GrammarCompiler(ours, len(vocabulary(path).tokens)).compile(form)
+    for text, keeps in (('{"é日":12}', True), ('{"é日":"12"}', False)):
+        matcher = grammar.matcher(set(vocabulary(path).ends))
+        for token_id in ours.encode(text, add_special_tokens=False).ids:
+            matcher.advance(token_id)
+        assert (matcher.failure is None) is keeps
 
 
 @pytest.fixture(scope="module")
