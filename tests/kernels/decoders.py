@@ -8,7 +8,7 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import Span, lay_out, metadata_of
-from outdraft.kernels.data.token_table import TokenTable
+from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec, LayerSpec, StateEntry
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference.table import reference_kernels
@@ -99,7 +99,7 @@ def make_spec(
         intermediate_size=sizes.intermediate,
         eps=1e-6,
         scale=size**-0.5,
-        embedding=TokenTable.of(numbers(NUM_TOKENS, hidden)),
+        embedding=EmbeddingTable.of(numbers(NUM_TOKENS, hidden)),
         cos_sin_MC=torch.cat((angles_MF.cos(), angles_MF.sin()), dim=1).to(device, table_dtype),
         layers=layers,
         attention=kernels.attention,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.data.token_table import TokenTable
+from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.step_ops import StepRead, StepTask
 
@@ -90,7 +90,7 @@ class DecoderSpec:
     intermediate_size: int
     eps: float
     scale: float
-    embedding: TokenTable
+    embedding: EmbeddingTable
     cos_sin_MC: Tensor
     layers: Sequence[LayerSpec]
     attention: "AttentionBackend"

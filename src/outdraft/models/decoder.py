@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.data.token_table import TokenTable
+from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec, LayerSpec, StateEntry
 from outdraft.kernels.ops import Kernels, Product
 from outdraft.kernels.rank_products import Spread, SummedProduct
@@ -159,7 +159,7 @@ class Decoder(nn.Module):
 
     def compile_passes(
         self,
-        embedding: TokenTable,
+        embedding: EmbeddingTable,
         head: Product,
         *,
         final_norm: RMSNorm | None = None,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.data.token_table import TokenTable
+from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.decoder_ops import DecoderPass
 from outdraft.models.decoder import Decoder, Kind, product_of
 from outdraft.models.drafter_config import DrafterConfig
@@ -46,7 +46,7 @@ class DrafterTables(nn.Module):
         self.embed_tokens: Embedding | None = None
         if config.own_embedding:
             self.embed_tokens = Embedding(
-                TokenTable.of(torch.empty(tables.vocabulary.num_own, size, **kind))
+                EmbeddingTable.of(torch.empty(tables.vocabulary.num_own, size, **kind))
             )
             self._embedding = self.embed_tokens.table
         else:

@@ -14,7 +14,7 @@ from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.data.token_table import TokenTable
+from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.decoder_ops import DecoderPass
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
@@ -59,7 +59,7 @@ class CausalLM(nn.Module):
         self.vocabulary = VocabularyShard(group, config.vocab_size)
         num_tokens = self.vocabulary.num_own
         table_VD = torch.empty(num_tokens, config.hidden_size, **kind)
-        self.embed_tokens = Embedding(TokenTable.of(table_VD))
+        self.embed_tokens = Embedding(EmbeddingTable.of(table_VD))
         is_tied = config.tie_word_embeddings
         self.decoder = Decoder(config, kernels, kind, group=group)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kind)

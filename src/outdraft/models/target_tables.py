@@ -12,7 +12,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import QUANTIZATIONS
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.data.token_table import TokenTable
+from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.rank_products import PaddedProduct
 from outdraft.models.base import LanguageModel
 from outdraft.models.config import ModelConfig
@@ -61,7 +61,7 @@ class TargetTables:
         return self.group.size == self.target.group.size
 
     @cached_property
-    def embedding(self) -> TokenTable:
+    def embedding(self) -> EmbeddingTable:
         """The vectors of this rank's tokens."""
         own = self.target.embed_tokens.table
         if self._are_the_targets:
@@ -71,7 +71,7 @@ class TargetTables:
         )
         self._read(EMBEDDING_NAME, rows_of(self.vocabulary, table_ND))
         self.copied_bytes += table_ND.nbytes
-        return TokenTable.of(table_ND)
+        return EmbeddingTable.of(table_ND)
 
     @cached_property
     def head(self) -> Linear:

@@ -19,7 +19,7 @@ from outdraft.attention.base import AttentionForm, AttentionMetadata, LayerCache
 from outdraft.core.errors import ConfigError
 from outdraft.distributed.group import RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.data.token_table import TokenTable
+from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.step_ops import StepRead, StepTask
@@ -151,7 +151,9 @@ class TransformersModel(nn.Module):
         table, first = table_of(self._embedding), self.vocabulary.first
         if self.group.size == 1:
             return Embedding(table)
-        return Embedding(TokenTable.of(table.numbers()[first : first + self.vocabulary.num_own]))
+        return Embedding(
+            EmbeddingTable.of(table.numbers()[first : first + self.vocabulary.num_own])
+        )
 
     @property
     def weight_bytes(self) -> int:

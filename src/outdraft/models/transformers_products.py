@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from outdraft.kernels.data.token_table import TokenTable
+from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.rank_products import Spread
 from outdraft.models.experts import keeps_codes as experts_keep_codes
 from outdraft.models.experts import present_modules
@@ -39,7 +39,7 @@ class FlatLinear(nn.Module):
 class CodedEmbedding(nn.Embedding):
     """Reads vectors from codes; families do with them what they do with those of numbers."""
 
-    table: TokenTable
+    table: EmbeddingTable
     packed_bytes: int  # of codes that no head counts
 
     def forward(self, input: Tensor) -> Tensor:
@@ -47,11 +47,11 @@ class CodedEmbedding(nn.Embedding):
         return self.table(input)
 
 
-def table_of(embedding: nn.Embedding) -> TokenTable:
+def table_of(embedding: nn.Embedding) -> EmbeddingTable:
     """What an embedding reads."""
     if isinstance(embedding, CodedEmbedding):
         return embedding.table
-    return TokenTable.of(embedding.weight.data)
+    return EmbeddingTable.of(embedding.weight.data)
 
 
 def pack_products(
@@ -120,7 +120,7 @@ def _pack_table(embedding: nn.Embedding, packing: Packing, head: Linear | None) 
     embedding.__class__ = type(f"Coded{kind.__name__}", bases, {})
     assert isinstance(embedding, CodedEmbedding)
     num_tokens, size = weight_VD.shape
-    embedding.table = TokenTable(product, num_tokens, size, weight_VD.dtype)
+    embedding.table = EmbeddingTable(product, num_tokens, size, weight_VD.dtype)
     embedding.packed_bytes = 0 if head is not None else product.nbytes
     embedding.weight = None  # pyright: ignore[reportAttributeAccessIssue]
 

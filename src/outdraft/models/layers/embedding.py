@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from outdraft.kernels.data.token_table import TokenTable
+from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.ops import Product
 
 
@@ -14,7 +14,7 @@ class Embedding(nn.Module):
         table: what is read.
     """
 
-    def __init__(self, table: TokenTable) -> None:
+    def __init__(self, table: EmbeddingTable) -> None:
         super().__init__()
         numbers = table.source
         self.weight: nn.Parameter | None = None
@@ -28,7 +28,9 @@ class Embedding(nn.Module):
         Args:
             is_shared: it is a head, which counts its bytes.
         """
-        self.table = TokenTable(product, self.table.num_tokens, self.table.size, self.table.dtype)
+        self.table = EmbeddingTable(
+            product, self.table.num_tokens, self.table.size, self.table.dtype
+        )
         self.weight, self._owns_codes = None, not is_shared
 
     @property

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TokenTable:
+class EmbeddingTable:
     """Vectors as numbers, or as the outputs of a product, which keeps their codes.
 
     Attributes:
@@ -29,10 +29,10 @@ class TokenTable:
     dtype: torch.dtype
 
     @staticmethod
-    def of(numbers_VD: Tensor) -> "TokenTable":
+    def of(numbers_VD: Tensor) -> "EmbeddingTable":
         """The table with these numbers."""
         num_tokens, size = numbers_VD.shape
-        return TokenTable(numbers_VD, num_tokens, size, numbers_VD.dtype)
+        return EmbeddingTable(numbers_VD, num_tokens, size, numbers_VD.dtype)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """The vectors of int64 ids of any shape, [*, D]."""
