@@ -188,3 +188,25 @@ def test_releasing_what_nobody_holds_is_refused():
 def test_a_pool_needs_a_block():
     with pytest.raises(ValueError, match="at least 1"):
         BlockPool(0)
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_of_two_blocks_of_a_text_the_one_that_a_drafter_has_read_is_found(is_held):
+    pool = BlockPool(4)
+    first, second = pool.allocate(2) or ()
+    pool.remember(first, name(0))
+    if not is_held:
+        pool.release([first])
+    pool.mark_drafter_filled(second)
+    pool.prefer(second, name(0))
+    assert pool.find(name(0)) == second
+    pool.prefer(second, name(0))
+    pool.check_invariants()
+    third = (pool.allocate(1) or [])[0]
+    assert is_held or third == first  # it is of use to nobody
+    pool.mark_drafter_filled(third)
+    pool.prefer(third, name(0))
+    assert pool.find(name(0)) == second
+    pool.prefer(third, name(1))
+    assert pool.find(name(1)) is None
+    pool.check_invariants()

@@ -12,6 +12,7 @@ import pytest
 
 from outdraft import assets
 from outdraft.core.sampling import SamplingParams
+from outdraft.drafting.policy import DraftPolicy
 from outdraft.engine.llm import LLM
 from outdraft.kv.prefix_cache import extend_hashes
 from tests.oracle.engines import engine, greedy, ids, prompts_of, run, with_kernels
@@ -99,8 +100,12 @@ def test_all_of_a_text_that_was_read_stays_known(method: str):
 
 
 @pytest.mark.skipif("eagle3" not in assets.available_heads(), reason="no embedded EAGLE-3 head")
+@pytest.mark.parametrize("reads_prompts", [True, False])  # False: while drafts are only tried
 @pytest.mark.parametrize("adds", ["", "    # and more\n"])
-def test_acceptance_is_the_same_behind_a_prefix_that_a_request_without_drafts_has_cached(adds):
+def test_acceptance_is_the_same_behind_a_prefix_that_a_request_without_drafts_has_cached(
+    reads_prompts, adds, monkeypatch
+):
+    monkeypatch.setattr(DraftPolicy, "reads_prompts", lambda *_: reads_prompts)
     text = assets.prompts()[0].text
     plain = SamplingParams(temperature=0, max_tokens=4, speculation={"enabled": False})
     drafting = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)

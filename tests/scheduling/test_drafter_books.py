@@ -181,16 +181,29 @@ def test_a_filled_block_is_of_use_before_the_token_that_it_was_read_with(token, 
 
 def test_blocks_behind_a_gap_serve_other_texts_where_their_slots_are_those_of_the_text():
     sched = eagle(block_size=4)
-    sched.add(request("a", [1] * 9, 1))
-    run_plainly(sched, 1)  # nobody follows: two blocks without the drafter's keys
-    sched.add(request("b", [1] * 21, 1))
+    sched.add(request("a", [1] * 17, 1))
+    run_plainly(sched, 1)  # nobody follows: four blocks without the drafter's keys
+    sched.add(request("b", [1] * 29, 1))  # it computes two of them again, as its window is so long
     run_followed(sched, 1)
-    third = request("c", [1] * 22, 9)
+    third = request("c", [1] * 30, 9)
     sched.add(third)
     sched.schedule({}, everybody, everybody)
     ids = sched.table(third).ids
-    assert third.num_cached == 20
-    assert third.drafter_gap == DrafterGap(8, tuple(ids[2:5]), 5)
+    assert third.num_cached == 28
+    assert third.drafter_gap == DrafterGap(8, tuple(ids[2:7]), 7)
+
+
+@pytest.mark.parametrize(("is_followed", "cached"), [(True, 16 - WINDOW), (False, 16)])
+def test_behind_a_prefix_that_was_never_read_a_drafter_has_its_window(is_followed, cached):
+    sched = eagle(block_size=4)
+    sched.add(request("a", [1] * 17, 1))
+    run_plainly(sched, 1)
+    second = request("b", [1] * 17, 9)
+    sched.add(second)
+    step = sched.schedule({}, lambda _: is_followed)
+    sched.commit(step, plain_results(step))
+    assert second.num_cached == cached
+    assert second.num_states == (WINDOW if is_followed else 0)
 
 
 @pytest.mark.parametrize("caches", [True, False])

@@ -80,6 +80,20 @@ class BlockPool:
             self._hashes[block] = prefix_hash
             self._blocks[prefix_hash] = block
 
+    def prefer(self, block: int, prefix_hash: bytes) -> None:
+        """Let a block that a drafter has read be the one that is found, if the one that is was not."""
+        found = self._blocks.get(prefix_hash)
+        if found is None or self._hashes[block] is not None or self.has_drafter_read(found):
+            return
+        self._hashes[found], self._hashes[block] = None, prefix_hash
+        self._blocks[prefix_hash] = block
+        if self._counts[found] == 0:
+            self._free.move_to_end(found, last=False)
+
+    def has_drafter_read(self, block: int) -> bool:
+        """Whether any draft group's layers of a full block are valid, before whatever token."""
+        return any(filled[block] is not None for filled in self._drafter_filled)
+
     def is_drafter_filled(self, block: int, read_ahead: int = NO_TOKEN, group: int = 0) -> bool:
         """Whether a draft group's layers of a full block are valid too, before this next token."""
         return self._drafter_filled[group][block] == read_ahead

@@ -63,6 +63,18 @@ class DrafterBooks:
         """
         return num_taught(min(self.lag_tokens(request), request.num_output))
 
+    def worth_taking(self, known: list[int]) -> list[int]:
+        """Of these blocks of the prefix cache those that a request which will draft takes.
+
+        It computes the newest ones of a window again if no drafter has read them. With the states
+        of fewer tokens, acceptance would be lower than without the cache.
+        """
+        num_newest = -(-self.state_window // self._block_size)
+        newest = known[-num_newest:] if self._lag else []
+        if not newest or any(map(self._pool.has_drafter_read, newest)):
+            return known
+        return known[:-num_newest]
+
     def admit(self, request: Request, known: Sequence[int]) -> None:
         """The request starts with these blocks of the prefix cache, whose states are gone."""
         request.told_gap = NO_GAP
@@ -167,6 +179,8 @@ class DrafterBooks:
         for block in range(computed // size, valid // size):
             ahead = self._token_behind(request, block)
             self._pool.mark_drafter_filled(block_ids[block], ahead, request.owner)
+            if block < len(request.block_hashes):
+                self._pool.prefer(block_ids[block], request.block_hashes[block])
 
     def _go_on_at(self, request: Request, start: int, block_ids: Sequence[int]) -> None:
         """The drafter reads on at `start` at the earliest."""

@@ -183,7 +183,8 @@ class Scheduler:
             if self._gains_by_waiting(request):
                 num_passed += 1
                 continue
-            work = self._admit(request, budget)
+            will_draft = follows is not None and follows(request)
+            work = self._admit(request, budget, will_draft=will_draft)
             if work is None:
                 break
             works.append(work)
@@ -356,9 +357,11 @@ class Scheduler:
             owner=request.owner,
         )
 
-    def _admit(self, request: Request, budget: int) -> Work | None:
+    def _admit(self, request: Request, budget: int, *, will_draft: bool) -> Work | None:
         """Start a waiting request, with the blocks that the prefix cache has for it."""
         known = self._cached_prefix(request)
+        if will_draft:
+            known = self._books.worth_taking(known)
         table = self.table(request)
         table.adopt(known)
         cached = len(known) * self._block_size
