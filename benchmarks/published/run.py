@@ -73,19 +73,20 @@ def main() -> None:
     }
     read = bandwidth_reader(args.threads)
     for number in range(args.rounds):
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(TemporaryDirectory()))
-            servers: list[Server] = []
-            for way in chosen:
-                log = folder / f"{way.name}.log"
-                servers.append(started(way, paths[args.target], limits, llama_server, log))
-                stack.callback(servers[-1].stop)
-                say(f"round {number}: {way.name} ready after {servers[-1].start_s:.1f} s")
-            result["turns"] += round_of_turns(args, number, servers, read)
-            for one in servers:
-                about = {"engine": one.way.engine, "method": one.way.method, "round": number}
-                about |= {"start_s": one.start_s, "peak_bytes": one.peak_bytes()}
-                result["servers"].append(about)
+        turns: list[dict[str, Any]] = []
+        for at in range(0, len(chosen), args.together):
+            with ExitStack() as stack:
+                folder = Path(stack.enter_context(TemporaryDirectory()))
+                servers: list[Server] = []
+                for way in chosen[at : at + args.together]:
+                    log = folder / f"{way.name}.log"
+                    servers.append(started(way, paths[args.target], limits, llama_server, log))
+                    stack.callback(servers[-1].stop)
+                    say(f"round {number}: {way.name} ready after {servers[-1].start_s:.1f} s")
+                turns += round_of_turns(args, number, servers, read)
+                result["servers"] += [about(one, number) | start_and_memory(one) for one in servers]
+        compare_texts(turns, chosen[0])
+        result["turns"] += turns
         text = json.dumps(result, indent=1)
         for path in {path.parent for path in paths.values()}:
             text = text.replace(f"{path}/", "")  # where models are matters to nobody else
@@ -105,6 +106,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--threads", type=int, default=num_physical_cores())
+    parser.add_argument("--together", type=int, default=len(ways(Path())), help="servers at a time")
     parser.add_argument("--quick", action="store_true", help="one round, two tasks, T=0")
     parser.add_argument("--json", type=Path, help="default: in results/, and in out/ with --quick")
     args = parser.parse_args()
@@ -120,36 +122,53 @@ def is_chosen(way: Way, texts: list[str]) -> bool:
     return any(text in way.name for text in texts)
 
 
+def about(server: Server, number: int) -> dict[str, Any]:
+    return {"engine": server.way.engine, "method": server.way.method, "round": number}
+
+
+def start_and_memory(server: Server) -> dict[str, float]:
+    return {"start_s": server.start_s, "peak_bytes": server.peak_bytes()}
+
+
 def round_of_turns(
     args: argparse.Namespace, number: int, servers: list[Server], read: Callable[[], float]
 ) -> list[dict[str, Any]]:
-    """Each cell by each server; greedy texts are compared with those of the first server."""
+    """Each cell by each server."""
     rng = random.Random(number)
     for one in servers:
         ask(one, Cell("function", 0.0, 1), [WARM_UP], 8, seed=0)
     turns: list[dict[str, Any]] = []
     cells = cells_of_round(number, args.tasks, args.temperature, args.concurrency)
     for cell, prompts in cells.items():
-        texts: dict[str, list[str]] = {}
-        found: dict[str, dict[str, Any]] = {}
         for one in rng.sample(servers, len(servers)):
             state = {"bandwidth_gb_per_s": read(), "load_average": os.getloadavg()[0]}
-            measured, texts[one.way.name] = ask(one, cell, prompts, args.new_tokens, seed=number)
-            about = {"engine": one.way.engine, "method": one.way.method, "round": number}
-            found[one.way.name] = about | asdict(cell) | measured | state
+            measured = ask(one, cell, prompts, args.new_tokens, seed=number)
+            turns.append(about(one, number) | asdict(cell) | measured | state)
             say(f"{one.way.name}, {cell.name}: {measured['tokens_per_s']:.1f} tokens/s")
-        if cell.temperature == 0:
-            first = texts[servers[0].way.name]
-            for name, turn in found.items():
-                pairs = zip(first, texts[name], strict=True)
-                turn["first_differences"] = [first_difference(*pair) for pair in pairs]
-        turns += found.values()
     return turns
+
+
+def compare_texts(turns: list[dict[str, Any]], first: Way) -> None:
+    """Replace the texts of a round's turns, where they are greedy, by where they part from those
+    of the first way: characters that both begin with, None for the same text."""
+
+    def cell(turn: dict[str, Any]) -> tuple[Any, ...]:
+        return turn["task"], turn["temperature"], turn["concurrency"]
+
+    names = first.engine, first.method
+    wanted = {
+        cell(turn): turn["texts"] for turn in turns if (turn["engine"], turn["method"]) == names
+    }
+    for turn in turns:
+        texts = turn.pop("texts")
+        if turn["temperature"] == 0:
+            pairs = zip(wanted[cell(turn)], texts, strict=True)
+            turn["first_differences"] = [first_difference(*pair) for pair in pairs]
 
 
 def ask(
     server: Server, cell: Cell, prompts: list[str], new_tokens: int, seed: int
-) -> tuple[dict[str, Any], list[str]]:
+) -> dict[str, Any]:
     """What a turn took, and its answers.
 
     Raises:
@@ -168,14 +187,14 @@ def ask(
             raise RuntimeError(f"{server.way.name}, {cell.name}: {told}")
     report = load_report(run.samples, run.duration_s, ("ttft", "tpot"), ())
     accepted = acceptance_report(run.speculation) if run.speculation else {}
-    measured = {
+    return {
         "tokens_per_s": report["output_throughput"],
         "ttft_ms": report["median_ttft_ms"],
         "tpot_ms": report["median_tpot_ms"],
         "acceptance_length": accepted.get("spec_decode_acceptance_length"),
         "acceptance_rate": accepted.get("spec_decode_acceptance_rate"),
+        "texts": [sample.text for sample in run.samples],
     }
-    return measured, [sample.text for sample in run.samples]
 
 
 def first_difference(one: str, other: str) -> int | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import table
 from fetch import MODELS, DigestError, Published, fetch, join
-from run import first_difference
+from run import compare_texts, first_difference
 from servers import LLAMA_CPP, OURS, Limits, command, ways
 from tasks import MIXED, TASKS, Cell, cells_of_round
 
@@ -93,6 +93,18 @@ def test_both_engines_hold_as_many_requests_of_the_same_length(way):
 )
 def test_texts_are_compared_from_their_beginnings(one: str, other: str, at: int | None):
     assert first_difference(one, other) == at
+
+
+def test_greedy_texts_are_compared_with_those_of_the_first_way_in_the_same_cell():
+    first, *_ = ways(None)
+    turns = [
+        turn(LLAMA_CPP, "plain", 9.0, texts=["one", "two"], temperature=0.0),
+        turn(OURS, first.method, 9.0, texts=["one", "twelve"], temperature=0.0),
+        turn(OURS, first.method, 9.0, texts=["other"], temperature=0.7),
+    ]
+    compare_texts(turns, first)
+    assert [one.get("first_differences") for one in turns] == [[None, 2], [None, None], None]
+    assert not any("texts" in one for one in turns)
 
 
 def turn(engine: str, method: str, tokens_per_s: float, **more) -> dict:
