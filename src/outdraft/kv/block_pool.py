@@ -81,7 +81,7 @@ class BlockPool:
             self._blocks[prefix_hash] = block
 
     def prefer(self, block: int, prefix_hash: bytes) -> None:
-        """Let a block that a drafter has read be the one that is found, if the one that is was not."""
+        """Let a block be found that a drafter has read, if it has not read the one that is."""
         found = self._blocks.get(prefix_hash)
         if found is None or self._hashes[block] is not None or self.has_drafter_read(found):
             return
