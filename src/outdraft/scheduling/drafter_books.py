@@ -64,7 +64,7 @@ class DrafterBooks:
         return num_taught(min(self.lag_tokens(request), request.num_output))
 
     def worth_taking(self, known: list[int]) -> list[int]:
-        """Of these blocks of the prefix cache those that a request which will draft takes.
+        """The blocks of a cached prefix that a request which will draft takes.
 
         It computes the newest ones of a window again if no drafter has read them. With the states
         of fewer tokens, acceptance would be lower than without the cache.
