@@ -12,6 +12,7 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
 from outdraft.kernels.data import logit_parts
 from outdraft.kernels.data.logit_parts import most_logit_rows, request_parts
+from tests.oracle import forms
 from tests.oracle.engines import config, engine, ids, prompts_of, run, speculation
 from tests.ranks import Spread, spread_models
 
@@ -108,6 +109,16 @@ def test_ids_and_log_probabilities_are_the_same_in_parts(
     llm = engine("qwen2", method, **options)
     has_parts(monkeypatch, llm)
     assert told(run(llm, prompts, EACH[params])) == whole
+
+
+@pytest.mark.parametrize("method", ["plain", "ngram", "draft_model"])
+def test_outputs_keep_to_their_grammars_in_parts(method, monkeypatch):
+    form = forms.regex(r"(cat|dog)( (cat|dog)){3}")
+    asked = [forms.asking(form, temperature=heat, logprobs=1) for heat in (0.0, 0.8, 1.0)]
+    whole = told(run(forms.engine(method), forms.PROMPTS[:3], asked))
+    llm = forms.engine(method)
+    has_parts(monkeypatch, llm)
+    assert told(run(llm, forms.PROMPTS[:3], asked)) == whole
 
 
 @pytest.mark.parametrize("method", ["plain", "ngram", "draft_model"])
