@@ -14,7 +14,6 @@ from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel
 from outdraft.models.config import ModelConfig, is_known, read_config
 from outdraft.models.loader import load_model
-from outdraft.models.quantized.gguf_file import is_gguf
 
 AUTO, TRANSFORMERS = "auto", "transformers"
 _logger = logging.getLogger(__name__)
@@ -101,8 +100,6 @@ def load_language_model(
     place = path, dtype, device, kernels, max_model_len, quantization, group
     if not uses_transformers(path, implementation):
         return load_model(*place, drafts=drafts, has_random_weights=has_random_weights)
-    if is_gguf(path):
-        raise ConfigError(f"{path}: --model-impl transformers is for directories, not GGUF files")
     load_any = transformers_loader(path).load_transformers_model
     model = load_any(*place, drafts=drafts, has_random_weights=has_random_weights)
     _logger.info(

@@ -8,6 +8,7 @@ gives plausible nonsense.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.models.counts import read_count, read_positive, read_token_ids
 from outdraft.models.quantized.config import Quantization, read_quantization
 from outdraft.models.quantized.gguf_file import is_gguf
-from outdraft.models.quantized.gguf_metadata import config_of_gguf
+from outdraft.models.quantized.gguf_metadata import config_of_gguf, has_own_network
 from outdraft.models.rope_config import RopeConfig, read_rope
 from outdraft.models.shape import ModelShape
 
@@ -125,7 +126,18 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: there is none, or a GGUF file cannot be read.
     """
-    return config_of_gguf(path) if is_gguf(path) else read_json(path / "config.json")
+    if not is_gguf(path):
+        return read_json(path / "config.json")
+    if has_own_network(path):
+        return config_of_gguf(path)
+    try:
+        of_library = import_module("outdraft.models.transformers_gguf_config")
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} is of an architecture that outdraft runs through the transformers library: "
+            f"pip install 'outdraft[gguf,transformers]' ({error})"
+        ) from error
+    return of_library.mapped_config(path)
 
 
 def read_generation_config(path: Path) -> dict[str, Any]:

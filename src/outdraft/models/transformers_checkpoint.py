@@ -5,7 +5,7 @@ before the library asks for it.
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from outdraft.models.quantized.tensors import StoredTensors
 
 # What has no meaning without scales.
 _CODES = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I32", "I8", "U8"}
-_NO_PRODUCT = "no product of this network can read its codes"
+NO_PRODUCT = "no product of this network can read its codes"
+NO_CPU = "tiles are for CPUs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,12 @@ class QuantisedCheckpoint:
     Attributes:
         places: of plain tensors.
         weights: the others.
+        small: those of other dimensions than two, such as norms.
     """
 
     places: dict[str, Place]
-    weights: dict[str, StoredWeight | StoredStack]
+    weights: Mapping[str, StoredWeight | StoredStack]
+    small: Mapping[str, StoredWeight] = field(default_factory=dict[str, StoredWeight])
 
     def presented(
         self, dtype: torch.dtype, *, keeps_codes: bool, is_cut: bool
@@ -57,6 +60,7 @@ class QuantisedCheckpoint:
             defers = is_cut and isinstance(weight, StoredWeight)
             parameter = _parameter(weight, dtype)
             found[name] = PresentedTensor(partial(_read, parameter, keeps_codes, defers))
+        found |= {name: PresentedTensor(weight.numbers) for name, weight in self.small.items()}
         return found | deferred_products(self.places, dtype) if is_cut else found
 
     def unread(self, dtype: torch.dtype) -> dict[str, "PresentedTensor"]:
@@ -69,16 +73,21 @@ class QuantisedCheckpoint:
         }
         for name, weight in self.weights.items():
             found[name] = PresentedTensor(partial(DeferredTensor, _parameter(weight, dtype)))
+        found |= {name: PresentedTensor(weight.numbers) for name, weight in self.small.items()}
         return found | deferred_products(self.places, dtype)
 
     def summary(
-        self, kept: Iterable[StoredWeight], given_up: Iterable[StoredWeight] = ()
+        self,
+        kept: Iterable[StoredWeight],
+        given_up: Iterable[StoredWeight] = (),
+        otherwise: str = NO_PRODUCT,
     ) -> list[str]:
         """What became of the quantised weights, for people.
 
         Args:
             kept: those that are codes, or of which parts are.
             given_up: others that were deferred, or parts of such.
+            otherwise: why a weight whose codes fit a tile is none of these.
         """
         of_kept = {id(weight.whole or weight): weight for weight in kept}
         reasons = {id(weight.whole or weight): weight.reason for weight in given_up}
@@ -86,11 +95,11 @@ class QuantisedCheckpoint:
             weight
             for one in self.weights.values()
             for weight in (one.weights if isinstance(one, StoredStack) else [one])
-            if id(weight) not in of_kept
+            if id(weight) not in of_kept and not weight.is_plain
         ]
         tiles = Counter((weight.label, str(weight.tile)) for weight in of_kept.values())
         counts = Counter(
-            (weight.label, reasons.get(id(weight)) or weight.reason or _NO_PRODUCT)
+            (weight.label, reasons.get(id(weight)) or weight.reason or otherwise)
             for weight in weights
         )
         return told(tiles, counts)

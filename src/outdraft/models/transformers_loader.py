@@ -31,12 +31,14 @@ from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.shapes import LayerCacheShape
-from outdraft.models.config import read_generation_config, read_json
+from outdraft.models.config import read_config as read_raw_config
+from outdraft.models.config import read_generation_config
 from outdraft.models.counts import read_token_ids
 from outdraft.models.expert_parts import divide_experts
 from outdraft.models.experts import replace_experts
 from outdraft.models.loader import check_unquantised, listed, tensor_places, weight_files
 from outdraft.models.quantized.config import read_quantization
+from outdraft.models.quantized.gguf_file import is_gguf
 from outdraft.models.quantized.placing import kept_already
 from outdraft.models.quantized.stand_ins import Packing, StandIns
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS, ModelShape
@@ -47,10 +49,13 @@ from outdraft.models.transformers_attention import (
     register,
 )
 from outdraft.models.transformers_checkpoint import (
+    NO_CPU,
+    NO_PRODUCT,
     QuantisedCheckpoint,
     matches,
     open_quantised,
 )
+from outdraft.models.transformers_gguf import library_config, open_gguf_checkpoint
 from outdraft.models.transformers_layers import fuse_layers
 from outdraft.models.transformers_model import TransformersModel
 from outdraft.models.transformers_operations import catch_operations
@@ -157,7 +162,8 @@ def load_transformers_model(
     pack_products(model, packing, spreads)
     stand_ins.read_rest(model)
     if checkpoint is not None:
-        for line in checkpoint.summary(stand_ins.kept, stand_ins.given_up):
+        otherwise = NO_PRODUCT if has_tiles else NO_CPU
+        for line in checkpoint.summary(stand_ins.kept, stand_ins.given_up, otherwise):
             _logger.info("%s", line)
     if group.size == 1:
         check_packed(model, mask)
@@ -184,15 +190,18 @@ def unread_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def read_config(path: Path) -> PretrainedConfig:
-    """What the library makes of a checkpoint's config.json.
+    """What the library makes of a checkpoint's config.json, or of a GGUF file.
 
     Raises:
         ConfigError: it does not know the model.
     """
     try:
+        if is_gguf(path):
+            return library_config(path)
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"transformers cannot read {path / 'config.json'}: {error}") from error
+        file = path if is_gguf(path) else path / "config.json"
+        raise ConfigError(f"transformers cannot read {file}: {error}") from error
 
 
 def causal_class(config: PretrainedConfig, path: Path) -> Any:
@@ -276,7 +285,9 @@ def quiet_library() -> Generator[None]:
 
 def _opened(kind: Any, path: Path, config: PretrainedConfig) -> QuantisedCheckpoint | None:
     """None: the weights are plain."""
-    quantization = read_quantization(read_json(path / "config.json"))
+    if is_gguf(path):
+        return open_gguf_checkpoint(path, empty_model(kind, plain_config(config)))
+    quantization = read_quantization(read_raw_config(path))
     if quantization is None:
         return None
     wanted = empty_model(kind, plain_config(config)).state_dict()
@@ -341,7 +352,7 @@ def _random(
     kind: Any, path: Path, config: PretrainedConfig, dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
     """The same small numbers every time."""
-    check_unquantised(path, read_quantization(read_json(path / "config.json")))
+    check_unquantised(path, read_quantization(read_raw_config(path)))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return kind._from_config(config, dtype=dtype, attn_implementation=attention)
@@ -361,7 +372,7 @@ def _shape(
 ) -> TransformersShape:
     text = config.get_text_config()
     generation = read_generation_config(path)
-    raw = read_json(path / "config.json")
+    raw = read_raw_config(path)
 
     def ids_of(name: str) -> tuple[int, ...]:
         # The part for texts leaves out what is its family's default.

@@ -122,7 +122,8 @@ def _pack_table(embedding: nn.Embedding, packing: Packing, head: Linear | None) 
     num_tokens, size = weight_VD.shape
     embedding.table = EmbeddingTable(product, num_tokens, size, weight_VD.dtype)
     embedding.packed_bytes = 0 if head is not None else product.nbytes
-    embedding.weight = None  # pyright: ignore[reportAttributeAccessIssue]
+    # Gemma's asks for its dtype.
+    embedding.weight = nn.Parameter(weight_VD.new_empty((0, size)), requires_grad=False)
 
 
 def _packed(

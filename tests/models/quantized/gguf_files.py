@@ -1,7 +1,8 @@
 """GGUF files of tiny models, written by the gguf package as llama.cpp's converter does."""
 
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "vocab_size": 64,
 }
-ARCHITECTURES = {
-    "llama": gguf.MODEL_ARCH.LLAMA,
-    "qwen2": gguf.MODEL_ARCH.QWEN2,
-    "qwen3": gguf.MODEL_ARCH.QWEN3,
+ARCHITECTURES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+NAMES = {  # what llama.cpp calls families that it knows by another name
+    "gemma3_text": "gemma3",
+    "mistral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
 }
 PLAIN = {Kind.F32: np.float32, Kind.F16: np.float16}
 
@@ -37,7 +40,7 @@ def write_gguf(
     kind_of: Callable[[str], Kind],
     vocabulary: dict[str, Any] | None = None,
     more: dict[str, Any] | None = None,
-    **values: float,
+    **values: Sequence[float],
 ) -> Path:
     """Write the model.
 
@@ -46,10 +49,10 @@ def write_gguf(
         vocabulary: tokens, types and merges of a byte-level tokenizer; it may have its template,
             how it splits texts (pre), and whether they begin with a token (adds_bos).
         more: metadata of the architecture, such as rope.scaling.factor.
-        values: rope_factors.
+        values: rope_factors, rope_factors_long and rope_factors_short.
     """
     config = model.config
-    name = "llama" if config.model_type == "mistral" else config.model_type
+    name = NAMES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, name)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -57,37 +60,63 @@ def write_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(rope["rope_theta"])
     head_size = (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
     writer.add_key_length(head_size)
     writer.add_value_length(head_size)
-    writer.add_rope_dimension_count(head_size)
+    writer.add_rope_dimension_count(int(head_size * rope.get("partial_rotary_factor", 1)))
     writer.add_vocab_size(config.vocab_size)
     _add_vocabulary(writer, vocabulary or _letters(config.vocab_size))
     names = gguf.get_tensor_name_map(ARCHITECTURES[name], config.num_hidden_layers)
     for hf_name, tensor in model.state_dict().items():
         if hf_name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        ours = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
-        assert ours is not None, hf_name
-        if name == "llama" and (".attn_q." in ours or ".attn_k." in ours):
-            is_query = ".attn_q." in ours
-            heads = config.num_attention_heads if is_query else config.num_key_value_heads
-            tensor = _permuted(tensor, heads)
-        _add(writer, ours, tensor, Kind.F32 if tensor.dim() == 1 else kind_of(ours))
+        for part_name, part in _in_parts(hf_name, tensor):
+            ours = names.get_name(part_name, try_suffixes=(".weight", ".bias"))
+            assert ours is not None, part_name
+            kept = _as_converted(name, ours, part, config)
+            is_plain = kept.dim() == 1 or "_inp" in ours  # norms, biases, and routers
+            _add(writer, ours, kept, Kind.F32 if is_plain else kind_of(ours))
     for key, value in (more or {}).items():
-        add: Any = {str: writer.add_string, int: writer.add_uint32}.get(type(value))
+        adds = {str: writer.add_string, int: writer.add_uint32, bool: writer.add_bool}
+        add: Any = (adds | {list: writer.add_array}).get(type(value))
         (add or writer.add_float32)(f"{name}.{key}", value)
-    if factors := values.pop("rope_factors", None):
-        writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
+    for factors, numbers in values.items():
+        tensor_name = "rope_freqs" if factors == "rope_factors" else factors
+        writer.add_tensor(f"{tensor_name}.weight", np.array(numbers, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _in_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A tensor of the network, or those that the published checkpoints have in its place."""
+    if name.endswith("experts.gate_up_proj"):
+        for part, half in zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True):
+            yield name.replace("gate_up_proj", f"{part}.weight"), half
+    elif name.endswith("experts.down_proj"):
+        yield f"{name}.weight", tensor
+    else:
+        yield name, tensor
+
+
+def _as_converted(family: str, name: str, tensor: Tensor, config: Any) -> Tensor:
+    """What the converter makes of a tensor's numbers."""
+    if family == "llama" and (".attn_q." in name or ".attn_k." in name):
+        is_query = ".attn_q." in name
+        heads = config.num_attention_heads if is_query else config.num_key_value_heads
+        return _permuted(tensor, heads)
+    if family in ("gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
+        return tensor + 1
+    return tensor[0] if name.endswith("ffn_gate_inp_shexp.weight") else tensor
 
 
 def _permuted(weight: Tensor, num_heads: int) -> Tensor:
@@ -112,9 +141,11 @@ def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: Kind) -> None
 def _random_blocks(numbers: np.ndarray, kind: Kind) -> np.ndarray:
     """Blocks of a kind that the package can only read, with numbers of about the same size."""
     format = WeightFormat(kind.name.lower())
-    spread = random_rows(format, *numbers.shape, size=1.0).numbers().std().item()
+    sizes = math.prod(numbers.shape[:-1]), numbers.shape[-1]
+    spread = random_rows(format, *sizes, size=1.0).numbers().std().item()
     size = float(numbers.std()) / spread
-    return random_rows(format, *numbers.shape, seed=len(numbers), size=size).rows_EB
+    rows_EB = random_rows(format, *sizes, seed=len(numbers), size=size).rows_EB
+    return rows_EB.reshape(*numbers.shape[:-1], -1)
 
 
 def byte_level(texts: Sequence[str]) -> tuple[Tokenizer, dict[str, Any]]:
@@ -160,7 +191,7 @@ def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: dict[str, Any]) -> None
 def same_numbers(path: Path, model: PreTrainedModel) -> PreTrainedModel:
     """The model with the numbers that the gguf package reads from the file."""
     reader, config = gguf.GGUFReader(path), model.config
-    name = "llama" if config.model_type == "mistral" else config.model_type
+    name = NAMES.get(config.model_type, config.model_type)
     names = gguf.get_tensor_name_map(ARCHITECTURES[name], config.num_hidden_layers)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     with torch.no_grad():
