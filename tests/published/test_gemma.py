@@ -1,4 +1,4 @@
-"""Gemma 3 270M, which the transformers library computes: greedy texts are llama.cpp's, or part where
+"""Greedy texts of Gemma 3, which the transformers library computes, are llama.cpp's, or part where
 the model itself is undecided."""
 
 from collections.abc import Callable
