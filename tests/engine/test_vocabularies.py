@@ -40,10 +40,15 @@ def save_words(path: Path, names: list[str]) -> None:
     Tokenizer(WordLevel(numbered, unk_token="?")).save(str(path / "tokenizer.json"))
 
 
+def said(caplog) -> list[logging.LogRecord]:
+    """What was logged, but for how long loading took: that is said by the test that loads first."""
+    return [record for record in caplog.records if record.name != "outdraft.engine.stages"]
+
+
 def test_equal_vocabularies_are_fine_and_nothing_is_said(folders, caplog):
     with caplog.at_level(logging.INFO):
         assert check(folders) is None
-    assert caplog.records == []
+    assert said(caplog) == []
 
 
 def test_other_words_are_translated_and_the_overlap_is_said(folders, caplog):
@@ -52,7 +57,7 @@ def test_other_words_are_translated_and_the_overlap_is_said(folders, caplog):
         found = check(folders)
     assert found is not None
     assert found.num_shared == 50  # w0 is the target's unknown token
-    [record] = caplog.records
+    [record] = said(caplog)
     assert record.levelno == logging.INFO
     assert record.getMessage() == (
         f"the draft model {folders[1]} shares 50 of 61 ids (82.0%) of the target's vocabulary, "
@@ -85,7 +90,7 @@ def test_where_a_tokenizer_is_missing_a_warning_names_it(folders, caplog, missin
     (folders[missing] / "tokenizer.json").unlink()
     with caplog.at_level(logging.WARNING):
         assert check(folders) is None
-    [record] = caplog.records
+    [record] = said(caplog)
     assert record.levelno == logging.WARNING
     assert f"{folders[missing]} has no tokenizer.json" in record.getMessage()
     assert "only the sizes were compared" in record.getMessage()
