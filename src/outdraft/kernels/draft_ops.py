@@ -260,7 +260,7 @@ class ModelDrafts:
 
     @classmethod
     def joined(cls, parts: Sequence["ModelDrafts"]) -> "ModelDrafts":
-        """Of the asks of all parts, in order, without states."""
+        """The asks of all parts, in order, without states."""
 
         def columns(name: str, padding: float) -> Tensor | None:
             there: list[Tensor | None] = [getattr(part, name) for part in parts]

@@ -36,11 +36,13 @@ class QuantisedCheckpoint:
         places: of plain tensors.
         weights: the others.
         small: those of other dimensions than two, such as norms.
+        release: gives memory back that was mapped to read them.
     """
 
     places: dict[str, Place]
     weights: Mapping[str, StoredWeight | StoredStack]
     small: Mapping[str, StoredWeight] = field(default_factory=dict[str, StoredWeight])
+    release: Callable[[], None] = lambda: None
 
     def presented(
         self, dtype: torch.dtype, *, keeps_codes: bool, is_cut: bool

@@ -72,6 +72,7 @@ def open_gguf_checkpoint(path: Path, model: PreTrainedModel) -> QuantisedCheckpo
         places={},
         weights={name: weight for name, weight in found.items() if is_product[name]},
         small={name: weight for name, weight in found.items() if not is_product[name]},
+        release=open_gguf(path).release,
     )
 
 

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -157,6 +157,8 @@ def load_transformers_model(
         _logger.info("%s: texts do not meet %s: left out", path, ", ".join(left_out))
     shape = _shape(path, config, list(attention.values()), moves)
     packing = Packing(kernels, quantization, stand_ins)
+    if checkpoint is not None:
+        packing = replace(packing, release=checkpoint.release)
     replace_experts(model, packing, sums)
     fuse_layers(model, packing, group)
     pack_products(model, packing, spreads)

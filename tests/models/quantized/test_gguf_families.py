@@ -68,7 +68,7 @@ _SCALED = {
 
 
 def longrope(max_len: int) -> PretrainedConfig:
-    """Of texts of up to so many tokens."""
+    """A configuration for texts of up to `max_len` tokens."""
     sizes = {"max_position_embeddings": max_len, "original_max_position_embeddings": 32}
     return Phi3Config(**_SIZES | sizes, rope_parameters=_SCALED)
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-# Of one tensor of logits. On a GPU, which has more memory and reads the head again for each part,
-# hundreds of rows of a large vocabulary are a part.
+# Bytes of one tensor of logits. On a GPU, which has more memory and reads the head again for each
+# part, hundreds of rows of a large vocabulary are a part.
 PART_BYTES, PART_BYTES_ON_DEVICE = 16 << 20, 192 << 20
-# Of the probabilities that all drafts of a step were drawn from: they are kept until the drafts are
+# Bytes of the probabilities that all drafts of a step were drawn from. They are kept until these are
 # verified, and once more as the levels become one tensor.
 DRAWN_BYTES, DRAWN_BYTES_ON_DEVICE = 256 << 20, 4 << 30
 

@@ -101,11 +101,13 @@ class Packing:
 
     Attributes:
         stand_ins: has those that are codes.
+        release: gives memory back that was mapped to read them.
     """
 
     kernels: Kernels
     quantization: WeightFormat | None = None
     stand_ins: StandIns = field(default_factory=StandIns)
+    release: Callable[[], None] = lambda: None
 
     def pack(
         self, linear: Linear, weights: Sequence[Tensor], parts_ED: Sequence[Tensor] = ()
@@ -113,6 +115,7 @@ class Packing:
         """Make a product of these weights of the network, one below the other; as Linear.pack."""
         if (coded := self.stand_ins.coded(weights)) is not None:
             linear.pack_codes(self.kernels, coded, weights[0].dtype)
+            self.release()
         else:
             linear.pack(self.kernels, self.quantization, parts_ED)
 
