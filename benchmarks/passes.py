@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outdraft.attention.rows import Span, lay_out, metadata_of
 from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.decoder_ops import DecoderSpec, LayerSpec
 from outdraft.kernels.native.linear import NativeProduct
 from outdraft.kernels.ops import Kernels
@@ -117,7 +118,7 @@ class Network:
             intermediate_size=INTERMEDIATE,
             eps=1e-6,
             scale=HEAD_SIZE**-0.5,
-            embedding_VD=embedding_VD,
+            embedding=EmbeddingTable.of(embedding_VD),
             cos_sin_MC=torch.cat((angles.cos(), angles.sin()), dim=1),
             layers=[layer() for _ in range(layers)],
             attention=kernels.attention,

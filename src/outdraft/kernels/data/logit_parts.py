@@ -13,8 +13,8 @@ import torch
 # Bytes of one tensor of logits. On a GPU, which has more memory and reads the head again for each
 # part, hundreds of rows of a large vocabulary are a part.
 PART_BYTES, PART_BYTES_ON_DEVICE = 16 << 20, 192 << 20
-# Bytes of the probabilities that all drafts of a step were drawn from. They are kept until these are
-# verified, and once more as the levels become one tensor.
+# Bytes of the probabilities that all drafts of a step were drawn from. They are kept until these
+# are verified, and once more as the levels become one tensor.
 DRAWN_BYTES, DRAWN_BYTES_ON_DEVICE = 256 << 20, 4 << 30
 
 

@@ -17,6 +17,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+NOISE_NUMBERS = 1 << 18  # made at the same time in torch: each takes 90 bytes on the way
+
 
 class Purpose(IntEnum):
     """What a piece of noise decides. Each purpose is an independent stream."""

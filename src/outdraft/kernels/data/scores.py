@@ -9,6 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Logits that are scored at the same time in torch. On a CPU each temporary tensor has half a
+# megabyte: C libraries reuse aligned memory badly, and tensors of all logits would take several
+# times their memory. A GPU takes hardly longer for some rows than for one.
+SCORED_LOGITS, SCORED_ON_DEVICE = 1 << 17, 1 << 22
+
 
 class Scores(NamedTuple):
     """Log-probabilities, float32, of one chosen token of each row and of the K best ones.

@@ -13,14 +13,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outdraft.kernels.data.noise import NoiseKeys
+from outdraft.kernels.data.noise import NOISE_NUMBERS, NoiseKeys
 from outdraft.kernels.sampling_ops import Gumbel
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
-NOISE_NUMBERS = 1 << 18  # that are made at the same time: each takes 90 bytes on the way
 
 _EXPONENT_SHIFT = 52
 _FRACTION_MASK = (1 << 52) - 1

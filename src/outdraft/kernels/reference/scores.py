@@ -6,12 +6,12 @@ Dimension key: R rows, A rows of logits, V vocabulary, K best tokens.
 import torch
 from torch import Tensor
 
-from outdraft.kernels.data.scores import Scores, concatenated
-
-# That are scored at the same time. On a CPU each temporary tensor has half a megabyte: C libraries
-# reuse aligned memory badly, and tensors of all logits would take several times their memory. A GPU
-# takes hardly longer for some rows than for one.
-SCORED_LOGITS, SCORED_ON_DEVICE = 1 << 17, 1 << 22
+from outdraft.kernels.data.scores import (
+    SCORED_LOGITS,
+    SCORED_ON_DEVICE,
+    Scores,
+    concatenated,
+)
 
 
 def score_tokens(
