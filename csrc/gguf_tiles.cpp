@@ -74,7 +74,7 @@ struct Planes {
   // The numbers of nibbles, which are bytes.
   OUTDRAFT_INLINE static Words iq4_numbers(Words codes) {
 #if defined(__AVX512BW__)
-    const __m512i table = _mm512_broadcast_i32x4(load<__m128i>(kIq4Numbers));
+    const __m512i table = _mm512_maskz_broadcast_i32x4(__mmask16(-1), load<__m128i>(kIq4Numbers));
     return (Words)_mm512_shuffle_epi8(table, (__m512i)codes);
 #elif defined(__AVX2__)
     const __m256i table = _mm256_broadcastsi128_si256(load<__m128i>(kIq4Numbers));

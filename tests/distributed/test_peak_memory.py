@@ -109,7 +109,7 @@ OTHERS = (
 
 
 @pytest.mark.parametrize("case", some([*CHOSEN, *OTHERS], CHOSEN), ids=str)
-def test_a_rank_takes_what_was_planned_within_five_per_cent(tmp_path: Path, case: Case) -> None:
+def test_a_rank_takes_what_was_planned_within_ten_per_cent(tmp_path: Path, case: Case) -> None:
     """What a large model takes beyond a tiny one: processes begin with some memory.
 
     What the allocator leaves unused between tensors, some per cent, is chance: the least of a few
@@ -128,9 +128,9 @@ def test_a_rank_takes_what_was_planned_within_five_per_cent(tmp_path: Path, case
             pairs = zip(taken.get(name, found["taken"]), found["taken"], strict=True)
             taken[name] = [min(pair) for pair in pairs]
         more, wanted = (beyond(one["large"], one["tiny"]) for one in (taken, planned))
-        if more == pytest.approx(wanted, rel=0.05):
+        if more == pytest.approx(wanted, rel=0.1):
             break
-    assert more == pytest.approx(wanted, rel=0.05), (more, wanted)
+    assert more == pytest.approx(wanted, rel=0.1), (more, wanted)
 
 
 def beyond(large: list[int], tiny: list[int]) -> list[int]:

@@ -158,7 +158,9 @@ class DeviceProposer:
         if shares.group.size > 1:
             return [slice(0, len(asks))]
         most_drafts = max(ask.num_drafts for ask in asks)
-        shape = self._shapes[asks[0].levels][most_drafts]
+        shapes = self._shapes[asks[0].levels]
+        assert most_drafts < len(shapes), "more drafts than the network has levels"
+        shape = shapes[most_drafts]
         num_rows = shape.depth if self.drafter.max_passes == 1 else max(shape.levels)
         size = max(1, most_logit_rows(vocab_size, torch.float32, device) // num_rows)
         return [slice(first, first + size) for first in range(0, len(asks), size)]
