@@ -60,8 +60,11 @@ struct Planes {
     constexpr int kQuads = 8 / kBits, kFrom = kBits * (kQuad % kQuads) + (kOdd ? 8 : 0);
     constexpr uint16_t kMask = ((1 << kBits) - 1) << kTo;
     const auto all = load<WordHalves>(plane + kQuad / kQuads * kPlaneStep);
-    if constexpr (kFrom >= kTo) return (Words)(all >> (kFrom - kTo) & kMask);
-    return (Words)(all << (kTo - kFrom) & kMask);
+    if constexpr (kFrom >= kTo) {
+      return (Words)(all >> (kFrom - kTo) & kMask);
+    } else {
+      return (Words)(all << (kTo - kFrom) & kMask);
+    }
   }
 
   template <bool kOdd>

@@ -126,3 +126,12 @@ def test_kinds_meet_between_tiles_only():
     assert fits_tiles([(WeightFormat.Q4_K, 32), (WeightFormat.Q6_K, 7)])
     assert fits_tiles([(WeightFormat.Q4_K, 7), (WeightFormat.Q4_K, 7)])
     assert not fits_tiles([(WeightFormat.Q4_K, 7), (WeightFormat.Q6_K, 32)])
+
+
+def test_outputs_that_are_not_there_are_refused(linear: NativeLinear):
+    product = linear.pack_codes(
+        weight_of(random_rows(WeightFormat.Q4_K, 40, 256)), None, torch.float32
+    )
+    for output in (40, -1):
+        with pytest.raises(IndexError, match="from 0 to 39"):
+            product.rows(torch.tensor([0, output]))

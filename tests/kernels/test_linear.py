@@ -351,3 +351,10 @@ def test_scales_that_a_dtype_of_two_bytes_holds_take_two_bytes_and_others_four(l
         for dtype in dtypes
     ]
     assert [kind.nbytes for kind in kinds] == [64 * (256 + 2 * 4 * size) for size in (2, 2, 4)]
+
+
+def test_a_scale_that_is_no_number_gives_outputs_that_are_none_and_changes_no_other(linear):
+    weight = random_codes(WeightFormat.INT4, 40, 256, torch.bfloat16)
+    weight.scales_EN[3, 0] = torch.nan
+    got_TE = linear.pack_codes(weight, None, torch.float32)(torch.randn(2, 256))
+    assert got_TE.isfinite().all(dim=0).tolist() == [output != 3 for output in range(40)]

@@ -17,6 +17,7 @@ from outdraft.models.base import LanguageModel
 from outdraft.models.drafter_config import DrafterConfig
 from outdraft.models.llama import EMBEDDING_NAME, HEAD_NAME
 from outdraft.models.loader import Place, read_part, read_tensor, tensor_places, weight_files
+from outdraft.models.quantized.gguf_file import is_gguf
 from outdraft.models.slots import rows_of
 
 OF_TRAINING = ("verifier_norm.weight", "verifier_lm_head.weight")  # copies of the target's
@@ -70,9 +71,8 @@ def check_fit(config: DrafterConfig, target: LanguageModel, *, reads_own_size: b
 def drop_the_targets_embedding(found: dict[str, Place], target: LanguageModel) -> None:
     """Some checkpoints store it, unchanged: it is large, and not kept twice. Each rank looks at the
     vectors of its own tokens."""
-    place = found.get("embed_tokens.weight")
-    if place is not None:
-        own_ND = target.embed_tokens.table.numbers()
+    place, own_ND = found.get("embed_tokens.weight"), target.embed_tokens.table.source
+    if place is not None and isinstance(own_ND, Tensor):  # plain numbers are no codes
         stored_ND = read_part(place, rows_of(target.vocabulary, own_ND))
         is_own = stored_ND is not None and torch.equal(stored_ND.to(own_ND), own_ND)
         if bool(target.group.gather(torch.tensor(is_own, device=target.device)).all()):
@@ -85,7 +85,7 @@ def drop_the_targets_head(
     """As `drop_the_targets_embedding`, of the head. The target's is packed: its numbers are
     compared in the checkpoint at `path`; None: they cannot be."""
     place = found.get("lm_head.weight")
-    if place is None or path is None:
+    if place is None or path is None or is_gguf(path):
         return
     name = EMBEDDING_NAME if target.config.tie_word_embeddings else HEAD_NAME
     places = tensor_places(weight_files(path))

@@ -22,7 +22,7 @@ from outdraft.kernels.rank_products import PaddedProduct
 from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.models.config import ModelConfig
 from outdraft.models.decoder import Decoder, Kind, product_of
-from outdraft.models.layers.embedding import Embedding
+from outdraft.models.layers.embedding import Embedding, is_one_tensor
 from outdraft.models.layers.linear import Linear, memory_bytes, numbers_of, pack_linears
 from outdraft.models.layers.norm import RMSNorm
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS
@@ -129,13 +129,8 @@ class CausalLM(nn.Module):
         A step reads a few rows of the embedding table only. The table counts as the head alone:
         in a tied model that is not packed.
         """
-        return self.memory_bytes - (0 if self._is_one_table else self.embed_tokens.table.nbytes)
-
-    @property
-    def _is_one_table(self) -> bool:
-        """Whether the embedding reads what the head multiplies."""
-        table = self.embed_tokens.table.source
-        return table is self.lm_head.product or self.lm_head.weight is self.embed_tokens.weight
+        table = self.embed_tokens.table
+        return self.memory_bytes - (0 if is_one_tensor(table, self.lm_head) else table.nbytes)
 
     @property
     def numbers(self) -> str:

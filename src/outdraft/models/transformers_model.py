@@ -24,7 +24,7 @@ from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.models.experts import routed_weights
-from outdraft.models.layers.embedding import Embedding
+from outdraft.models.layers.embedding import Embedding, is_one_tensor
 from outdraft.models.layers.linear import memory_bytes, numbers_of
 from outdraft.models.shape import ModelShape
 from outdraft.models.transformers_attention import PagedAttention, computed_by
@@ -151,18 +151,16 @@ class TransformersModel(nn.Module):
         table, first = table_of(self._embedding), self.vocabulary.first
         if self.group.size == 1:
             return Embedding(table)
-        return Embedding(
-            EmbeddingTable.of(table.numbers()[first : first + self.vocabulary.num_own])
-        )
+        end = first + self.vocabulary.num_own
+        if isinstance(table.source, Tensor):
+            return Embedding(EmbeddingTable.of(table.source[first:end]))
+        return Embedding(EmbeddingTable.of(table(torch.arange(first, end))))
 
     @property
     def weight_bytes(self) -> int:
         """As CausalLM."""
         table = table_of(self._embedding)
-        is_one = (
-            self.lm_head.weight is self._embedding.weight or self.lm_head.product is table.source
-        )
-        return self.memory_bytes - (0 if is_one else table.nbytes)
+        return self.memory_bytes - (0 if is_one_tensor(table, self.lm_head) else table.nbytes)
 
     @property
     def memory_bytes(self) -> int:

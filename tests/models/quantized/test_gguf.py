@@ -16,6 +16,7 @@ from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.models.config import ModelConfig
 from outdraft.models.layers.linear import linears_of
 from outdraft.models.loader import load_model, resolve_model_path
+from outdraft.models.quantized.gguf_weights import gguf_weights
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import chunked_logits, llama, mistral, qwen2, qwen3, randomised
 from tests.models.quantized.gguf_files import SIZES, byte_level, same_numbers, write_gguf
@@ -255,3 +256,25 @@ def test_the_vocabulary_and_the_template_are_those_of_the_file(tmp_path: Path):
     config = ModelConfig.from_directory(path)
     assert (config.bos_token_id, config.eos_token_ids) == (0, (1,))
     assert config.torch_dtype == "float16"
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_step_reads_all_weights_but_an_embedding_of_its_own(is_tied: bool, tmp_path: Path):
+    theirs = randomised(llama(**SIZES, tie_word_embeddings=is_tied))
+    path = write_gguf(theirs, tmp_path / "model.gguf", lambda name: Kind.Q8_0)
+    model = load_model(path, torch.float32, "cpu", cpu_kernels())
+
+    own_table = 0 if is_tied else model.embed_tokens.table.nbytes
+    assert model.weight_bytes == model.memory_bytes - own_table
+    assert own_table > 0 or is_tied
+
+
+def test_a_row_of_one_block_is_cut_by_no_rank(tmp_path: Path):
+    theirs = randomised(llama(**SIZES))
+    path = write_gguf(theirs, tmp_path / "model.gguf", lambda name: Kind.Q4_K)
+    weight = gguf_weights(path)["model.layers.0.self_attn.o_proj.weight"]
+    assert weight.shape[1] == 256
+    for half in (slice(0, 128), slice(128, 256)):
+        part = weight.part(slice(0, 7), half)
+        assert part.tile is None
+        assert torch.equal(part.numbers(), weight.numbers()[:7, half])

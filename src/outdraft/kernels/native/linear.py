@@ -95,11 +95,12 @@ class NativeLinear:
             return self._pack_blocks(weight, bias_E, dtype)
         bias_E, codes_ED = _float32(bias_E), weight.codes_ED.contiguous()
         numbers = [_float32(weight.scales_EN), _float32(weight.shifts_EN)]
-        scale_kind = next(
+        fitting = (
             kind
-            for kind, dtype in enumerate(_SCALES)
-            if all(one is None or torch.equal(one.to(dtype).float(), one) for one in numbers)
+            for kind, scale in enumerate(_SCALES)
+            if all(one is None or torch.equal(one.to(scale).float(), one) for one in numbers)
         )
+        scale_kind = next(fitting, len(_SCALES) - 1)  # a NaN equals itself in none
         num_outputs, num_inputs = codes_ED.shape
         handle = self.pack_coded(
             self.team.address,
@@ -172,6 +173,11 @@ class NativeProduct:
         """As `ops.Product`; only of a weight in blocks."""
         assert self.format.is_blocks, f"rows of {self.format}"
         outputs_T = outputs_T.long().contiguous()
+        if (
+            len(outputs_T)
+            and not 0 <= int(outputs_T.min()) <= int(outputs_T.max()) < self.num_outputs
+        ):
+            raise IndexError(f"outputs must be from 0 to {self.num_outputs - 1}")
         rows_TD = torch.empty((len(outputs_T), self.num_inputs), dtype=self._dtype)
         address, dtype = outputs_T.data_ptr(), _DTYPES[self._dtype]
         self._read_rows(self.handle, address, len(outputs_T), dtype, rows_TD.data_ptr())

@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.ops import Product
+from outdraft.models.layers.linear import Linear
 
 
 class Embedding(nn.Module):
@@ -41,3 +42,11 @@ class Embedding(nn.Module):
     def forward(self, token_ids: Tensor) -> Tensor:
         """The vectors of int64 ids of any shape, [*, D]."""
         return self.table(token_ids)
+
+
+def is_one_tensor(table: EmbeddingTable, head: Linear) -> bool:
+    """Whether an embedding reads what a head multiplies: its codes, or its plain weight."""
+    if isinstance(table.source, Tensor):
+        weight = head.weight
+        return weight is not None and weight.data_ptr() == table.source.data_ptr()
+    return table.source is head.product

@@ -146,10 +146,11 @@ class StoredWeight:
 
     def cuts_a_group(self, columns: slice) -> bool:
         """Whether some inputs begin in the middle of a group, or end in the middle of a block."""
-        size, ends = self.group_inputs, [columns.start]
+        size = self.group_inputs
         if self.tile is not None and self.tile.is_blocks:
-            ends.append(min(columns.stop, self.shape[1]))
-        return size < self.shape[1] and any(end % size > 0 for end in ends)
+            end = min(columns.stop, self.shape[1])
+            return columns.start % size > 0 or end % size > 0
+        return size < self.shape[1] and columns.start % size > 0
 
     def _part_of_codes(self, rows: slice, columns: slice) -> GroupedCodes | BlockRows:
         return self.codes().part(rows, columns)
