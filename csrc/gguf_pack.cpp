@@ -1,7 +1,5 @@
 // From the rows of a GGUF file to tiles, and from tiles to numbers: see gguf_tiles.h.
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -9,6 +7,7 @@
 #include "export.h"
 #include "gguf_tiles.h"
 #include "mapped_memory.h"
+#include "tile_packing.h"
 #include "vector_math.h"
 
 namespace outdraft {
@@ -187,36 +186,24 @@ void put_block(GgufKind kind, const Block& block, int64_t lane, char* to) {
   }
 }
 
-// A unit is some tiles of the whole weight. Nothing is to be computed: who stores a unit packs it.
-struct Packing {
-  LinearWeights weights;
+// The rows of a file.
+struct FileRows {
   const uint8_t* const* rows;
+};
 
-  int64_t num_tiles() const { return (weights.num_outputs + kTile - 1) / kTile; }
-  int64_t unit_tiles() const { return (num_tiles() + kMaxUnits - 1) / kMaxUnits; }
-  int64_t num_units() const { return (num_tiles() + unit_tiles() - 1) / unit_tiles(); }
-  size_t scratch_bytes() const { return 0; }
-  void compute(int64_t, void*) const {}
-
-  void store(int64_t unit, const void*) const {
-    const int64_t end = std::min((unit + 1) * unit_tiles(), num_tiles());
-    for (int64_t tile = unit * unit_tiles(); tile < end; ++tile) pack_tile(tile);
-  }
-
-  void pack_tile(int64_t tile) const {
-    const GgufTile to = gguf_tile(weights, tile);
-    const GgufLayout& layout = layout_of(to.kind);
-    const int64_t end = std::min((tile + 1) * kTile, weights.num_outputs);
-    for (int64_t block = 0; block < weights.num_inputs / layout.block_inputs; ++block) {
-      char* at = const_cast<char*>(to.at) + block * layout.tile_block_bytes();
-      for (int64_t output = tile * kTile; output < end; ++output) {
-        Block read;
-        read_block(to.kind, rows[output] + block * layout.file_bytes, &read);
-        put_block(to.kind, read, output % kTile, at);
-      }
+void pack_tile(const LinearWeights& weights, const FileRows& source, int64_t tile) {
+  const GgufTile to = gguf_tile(weights, tile);
+  const GgufLayout& layout = layout_of(to.kind);
+  const int64_t end = std::min((tile + 1) * kTile, weights.num_outputs);
+  for (int64_t block = 0; block < weights.num_inputs / layout.block_inputs; ++block) {
+    char* at = const_cast<char*>(to.at) + block * layout.tile_block_bytes();
+    for (int64_t output = tile * kTile; output < end; ++output) {
+      Block read;
+      read_block(to.kind, source.rows[output] + block * layout.file_bytes, &read);
+      put_block(to.kind, read, output % kTile, at);
     }
   }
-};
+}
 
 int32_t code_of(GgufKind kind, const char* chunk, int64_t lane, int64_t input) {
   const GgufLayout& layout = layout_of(kind);
@@ -316,7 +303,7 @@ OUTDRAFT_EXPORT LinearWeights* linear_pack_gguf(outdraft::Team* team, int64_t nu
     parts[p] = {GgufKind{kinds[p]}, tile, num_outputs[p], tile_bytes(p), memory};
     memory += num_tiles(p) * tile_bytes(p);
   }
-  run(team, Packing{*weights, rows});
+  run(team, Packing<FileRows>{*weights, {rows}});
   return weights;
 }
 

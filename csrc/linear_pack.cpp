@@ -19,6 +19,7 @@
 #include "linear.h"
 #include "mapped_memory.h"
 #include "simd.h"
+#include "tile_packing.h"
 
 namespace outdraft {
 namespace {
@@ -177,26 +178,6 @@ void pack_tile(const LinearWeights& weights, const Codes& codes, int64_t tile) {
   const int64_t end = std::min((tile + 1) * kTile, weights.num_outputs);
   for (int64_t output = tile * kTile; output < end; ++output) keep_output(weights, codes, output);
 }
-
-// A unit is some tiles. Nothing is to be computed: who stores a unit packs it.
-template <class From>
-struct Packing {
-  LinearWeights weights;
-  From source;
-
-  int64_t num_tiles() const { return (weights.num_outputs + kTile - 1) / kTile; }
-  int64_t unit_tiles() const { return (num_tiles() + kMaxUnits - 1) / kMaxUnits; }
-  int64_t num_units() const { return (num_tiles() + unit_tiles() - 1) / unit_tiles(); }
-  size_t scratch_bytes() const { return 0; }
-  void compute(int64_t, void*) const {}
-
-  void store(int64_t unit, const void*) const {
-    const int64_t end = std::min((unit + 1) * unit_tiles(), num_tiles());
-    for (int64_t tile = unit * unit_tiles(); tile < end; ++tile) {
-      pack_tile(weights, source, tile);
-    }
-  }
-};
 
 // Inputs of a step of 32 words.
 constexpr int64_t kStepInputs[] = {1, 2, 4, 8};  // by Format

@@ -292,7 +292,7 @@ def test_a_step_reads_drafts_behind_the_parents_that_the_network_chose():
 def test_logits_without_a_best_one_are_told(temperature):
     kernels = cpu_kernels(1)
     spec = make_spec(Sizes(), kernels, torch.float32)
-    spec.embedding.numbers()[5] = torch.nan
+    spec.embedding.source[5] = torch.nan
     passes = kernels.compile_decoder(spec)
     rules = [TokenRules(seed=0, temperature=temperature)] * 2
     step = Step([(0, 1, True), (0, 1, True)], [Draft(), Draft()], rules, Rule.MATCH)

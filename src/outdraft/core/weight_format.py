@@ -33,7 +33,8 @@ class WeightFormat(StrEnum):
 
     @property
     def group_inputs(self) -> int:
-        """How many inputs share a scale; 0: all."""
+        """How many inputs share a scale, or are a block of a GGUF file; 0: all."""
+        assert self is not WeightFormat.MIXED, "its parts have groups of their own"
         if self.is_blocks:
             return 256 if self.endswith(("_k", "_xs")) else 32
         if "-g32" in self:

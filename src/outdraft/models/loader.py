@@ -29,6 +29,7 @@ from outdraft.models.quantized.placing import (
     Placing,
     check_quantization,
     fill_stored,
+    kept_already,
     place,
     summary,
 )
@@ -226,6 +227,9 @@ def load_weights(
     """
     places, stored = checkpoint.places, checkpoint.stored
     if model.device.type != "cpu":
+        kept = next((one for one in stored.values() if one.tile is not None), None)
+        if quantization is not None and kept is not None:
+            raise kept_already(quantization, kept)
         stored = {name: replace(one, tile=None, reason=_GPU) for name, one in stored.items()}
     check_slots(model.checkpoint_slots(), places, stored)
     placings: list[Placing] = []

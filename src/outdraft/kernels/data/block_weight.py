@@ -64,21 +64,9 @@ class BlockRows:
         return (self.rows_EB.ctypes.data + offsets_E).astype(np.uint64)
 
     def numbers(self) -> Tensor:
-        """float32 [E, D].
-
-        Raises:
-            ConfigError: the gguf package, which computes them, is missing.
-        """
-        try:
-            from gguf import GGMLQuantizationType, dequantize
-        except ImportError:
-            raise ConfigError(
-                f"weights in {self.format} are dequantised by the gguf package: "
-                "pip install 'outdraft[gguf]'"
-            ) from None
+        """float32 [E, D]; raises as `dequantised`."""
         rows_EB = self.rows_EB if self.order_E is None else self.rows_EB[self.order_E]
-        kind = GGMLQuantizationType[self.format.upper()]
-        return torch.from_numpy(dequantize(np.ascontiguousarray(rows_EB), kind))
+        return dequantised(rows_EB, self.format.upper())
 
     def part(self, rows: slice | Tensor, columns: slice) -> "BlockRows":
         """Some outputs, or outputs in that order, and some inputs, which cut no block."""
@@ -120,6 +108,30 @@ class BlockWeight:
         """Some of the outputs of a weight with one part."""
         (own,) = self.parts
         return BlockWeight((own.part(outputs, slice(0, own.num_inputs)),))
+
+
+def dequantised(rows_EB: np.ndarray, kind: str) -> Tensor:
+    """The numbers of rows of a GGUF file, float32 [E, D].
+
+    Args:
+        rows_EB: uint8.
+        kind: as ggml names it, such as "Q4_K".
+
+    Raises:
+        ConfigError: the gguf package, which computes them, is missing, or cannot read that kind.
+    """
+    try:
+        from gguf import GGMLQuantizationType, dequantize
+    except ImportError:
+        raise ConfigError(
+            f"GGUF tensors of kind {kind} are dequantised by the gguf package: "
+            "pip install 'outdraft[gguf]'"
+        ) from None
+    try:
+        numbers = dequantize(np.ascontiguousarray(rows_EB), GGMLQuantizationType[kind])
+    except NotImplementedError as error:
+        raise ConfigError(f"GGUF: tensors of kind {kind} are not supported") from error
+    return torch.from_numpy(np.array(numbers))
 
 
 def fits_tiles(sizes: Sequence[tuple[WeightFormat, int]]) -> bool:

@@ -40,12 +40,6 @@ class EmbeddingTable:
             return torch.nn.functional.embedding(token_ids, self.source)
         return self.source.rows(token_ids.flatten()).view(*token_ids.shape, self.size)
 
-    def numbers(self) -> Tensor:
-        """[V, D], new where the table has codes."""
-        if isinstance(self.source, Tensor):
-            return self.source
-        return self.source.rows(torch.arange(self.num_tokens))
-
     @property
     def nbytes(self) -> int:
         """What the numbers or codes take."""

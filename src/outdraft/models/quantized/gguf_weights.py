@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import BLOCK_FORMATS, WeightFormat
-from outdraft.kernels.data.block_weight import BlockRows
+from outdraft.kernels.data.block_weight import BlockRows, dequantised
 from outdraft.models.quantized.gguf_file import GgufTensor, open_gguf
 from outdraft.models.quantized.gguf_metadata import FREQUENCIES
 from outdraft.models.quantized.stored import StoredWeight
@@ -123,13 +123,4 @@ def _numbers(tensor: GgufTensor, kind: str) -> Tensor:
         return torch.from_numpy(tensor.raw.copy().view(_PLAIN[kind]))
     if kind == "BF16":
         return torch.from_numpy(tensor.raw.copy()).view(torch.bfloat16)
-    try:
-        from gguf import GGMLQuantizationType, dequantize
-    except ImportError:
-        raise ConfigError(
-            f"GGUF tensors of kind {kind} need the gguf package: pip install 'outdraft[gguf]'"
-        ) from None
-    try:
-        return torch.from_numpy(np.array(dequantize(tensor.raw, GGMLQuantizationType[kind])))
-    except NotImplementedError as error:
-        raise ConfigError(f"GGUF: tensors of kind {kind} are not supported") from error
+    return dequantised(tensor.raw, kind)
