@@ -1,5 +1,6 @@
 """Headers of GGUF files against the gguf package's reader."""
 
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -200,6 +201,18 @@ def test_a_split_model_is_read_as_one(tmp_path: Path):
     assert list(file.tensors) == [f"t{index}" for index in range(6)]
     for index, tensor in enumerate(file.tensors.values()):
         assert tensor.raw.view(np.float32).tolist() == [[index] * 3] * 2
+
+
+def test_a_part_that_changes_is_read_again(tmp_path: Path):
+    first, second, _ = split(tmp_path)
+    before = open_gguf(first)
+    assert open_gguf(first) is before
+    content = second.read_bytes()
+    second.unlink()  # the mapped bytes stay as they are
+    second.write_bytes(content[:-4] + np.float32(7).tobytes())
+    os.utime(second, ns=(0, 0))
+    assert open_gguf(first).tensors["t3"].raw.view(np.float32)[-1, -1] == 7
+    assert before.tensors["t3"].raw.view(np.float32)[-1, -1] == 3
 
 
 def test_parts_that_are_missing_or_misnamed_are_named(tmp_path: Path):

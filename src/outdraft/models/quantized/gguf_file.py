@@ -180,15 +180,24 @@ def open_gguf(path: Path) -> GgufFile:
             model, or another part is missing.
     """
     try:
-        status = path.stat()
-        return _opened(path, status.st_size, status.st_mtime_ns)
+        present = (file.stat() for file in _parts(path) if file == path or file.is_file())
+        return _opened(path, tuple((status.st_size, status.st_mtime_ns) for status in present))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
 
 
+def _parts(path: Path) -> list[Path]:
+    """The files of a model whose first one this is, by their names."""
+    match = _SPLIT_NAME.fullmatch(path.name)
+    if match is None:
+        return [path]
+    stem, count = match[1], int(match[3])
+    return [path.with_name(f"{stem}-{at:05d}-of-{count:05d}.gguf") for at in range(1, count + 1)]
+
+
 @lru_cache(maxsize=4)
-def _opened(path: Path, size: int, time_ns: int) -> GgufFile:
-    """As open_gguf; size and time say which state of the file it is."""
+def _opened(path: Path, states: tuple[tuple[int, int], ...]) -> GgufFile:
+    """As open_gguf; sizes and times of its files say which state of the model it is."""
     first = _read_file(path)
     count, number = (int(first.values.get(f"split.{key}", 0)) for key in ("count", "no"))
     if count < 2:
@@ -203,8 +212,7 @@ def _opened(path: Path, size: int, time_ns: int) -> GgufFile:
             f"-00001-of-{count:05d}.gguf, so that the others can be found"
         )
     files, tensors, maps = [path], dict(first.tensors), [*first.maps]
-    for index in range(1, count):
-        file = path.with_name(f"{match[1]}-{index + 1:05d}-of-{count:05d}.gguf")
+    for index, file in enumerate(_parts(path)[1:], start=1):
         if not file.is_file():
             raise ConfigError(f"{path} is file 1 of {count} of a split model: {file} is missing")
         part = _read_file(file)
