@@ -262,11 +262,12 @@ void read_rows(const LinearWeights& weights, const int64_t* ids, int64_t count, 
 using outdraft::LinearWeights;
 
 // Weights of rows that lie anywhere, such as in a mapped file, in parts of some rows: each of one kind,
-// all but the last of whole tiles. Bias: float32 [all rows], or null. Null: no memory.
+// all but the last of whole tiles. Bias: float32 [all rows], or null. Rows that they multiply become
+// integers of 8 bits, or of 16. Null: no memory.
 OUTDRAFT_EXPORT LinearWeights* linear_pack_gguf(outdraft::Team* team, int64_t num_parts,
                                                 const int64_t* kinds, const int64_t* num_outputs,
                                                 const uint8_t* const* rows, int64_t num_inputs,
-                                                const float* bias) {
+                                                const float* bias, bool meets_bytes) {
   using namespace outdraft;
   int64_t total = 0, tiles_bytes = 0;
   const auto tile_bytes = [&](int64_t part) {
@@ -294,6 +295,7 @@ OUTDRAFT_EXPORT LinearWeights* linear_pack_gguf(outdraft::Team* team, int64_t nu
   weights->tiles = memory;
   weights->parts = parts;
   weights->num_parts = num_parts;
+  weights->meets_bytes = meets_bytes;
   weights->num_bytes = num_bytes;
   if (bias != nullptr) {
     weights->bias = reinterpret_cast<float*>(after);

@@ -73,19 +73,6 @@ struct Planes {
     if constexpr (kOdd) return (Words)((WordShorts)bytes >> 8);
     return (Words)((WordShorts)((WordHalves)bytes << 8) >> 8);
   }
-
-  // The numbers of nibbles, which are bytes.
-  OUTDRAFT_INLINE static Words iq4_numbers(Words codes) {
-#if defined(__AVX512BW__)
-    const __m512i table = _mm512_maskz_broadcast_i32x4(__mmask16(-1), load<__m128i>(kIq4Numbers));
-    return (Words)_mm512_shuffle_epi8(table, (__m512i)codes);
-#elif defined(__AVX2__)
-    const __m256i table = _mm256_broadcastsi128_si256(load<__m128i>(kIq4Numbers));
-    return (Words)_mm256_shuffle_epi8(table, (__m256i)codes);
-#elif defined(__aarch64__)
-    return (Words)vqtbl1q_s8(load<int8x16_t>(kIq4Numbers), (uint8x16_t)codes);
-#endif
-  }
 };
 
 constexpr int64_t kPieceInputs = 256;

@@ -79,6 +79,19 @@ constexpr const GgufLayout& layout_of(GgufKind kind) {
 constexpr int8_t kIq4Numbers[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                     1,    13,   25,  38,  53,  69,  89,  113};
 
+// The numbers of nibbles, each in a byte.
+[[gnu::always_inline]] inline Words iq4_numbers(Words codes) {
+#if defined(__AVX512BW__)
+  const __m512i table = _mm512_maskz_broadcast_i32x4(__mmask16(-1), load<__m128i>(kIq4Numbers));
+  return (Words)_mm512_shuffle_epi8(table, (__m512i)codes);
+#elif defined(__AVX2__)
+  const __m256i table = _mm256_broadcastsi128_si256(load<__m128i>(kIq4Numbers));
+  return (Words)_mm256_shuffle_epi8(table, (__m256i)codes);
+#elif defined(__aarch64__)
+  return (Words)vqtbl1q_s8(load<int8x16_t>(kIq4Numbers), (uint8x16_t)codes);
+#endif
+}
+
 // Outputs of a weight that a file stores in one kind. All parts but the last one fill tiles.
 struct GgufPart {
   GgufKind kind;
@@ -102,5 +115,9 @@ bool gguf_scales(GgufKind kind, const char* block, float* factors, float* offset
 // a group are exact; groups are added in order.
 void multiply_gguf(const LinearWeights& weights, const Inputs& x, int64_t num_rows, int64_t tile,
                    float* sums);
+
+// The same of rows in bytes (InputKind::kBytes). Sums over a block are exact; blocks are added in order.
+void multiply_gguf_bytes(const LinearWeights& weights, const Inputs& x, int64_t num_rows,
+                         int64_t tile, float* sums);
 
 }  // namespace outdraft

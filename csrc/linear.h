@@ -48,6 +48,7 @@ struct LinearWeights {
   int64_t num_bytes;    // of the mapping that holds all
   const GgufPart* parts;  // of kGguf, which has no scales of its own here
   int64_t num_parts;
+  bool meets_bytes = false;  // rows become integers of 8 bits, else of 16; of kGguf
 };
 
 struct ConstRows {

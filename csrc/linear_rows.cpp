@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "gguf_tiles.h"
 #include "linear_tiles.h"
 #include "vector_math.h"
 
@@ -35,12 +36,25 @@ float gated(const Gate& gate, float x, float up) {
 
 }  // namespace
 
+ByteRow byte_row(const LinearWeights& weights) {
+  int64_t step_inputs = kChunkInputs;
+  for (int64_t p = 0; p < weights.num_parts; ++p) {
+    step_inputs = std::max(step_inputs, layout_of(weights.parts[p].kind).block_inputs);
+  }
+  return {weights.num_inputs, step_inputs};
+}
+
 // Whole steps fill lines.
 InputLayout::InputLayout(const LinearWeights& weights, Dtype dtype)
     : kind(InputKind::kFloat32),
       group_inputs(weights.group_inputs),
       num_groups(weights.num_groups),
       group_floats(weights.shifts != nullptr) {
+  if (weights.format == Format::kGguf && weights.meets_bytes) {
+    kind = InputKind::kBytes;
+    stride = kept_stride(byte_row(weights).num_words(), Dtype::kFloat32);
+    return;
+  }
   if (weights.format == Format::kGguf) {
     kind = InputKind::kQuads;
     group_inputs = kQuadGroup;
@@ -122,6 +136,12 @@ void Copy::store(int64_t unit, const void*) const {
 }
 
 void Copy::copy_row(int64_t row) const {
+  if (layout.kind == InputKind::kBytes) {
+    const int64_t at = (picked == nullptr ? row : picked[row]) * x.stride;
+    with_numbers(x.numbers, x.dtype == Dtype::kBfloat16,
+                 [&](const auto* from) { round_bytes(row, from + at); });
+    return;
+  }
   char* to = block + 4 * layout.stride * row;
   const int64_t count = weights.num_inputs;
   const int64_t bytes = (layout.kind == InputKind::kFloat32 ? 4 : 2) * count;
@@ -189,6 +209,42 @@ void Copy::order_quads(int64_t row, int64_t group) const {
     for (int64_t i = 0; i < kQuadGroup / 2; ++i) sum += shorts[i];
     floats[(2 * group + half) * num_rows + row] = static_cast<float>(sum);
     for (int64_t i = 0; i < kQuadGroup / 2; i += 4, shorts += 4) std::swap(shorts[1], shorts[2]);
+  }
+}
+
+template <class Number>
+void Copy::round_bytes(int64_t row, const Number* from) const {
+  constexpr float kMost = 127, kLeast = 1e-30f;  // smaller ones have no inverse
+  const ByteRow own = byte_row(weights);
+  uint32_t* words = reinterpret_cast<uint32_t*>(block) + layout.stride * row;
+  auto* bytes = reinterpret_cast<int8_t*>(words);
+  auto* sums16 = reinterpret_cast<int16_t*>(words + own.sums_of(16));
+  auto* sums32 = reinterpret_cast<int16_t*>(words + own.sums_of(32));
+  auto* steps = reinterpret_cast<float*>(words + own.steps());
+  for (int64_t first = 0; first < own.num_inputs; first += own.step_inputs) {
+    Ints largest = {};  // sizes compare as their bits do, those of NaN above all
+    for (int64_t i = first; i < first + own.step_inputs; i += kWidth) {
+      const Ints size = (Ints)numbers(from + i) & 0x7FFFFFFF;
+      largest = size > largest ? size : largest;
+    }
+    int32_t bits = 0;
+    for (int lane = 0; lane < kWidth; ++lane) bits = std::max(bits, largest[lane]);
+    const bool is_finite = bits < 0x7F800000;
+    const float most = ((Floats)(Ints{} + bits))[0];
+    const float inverse = is_finite && most >= kLeast ? kMost / most : 0;
+    for (int64_t i = first; i < first + own.step_inputs; i += kWidth) {
+      const Ints codes = is_finite ? rounded(numbers(from + i) * inverse) : Ints{};
+      const Bytes packed = __builtin_convertvector(codes, Bytes);
+      std::memcpy(bytes + i, &packed, kWidth);
+    }
+    *steps++ = is_finite ? most / kMost : NAN;
+  }
+  for (int64_t i = 0; i < own.num_inputs; i += 32) {
+    int32_t halves[2] = {};
+    for (int64_t k = 0; k < 32; ++k) halves[k / 16] += bytes[i + k];
+    *sums16++ = static_cast<int16_t>(halves[0]);
+    *sums16++ = static_cast<int16_t>(halves[1]);
+    *sums32++ = static_cast<int16_t>(halves[0] + halves[1]);
   }
 }
 

@@ -360,7 +360,7 @@ MultiplyTile kernel_of(const LinearWeights& weights, InputKind kind) {
     case Format::kInt8:
       return kernel_of<Int8Words>(kind);
     case Format::kGguf:
-      return multiply_gguf;
+      return kind == InputKind::kBytes ? multiply_gguf_bytes : multiply_gguf;
     default:
       return kernel_of<Int4Words>(kind);
   }

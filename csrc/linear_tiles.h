@@ -17,7 +17,8 @@ constexpr int64_t kMinShared = 1 << 16;  // multiplications; below, sharing cost
 // a power of two: the number of largest size in a group has 15 bits, so that bfloat16 numbers from
 // a 128th of it on stay as they are. A group with a number that is not finite becomes NaN.
 // kQuads: the same for kGguf, groups of 32, each four inputs in the order 0, 2, 1, 3.
-enum class InputKind { kFloat32, kBf16Pairs, kShorts, kQuads };
+// kBytes: 8-bit integers, as ByteRow says; not finite numbers as above.
+enum class InputKind { kFloat32, kBf16Pairs, kShorts, kQuads, kBytes };
 
 constexpr int64_t kQuadGroup = 32;   // inputs that share a step
 constexpr int64_t kMostShorts = 128;  // of a group; their products with int8 codes fit 32 bits
@@ -31,6 +32,20 @@ struct Inputs {
   const float *sums, *steps;
   int64_t group_stride, group_inputs;
 };
+
+// A row of 8-bit integers from -127 to 127, times a step that some inputs share: the largest one is
+// 127. After them come the sums of 16 inputs, of 32, and the steps. Sums are of 16 bits, two a word.
+struct ByteRow {
+  int64_t num_inputs, step_inputs;
+
+  // Words before them.
+  int64_t sums_of(int64_t group_inputs) const {
+    return num_inputs / 4 + (group_inputs == 16 ? 0 : num_inputs / 32);
+  }
+  int64_t steps() const { return sums_of(32) + (num_inputs + 63) / 64; }
+  int64_t num_words() const { return steps() + num_inputs / step_inputs; }
+};
+ByteRow byte_row(const LinearWeights& weights);  // of kGguf
 
 // sums[num_rows, kTile] = the products with one tile.
 using MultiplyTile = void (*)(const LinearWeights& weights, const Inputs& x, int64_t num_rows,
@@ -108,6 +123,8 @@ struct Copy {
   template <class Number>
   void round_group(int64_t row, int64_t group, const Number* from) const;
   void order_quads(int64_t row, int64_t group) const;
+  template <class Number>
+  void round_bytes(int64_t row, const Number* from) const;
   void sum_group(int64_t row, int64_t group) const;
 };
 

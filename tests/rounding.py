@@ -44,6 +44,17 @@ def as_shorts(x_TD: Tensor, group_inputs: int) -> Tensor:
     return torch.cat(groups, dim=1).float()
 
 
+def as_bytes(x_TD: Tensor, group_inputs: int) -> Tensor:
+    """Rows as csrc/linear_rows.cpp rounds them to 8 bits, float64.
+
+    In each group of inputs the number of largest size becomes 127 steps or -127.
+    """
+    x_TNG = x_TD.float().unflatten(1, (-1, group_inputs))
+    most_TN1 = x_TNG.abs().amax(dim=2, keepdim=True)
+    codes_TNG = (x_TNG * (127 / most_TN1)).round()
+    return (codes_TNG.double() * (most_TN1 / 127).double()).flatten(1)
+
+
 def assert_float32_products(
     got_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None
 ) -> None:

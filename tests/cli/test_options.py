@@ -68,6 +68,7 @@ def test_every_engine_flag_reaches_the_configuration():
         "enable_prefix_caching": False,
         "kernels": "reference",
         "quantization": "int4-g32",
+        "activation_dtype": "float",
         "cost_table": "roofline",
         "tensor_parallel_size": 2,
         "distributed_executor_backend": "ray",

@@ -11,7 +11,7 @@ from outdraft.kernels.native.library import open_library, usable_instruction_set
 from outdraft.kernels.native.linear import NativeLinear
 from outdraft.kernels.native.team import Team
 from tests.kernels.gguf_blocks import random_rows
-from tests.rounding import UNIT, as_shorts
+from tests.rounding import UNIT, as_bytes, as_shorts
 
 MIXED = (WeightFormat.Q4_K, WeightFormat.Q6_K, WeightFormat.Q8_0, WeightFormat.Q8_0)
 
@@ -21,21 +21,33 @@ def library(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture(scope="module", params=[True, False], ids=["bytes", "shorts"])
+def meets_bytes(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
 @pytest.fixture(scope="module", params=[1, 3], ids=lambda number: f"{number}-threads")
-def linear(library: str, request: pytest.FixtureRequest) -> NativeLinear:
-    return NativeLinear(Team(open_library(library), request.param))
+def linear(library: str, meets_bytes: bool, request: pytest.FixtureRequest) -> NativeLinear:
+    return NativeLinear(Team(open_library(library), request.param), meets_bytes=meets_bytes)
 
 
 def weight_of(*parts: BlockRows) -> BlockWeight:
     return BlockWeight(parts)
 
 
-def assert_products(got_TE: Tensor, x_TD: Tensor, numbers_ED: Tensor) -> None:
-    """They are those of rows with 15 bits for each group of 32 inputs, with exact sums over groups.
+def assert_products(
+    got_TE: Tensor, x_TD: Tensor, weight: BlockWeight, linear: NativeLinear
+) -> None:
+    """They are those of rounded rows, with exact sums over groups.
 
+    Rows get 15 bits for each group of 32 inputs, or 8 bits for each largest block of the weight.
     Numbers of a block are at most 256 times one of its scales, and its offsets as large.
     """
-    x_TD = as_shorts(x_TD.float(), 32)
+    numbers_ED = weight.numbers()
+    if linear.meets_bytes:
+        x_TD = as_bytes(x_TD, max(part.format.group_inputs for part in weight.parts))
+    else:
+        x_TD = as_shorts(x_TD.float(), 32)
     want_TE = F.linear(x_TD.double(), numbers_ED.double())
     size_TE = F.linear(x_TD.abs().double(), numbers_ED.abs().double())
     largest_E = numbers_ED.abs().amax(dim=1).double()
@@ -61,7 +73,7 @@ def test_products_are_those_of_float64(linear: NativeLinear, format, dtype):
     torch.manual_seed(0)
     for num_rows in (1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 25, 33, 289):
         x_TD = torch.randn(num_rows, 768).to(dtype)
-        assert_products(product(x_TD), x_TD, rows.numbers())
+        assert_products(product(x_TD), x_TD, weight_of(rows), linear)
 
 
 def test_parts_of_several_kinds_are_one_product_with_a_bias(linear: NativeLinear):
@@ -71,7 +83,7 @@ def test_parts_of_several_kinds_are_one_product_with_a_bias(linear: NativeLinear
     product = linear.pack_codes(weight, bias_E, torch.float32)
     x_TD = torch.randn(9, 256)
     assert product.format is WeightFormat.MIXED
-    assert_products(product(x_TD) - bias_E, x_TD, weight.numbers())
+    assert_products(product(x_TD) - bias_E, x_TD, weight, linear)
     assert torch.equal(product.rows(torch.arange(267)), weight.numbers())
 
 
@@ -86,11 +98,13 @@ def test_outputs_come_in_the_order_that_is_asked_for(linear: NativeLinear):
 
 
 @pytest.mark.parametrize("format", BLOCK_FORMATS)
-def test_products_of_a_row_depend_on_no_other_row_and_no_thread(library: str, format):
+def test_products_of_a_row_depend_on_no_other_row_and_no_thread(
+    library: str, meets_bytes: bool, format
+):
     rows = random_rows(format, 160, 512)
     x_TD = torch.randn(40, 512)
     products = [
-        NativeLinear(Team(open_library(library), number)).pack_codes(
+        NativeLinear(Team(open_library(library), number), meets_bytes=meets_bytes).pack_codes(
             weight_of(rows), None, torch.float32
         )
         for number in (1, 2)

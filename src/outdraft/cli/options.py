@@ -65,6 +65,10 @@ class EngineOptions:
         "Bits of the target's weights, which change what it says: one of "
         f"{', '.join(QUANTIZATIONS)}."
     )
+    activation_dtype: str | None = flag(
+        "What rows become on a CPU that meet weights of a GGUF file: int8, which is faster and "
+        "what llama.cpp does; float; or auto (float)."
+    )
     cost_table: str | None = flag(
         "What steps cost: auto (measured at the first start, and kept), roofline (from bytes and "
         "operations), or a file."

@@ -22,6 +22,7 @@ from outdraft.core.weight_format import QUANTIZATIONS
 DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half", "float64")
 MODEL_IMPLS = ("auto", "outdraft", "transformers")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+ACTIVATION_DTYPES = ("auto", "int8", "float")
 POLICIES = ("fcfs", "priority")
 
 
@@ -111,6 +112,9 @@ class EngineConfig:
             bytes and operations say; or a file with a table, as `CostTable.to_json` writes it.
         quantization: of the target's weights, which changes what it says: int8, int4, or int4 with
             -g32 (a scale for every 32 inputs, not 128), -zero (zero points) or -g32-zero.
+        activation_dtype: what rows become on a CPU that meet weights in the blocks of GGUF files:
+            "int8": integers of 8 bits, a scale for each block, as in llama.cpp; "float": of 16
+            bits, which loses nothing of bfloat16; "auto": float.
     """
 
     model: str
@@ -127,6 +131,7 @@ class EngineConfig:
     kernels: str = "auto"
     cost_table: str = "auto"
     quantization: str | None = None
+    activation_dtype: str = "auto"
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
@@ -139,6 +144,7 @@ class EngineConfig:
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_choice("model_impl", self.model_impl, MODEL_IMPLS)
         check_choice("quantization", self.quantization, QUANTIZATIONS, optional=True)
+        check_choice("activation_dtype", self.activation_dtype, ACTIVATION_DTYPES)
         check_truth("enforce_eager", self.enforce_eager)
         check_whole("max_model_len", self.max_model_len, 2, optional=True)
         check_whole("seed", self.seed, 0)

@@ -107,6 +107,7 @@ def target_key(config: EngineConfig, models: LoadedModels, max_model_len: int) -
         "model_impl": config.model_impl,
         "numbers": models.target.numbers,
         "kernels": models.kernels.name,
+        "activation_dtype": config.activation_dtype,
         "device": device_name(models.device),
         "ranks": models.ranks.target.size,
         "threads": torch.get_num_threads(),

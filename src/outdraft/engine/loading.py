@@ -85,7 +85,13 @@ def load_models(
     path = _find_files(config)
     dtype = choose_dtype(config.dtype, checkpoint_dtype(path), device, config.kernels)
     has_graphs = not config.enforce_eager
-    kernels = choose_kernels(config.kernels, device, dtype, has_graphs=has_graphs)
+    kernels = choose_kernels(
+        config.kernels,
+        device,
+        dtype,
+        has_graphs=has_graphs,
+        activation_dtype=config.activation_dtype,
+    )
     kept = WeightFormat(config.quantization) if config.quantization else None
     with _naming(path), stage(f"loaded the weights of {path}"):
         target = load_language_model(

@@ -89,7 +89,12 @@ def memory_transports() -> MemoryTransports | None:
 
 
 def choose_kernels(
-    option: str, device: torch.device, dtype: torch.dtype, *, has_graphs: bool = True
+    option: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    has_graphs: bool = True,
+    activation_dtype: str = AUTO,
 ) -> Kernels:
     """The table for models of a dtype on a device.
 
@@ -98,18 +103,26 @@ def choose_kernels(
             an instruction set that the machine has, for its library.
         has_graphs: on a GPU, passes of few rows, drafts that grow and their verification become
             graphs.
+        activation_dtype: as EngineConfig's.
 
     Raises:
-        ConfigError: an unknown option.
+        ConfigError: an unknown option, or activation_dtype is int8 and there are no products of
+            8-bit integers.
     """
     check_option(option)
     is_cpu = device.type == "cpu"
+    library = None if option == REFERENCE else open_library(None if option == AUTO else option)
+    meets_bytes = activation_dtype == "int8"
+    if meets_bytes and (library is None or not is_cpu or dtype not in DTYPES):
+        raise ConfigError(
+            "activation_dtype int8 needs a model of float32 or bfloat16 on a CPU, and its compiled "
+            "kernels; allowed here: auto, float"
+        )
     reference = reference_kernels(in_order=is_cpu)
     if option == REFERENCE:
         return reference
-    library = open_library(None if option == AUTO else option)
     if library is not None and is_cpu and dtype in DTYPES:
-        return native_kernels(library, torch.get_num_threads())
+        return native_kernels(library, torch.get_num_threads(), meets_bytes=meets_bytes)
     chosen = reference
     if library is not None:
         chosen = native_host_kernels(library, reference, is_cpu=is_cpu)

@@ -9,6 +9,7 @@ from gguf import GGMLQuantizationType as Kind
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedModel
 
+from outdraft import LLM, SamplingParams
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import BLOCK_FORMATS, WeightFormat
 from outdraft.engine.chat import ChatTemplate
@@ -50,6 +51,33 @@ def assert_same_logits(path: Path, theirs: PreTrainedModel) -> set[WeightFormat]
     tolerance = model_bound(formats) * max(1.0, wanted.abs().max().item())
     torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance)
     return formats
+
+
+@pytest.mark.parametrize(
+    "kind", [Kind.Q4_0, Kind.Q8_0, Kind.Q4_K, Kind.Q6_K], ids=lambda kind: kind.name
+)
+def test_drafts_change_nothing_where_rows_become_bytes(kind: Kind, tmp_path: Path):
+    vocabulary = split_as("qwen2")
+    model = randomised(llama(**SIZES | {"vocab_size": len(vocabulary["tokens"])}))
+    path = write_gguf(model, tmp_path / "model.gguf", lambda name: kind, vocabulary)
+    prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9] * 12, [*range(10, 40)]]
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=24, seed=3, ignore_eos=True)
+        for temperature in (0.0, 0.8, 1.0)
+    ]
+    answers: list[list[list[int]]] = []
+    for speculation in (None, {"method": "suffix", "num_speculative_tokens": 5}):
+        llm = LLM(str(path), activation_dtype="int8", speculative_config=speculation)
+        answers.append([out.outputs[0].token_ids for out in llm.generate(prompts, params)])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_rows_become_bytes_only_where_compiled_kernels_multiply_them(dtype: str, tmp_path: Path):
+    path = write_gguf(randomised(llama(**SIZES)), tmp_path / "model.gguf", lambda name: Kind.Q4_K)
+    kernels = "reference" if dtype == "float32" else "auto"
+    with pytest.raises(ConfigError, match=r"activation_dtype int8 needs .* allowed here: auto"):
+        LLM(str(path), activation_dtype="int8", dtype=dtype, kernels=kernels)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

@@ -5,7 +5,7 @@ Dimension key: T rows, D inputs, E outputs.
 
 import weakref
 from collections.abc import Sequence
-from ctypes import c_int64, c_void_p
+from ctypes import c_bool, c_int64, c_void_p
 
 import numpy as np
 import torch
@@ -27,7 +27,9 @@ _SHORT_BYTES = 1 << 20  # of weights; for a product of so few Python keeps its l
 class NativeLinear:
     """The operations of csrc/linear.cpp."""
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, team: Team, *, meets_bytes: bool = False) -> None:
+        """`meets_bytes`: rows that meet weights in blocks become integers of 8 bits, else of 16."""
+        self.meets_bytes = meets_bytes
         function = team.library.function
         self.team = team
         of_weights = [c_void_p, c_int64, c_int64, c_int64]
@@ -46,7 +48,7 @@ class NativeLinear:
         )
         self.pack_gguf = function(
             "linear_pack_gguf",
-            [c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_void_p],
+            [c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_void_p, c_bool],
             c_void_p,
             releases_gil=True,
         )
@@ -131,6 +133,7 @@ class NativeLinear:
             addresses_E.ctypes.data,
             num_inputs,
             _address(bias_E),
+            self.meets_bytes,
         )
         return NativeProduct(self, handle, weight.format, (len(addresses_E), num_inputs), dtype)
 

@@ -51,12 +51,17 @@ def native_host_kernels(library: Library, others: Kernels, *, is_cpu: bool) -> K
     )
 
 
-def native_kernels(library: Library, num_threads: int) -> Kernels:
-    """For float32 and bfloat16 models on the CPU; `num_threads` compute, the caller included."""
+def native_kernels(library: Library, num_threads: int, *, meets_bytes: bool = False) -> Kernels:
+    """For float32 and bfloat16 models on the CPU; `num_threads` compute, the caller included.
+
+    Args:
+        meets_bytes: rows that meet weights in blocks become integers of 8 bits, else of 16.
+    """
     kernels = native_host_kernels(library, reference_kernels(in_order=True), is_cpu=True)
     team = shared_team(library.name, num_threads)
     sampling, verification = NativeSampling(library), NativeVerification(library)
-    drafting, heads, linear = NativeDrafting(library), NativeHeads(library), NativeLinear(team)
+    drafting, heads = NativeDrafting(library), NativeHeads(library)
+    linear = NativeLinear(team, meets_bytes=meets_bytes)
     return replace(
         kernels,
         name=library.name,
