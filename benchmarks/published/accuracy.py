@@ -22,8 +22,8 @@ from outdraft import assets
 from outdraft.bench.environment import compute, environment
 from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.kernels.choose import automatic_dtype, choose_kernels
-from outdraft.models.llama import CausalLM
-from outdraft.models.loader import load_model
+from outdraft.models.base import LanguageModel
+from outdraft.models.choose import load_language_model
 from tests.models.checkpoints import chunked_logits
 
 WINDOW = 1000  # tokens
@@ -55,8 +55,8 @@ def measure(name: str, path: Path, num_tokens: int) -> Accuracy:
     device = torch.device("cpu")
     dtype = automatic_dtype("auto", device, torch.float32)
     models = {
-        kind: load_model(
-            path, dtype, "cpu", choose_kernels("auto", device, dtype, activation_dtype=kind)
+        kind: load_language_model(
+            path, dtype, device, choose_kernels("auto", device, dtype, activation_dtype=kind)
         )
         for kind in DTYPES
     }
@@ -95,7 +95,7 @@ def ids_of_texts(path: Path, num_tokens: int) -> Tensor:
 
 
 @torch.inference_mode()
-def logits_of(model: CausalLM, window_T: Tensor) -> Tensor:
+def logits_of(model: LanguageModel, window_T: Tensor) -> Tensor:
     """float32 [T, V]."""
     sizes = [len(part) for part in window_T.split(CHUNK)]
     return chunked_logits(model, window_T, sizes, block_size=16).float()
