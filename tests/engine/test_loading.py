@@ -57,14 +57,14 @@ def test_nothing_becomes_a_graph_where_the_configuration_says_so(
 ):
     asked = []
 
-    def choose(option, device, dtype, *, has_graphs):
-        asked.append(has_graphs)
+    def choose(option, device, dtype, *, has_graphs, activation_dtype):
+        asked.append((has_graphs, activation_dtype))
         return choose_kernels(option, device, dtype, has_graphs=has_graphs)
 
     monkeypatch.setattr(loading, "choose_kernels", choose)
     save(randomised(llama()), tmp_path)
     load_models(EngineConfig(model=str(tmp_path), device="cpu", enforce_eager=enforce_eager))
-    assert asked == [not enforce_eager]
+    assert asked == [(not enforce_eager, "auto")]
 
 
 def test_without_a_library_the_reference_computes_and_one_line_says_so(

@@ -119,8 +119,8 @@ class Repeated:
 def graphed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
     """Makes an engine with graphs."""
 
-    def choose(*_: object, has_graphs: bool) -> Kernels:
-        assert has_graphs
+    def choose(*_: object, has_graphs: bool, activation_dtype: str) -> Kernels:
+        assert has_graphs and activation_dtype == "auto"
         kernels = replace(reference_kernels(), attention=OfRows())
         verification = GraphedVerification(kernels)
         return replace(
