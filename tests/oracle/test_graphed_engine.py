@@ -120,7 +120,8 @@ def graphed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
     """Makes an engine with graphs."""
 
     def choose(*_: object, has_graphs: bool, activation_dtype: str) -> Kernels:
-        assert has_graphs and activation_dtype == "auto"
+        assert has_graphs
+        assert activation_dtype == "auto"
         kernels = replace(reference_kernels(), attention=OfRows())
         verification = GraphedVerification(kernels)
         return replace(
