@@ -30,6 +30,7 @@ from outdraft.models.dflash_config import DFlashConfig
 from outdraft.models.drafter_method import drafter_method
 from outdraft.models.eagle_config import EagleConfig
 from outdraft.models.loader import resolve_model_path
+from outdraft.models.quantized.gguf_file import is_gguf
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS
 
 if TYPE_CHECKING:
@@ -83,6 +84,10 @@ def load_models(
         _logger.warning(NO_LIBRARY)
     device = device or choose_device(config.device)
     path = _find_files(config)
+    if config.activation_dtype == "int8" and not is_gguf(path):
+        raise ConfigError(
+            f"activation_dtype int8 is for GGUF files, and {path} is none; allowed here: auto, float"
+        )
     dtype = choose_dtype(config.dtype, checkpoint_dtype(path), device, config.kernels)
     has_graphs = not config.enforce_eager
     kernels = choose_kernels(

@@ -19,7 +19,7 @@ from outdraft.models.layers.linear import linears_of
 from outdraft.models.loader import load_model, resolve_model_path
 from outdraft.models.quantized.gguf_weights import gguf_weights
 from tests.kernels.tables import cpu_kernels
-from tests.models.checkpoints import chunked_logits, llama, mistral, qwen2, qwen3, randomised
+from tests.models.checkpoints import chunked_logits, llama, mistral, qwen2, qwen3, randomised, save
 from tests.models.quantized.gguf_files import SIZES, byte_level, same_numbers, write_gguf
 from tests.rounding import model_bound
 
@@ -78,6 +78,12 @@ def test_rows_become_bytes_only_where_compiled_kernels_multiply_them(dtype: str,
     kernels = "reference" if dtype == "float32" else "auto"
     with pytest.raises(ConfigError, match=r"activation_dtype int8 needs .* allowed here: auto"):
         LLM(str(path), activation_dtype="int8", dtype=dtype, kernels=kernels)
+
+
+def test_rows_become_bytes_in_gguf_files_only(tmp_path: Path):
+    save(randomised(llama(**SIZES)), tmp_path)
+    with pytest.raises(ConfigError, match=r"int8 is for GGUF files, .* allowed here: auto, float"):
+        LLM(str(tmp_path), activation_dtype="int8")
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
