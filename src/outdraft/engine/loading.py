@@ -86,7 +86,7 @@ def load_models(
     path = _find_files(config)
     if config.activation_dtype == "int8" and not is_gguf(path):
         raise ConfigError(
-            f"activation_dtype int8 is for GGUF files, and {path} is none; allowed here: auto, float"
+            f"activation_dtype int8 is for GGUF files, and {path} is none: give auto or float"
         )
     dtype = choose_dtype(config.dtype, checkpoint_dtype(path), device, config.kernels)
     has_graphs = not config.enforce_eager

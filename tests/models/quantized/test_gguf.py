@@ -82,7 +82,7 @@ def test_rows_become_bytes_only_where_compiled_kernels_multiply_them(dtype: str,
 
 def test_rows_become_bytes_in_gguf_files_only(tmp_path: Path):
     save(randomised(llama(**SIZES)), tmp_path)
-    with pytest.raises(ConfigError, match=r"int8 is for GGUF files, .* allowed here: auto, float"):
+    with pytest.raises(ConfigError, match=r"int8 is for GGUF files, .* give auto or float"):
         LLM(str(tmp_path), activation_dtype="int8")
 
 
