@@ -44,7 +44,9 @@ TARGETS = {
     "x86_64": {
         SELECTOR: Target(("-march=x86-64",), "x86_64"),
         "x86-64-v3": Target(("-march=x86-64-v3",), "x86_64_v3"),
+        "x86-64-v3-vnni": Target(("-march=x86-64-v3", "-mavxvnni"), "x86_64_v3+avxvnni"),
         "x86-64-v4": Target(("-march=x86-64-v4",), "x86_64_v4"),
+        "x86-64-v4-vnni": Target(("-march=x86-64-v4", "-mavx512vnni"), "x86_64_v4+avx512vnni"),
         "x86-64-v4-bf16": Target(
             ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"), "x86_64_v4+avx512bf16+avx512vnni"
         ),

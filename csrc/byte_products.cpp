@@ -33,13 +33,13 @@ constexpr int vectors_of(int64_t num_rows) { return num_rows <= 2 ? 4 : num_rows
 constexpr int vectors_of(int64_t num_rows) { return num_rows <= 4 ? 4 : 2; }
 #endif
 
-#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
 constexpr bool kHasByteDots = true;
 #else
 constexpr bool kHasByteDots = false;
 #endif
 // Instructions that multiply unsigned codes only meet signed ones with 128 added.
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 constexpr int32_t kSignedZero = 128;
 #else
 constexpr int32_t kSignedZero = 0;
@@ -48,11 +48,14 @@ constexpr int32_t kSignedZero = 0;
 // The sums of a group, or of a part of one: 32-bit integers, or pairs of 16-bit ones.
 using QuadSums = std::conditional_t<kHasByteDots, Ints, Words>;
 
-// sums + the products of the bytes of each quad. 16-bit sums are those of two bytes each.
-template <bool kIsSigned>
+// sums + the products of the bytes of each quad; without sums where kIsFirst. 16-bit sums are those
+// of two bytes each.
+template <bool kIsSigned, bool kIsFirst>
 OUTDRAFT_INLINE QuadSums add_quads(QuadSums sums, Words codes, Words x) {
 #if defined(__AVX512VNNI__)
   return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, (__m512i)x);
+#elif defined(__AVXVNNI__)
+  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)codes, (__m256i)x);
 #elif defined(__AVX512BW__)
   __m512i a = (__m512i)codes, b = (__m512i)x;
   if constexpr (kIsSigned) {
@@ -65,7 +68,12 @@ OUTDRAFT_INLINE QuadSums add_quads(QuadSums sums, Words codes, Words x) {
     x = (Words)_mm256_sign_epi8((__m256i)x, (__m256i)codes);
     codes = (Words)_mm256_abs_epi8((__m256i)codes);
   }
+  // A compiler would add products to each other first, and put them into memory until then.
   Words products;
+  if constexpr (kIsFirst) {
+    asm("vpmaddubsw %2, %1, %0" : "=x"(products) : "x"(codes), "x"(x));
+    return products;
+  }
   asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0"
       : "+x"(sums), "=&x"(products)
       : "x"(codes), "x"(x));
@@ -180,7 +188,8 @@ OUTDRAFT_INLINE void sum_quads(const char* lanes, const uint32_t* x, int64_t str
     for (int r = 0; r < R; ++r) {
       const Words a = broadcast_word(x[r * stride + kQuad]);
       for (int v = 0; v < vectors_of(R); ++v) {
-        sums[r][v] = add_quads<Blocks::kIsSigned>(sums[r][v], codes[v], a);
+        sums[r][v] =
+            add_quads<Blocks::kIsSigned, decltype(quad)::value == 0>(sums[r][v], codes[v], a);
       }
     }
   };
@@ -231,7 +240,7 @@ void multiply_large(const Strip& strip) {
       add_group<Blocks, R, 1>(lanes, scales, x, strip.x_stride, totals, kSums);
     }
     chunk += kLayout.chunk_bytes();
-    ahead += kLayout.chunk_bytes();
+    ahead += strip.ahead_bytes;
     x += kChunkInputs / 4;
   }
   if constexpr (kLayout.has_offset || Blocks::kZero != 0) {
@@ -300,7 +309,7 @@ void multiply_small(const Strip& strip) {
       }
     }
     block += kLayout.tile_block_bytes();
-    ahead += kLayout.tile_block_bytes();
+    ahead += strip.ahead_bytes;
     x += kChunkInputs / 4;
   }
 }
@@ -340,7 +349,7 @@ void multiply_gguf_bytes(const LinearWeights& weights, const Inputs& x, int64_t 
     const int64_t num_inputs = std::min(kPieceInputs, weights.num_inputs - first);
     strip.num_chunks = num_inputs / kChunkInputs;
     strip.ahead = strip.block + kAhead;
-    strip.ahead_bytes = layout.tile_block_bytes() * kChunkInputs / layout.block_inputs;
+    const int64_t chunk_bytes = layout.tile_block_bytes() * kChunkInputs / layout.block_inputs;
     for (int64_t block = 0, r = 0; block < row_blocks; ++block) {
       const int64_t end = num_rows * (block + 1) / row_blocks;  // of about equal size
       const uint32_t* from = rows + r * x.stride;
@@ -348,10 +357,12 @@ void multiply_gguf_bytes(const LinearWeights& weights, const Inputs& x, int64_t 
       strip.x_sums = from + row.sums_of(layout.group_inputs) + first / (2 * layout.group_inputs);
       strip.x_steps = reinterpret_cast<const float*>(from + row.steps()) + first / row.step_inputs;
       const int64_t strip_outputs = vectors_of(end - r) * kWidth;
+      // Each strip fetches its share: memory never stands still.
+      strip.ahead_bytes = r == 0 ? chunk_bytes * strip_outputs / kTile : 0;
       for (strip.first = 0; strip.first < kTile; strip.first += strip_outputs) {
         strip.out = sums + r * kTile + strip.first;
         calls[end - r - 1](strip);
-        strip.ahead_bytes = 0;
+        strip.ahead += strip.ahead_bytes * strip.num_chunks;
       }
       r = end;
     }

@@ -127,6 +127,8 @@ inline Floats dot_pairs(Floats sums, Words a, Words b) {
 inline Ints dot_shorts(Ints sums, Words a, Words b) {
 #if defined(__AVX512VNNI__)
   return (Ints)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
+#elif defined(__AVXVNNI__)
+  return (Ints)_mm256_dpwssd_avx_epi32((__m256i)sums, (__m256i)a, (__m256i)b);
 #elif defined(__x86_64__)
   Ints products;
   asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(sums), "=&v"(products) : "v"(a), "v"(b));

@@ -97,19 +97,21 @@ def test_a_library_made_for_other_callers_is_refused(tmp_path, name, is_older):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo")
 def test_linux_says_that_it_has_what_the_chosen_library_needs():
     flags = set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text()))
+    v3 = {"avx2", "fma", "bmi1", "bmi2", "f16c"}
+    v4 = v3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+    bf16 = v4 | {"avx512_vnni", "avx512_bf16"}
     needed = {
-        "x86-64-v3": {"avx2", "fma", "bmi1", "bmi2", "f16c"},
-        "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
-        "x86-64-v4-bf16": {"avx512_bf16", "avx512_vnni"},
-        "x86-64-v4-amx": {"avx512vbmi", "amx_tile", "amx_bf16"},
+        "x86-64-v3": v3,
+        "x86-64-v3-vnni": v3 | {"avx_vnni"},
+        "x86-64-v4": v4,
+        "x86-64-v4-vnni": v4 | {"avx512_vnni"},
+        "x86-64-v4-bf16": bf16,
+        "x86-64-v4-amx": bf16 | {"avx512vbmi", "amx_tile", "amx_bf16"},
         "aarch64": {"asimddp", "atomics"},
-        "aarch64-bf16": {"bf16"},
+        "aarch64-bf16": {"asimddp", "atomics", "bf16"},
     }
-    has: list[str] = []
-    for name in INSTRUCTION_SETS[ARCHITECTURE or ""]:
-        if not needed[name] <= flags:
-            break
-        has.append(name)
+    names = INSTRUCTION_SETS[ARCHITECTURE or ""]
+    has = [name for name in names if needed[name] <= flags]
     assert list(usable_instruction_sets()) == has
 
 

@@ -17,10 +17,12 @@ from outdraft.core.errors import ConfigError, did_you_mean
 
 FOLDER = Path(__file__).parent / "lib"
 
-# By architecture: from what every library needs to what the fastest one needs, as build_kernels.py
-# compiles them.
+# By architecture, the fastest one last, as build_kernels.py compiles them.
 INSTRUCTION_SETS = {
-    "x86_64": ("x86-64-v3", "x86-64-v4", "x86-64-v4-bf16", "x86-64-v4-amx"),
+    "x86_64": (
+        *("x86-64-v3", "x86-64-v3-vnni", "x86-64-v4", "x86-64-v4-vnni", "x86-64-v4-bf16"),
+        "x86-64-v4-amx",
+    ),
     "aarch64": ("aarch64", "aarch64-bf16"),
 }
 
@@ -80,9 +82,9 @@ def usable_instruction_sets() -> tuple[str, ...]:
     selector = _path("cpu")
     if not selector.exists():
         return ()
-    level = ctypes.CDLL(str(selector)).instruction_level()
-    names = INSTRUCTION_SETS.get(_architecture(), ())[:level]
-    return tuple(name for name in names if _path(name).exists())
+    bits = ctypes.CDLL(str(selector)).usable_instruction_sets()
+    names = enumerate(INSTRUCTION_SETS.get(_architecture(), ()))
+    return tuple(name for place, name in names if bits >> place & 1 and _path(name).exists())
 
 
 def open_library(name: str | None = None) -> Library | None:
