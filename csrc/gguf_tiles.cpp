@@ -166,7 +166,7 @@ void multiply_strip(const Strip& strip) {
       if (offsets != nullptr) offsets += kTile;
     }
     lanes += strip.chunk_bytes;
-    ahead += strip.chunk_bytes;
+    ahead += strip.ahead_bytes;
     x += kChunkInputs / 2;
     x_sums += 2 * strip.x_group_stride;
     x_steps += strip.x_group_stride;
@@ -267,7 +267,6 @@ void multiply_gguf(const LinearWeights& weights, const Inputs& x, int64_t num_ro
     const int64_t chunk = first / kChunkInputs;
     strip.num_chunks = num_inputs / kChunkInputs;
     strip.ahead = block + kAhead;
-    strip.ahead_bytes = strip.chunk_bytes;
     const char* lanes = block + layout.halves_bytes();
     bool adds = false;
     for (int64_t at = 0; at < num_inputs; at += layout.block_inputs) {
@@ -281,13 +280,15 @@ void multiply_gguf(const LinearWeights& weights, const Inputs& x, int64_t num_ro
       strip.x = static_cast<const uint32_t*>(x.rows) + r * x.stride + first / 2;
       strip.x_sums = x.sums + 2 * chunk * x.group_stride + r;
       strip.x_steps = x.steps + chunk * x.group_stride + r;
+      // Each strip fetches its share: memory never stands still.
+      strip.ahead_bytes = r == 0 ? strip.chunk_bytes * strip_outputs / kTile : 0;
       for (int64_t e = 0; e < kTile; e += strip_outputs) {
         strip.lanes = lanes + 4 * e;
         strip.factors = factors + e;
         strip.offsets = adds ? offsets + e : nullptr;
         strip.out = sums + r * kTile + e;
         calls[end - r - 1](strip);
-        strip.ahead_bytes = 0;
+        strip.ahead += strip.ahead_bytes * strip.num_chunks;
       }
       r = end;
     }

@@ -67,7 +67,7 @@ class EngineOptions:
     )
     activation_dtype: str | None = flag(
         "What rows become on a CPU that meet weights of a GGUF file: int8, which is faster and "
-        "what llama.cpp does; float; or auto (float)."
+        "what llama.cpp does; float; or auto (int8)."
     )
     cost_table: str | None = flag(
         "What steps cost: auto (measured at the first start, and kept), roofline (from bytes and "

@@ -114,7 +114,7 @@ class EngineConfig:
             -g32 (a scale for every 32 inputs, not 128), -zero (zero points) or -g32-zero.
         activation_dtype: what rows become on a CPU that meet weights in the blocks of GGUF files:
             "int8": integers of 8 bits, a scale for each block, as in llama.cpp; "float": of 16
-            bits, which loses nothing of bfloat16; "auto": float.
+            bits, which loses nothing of bfloat16; "auto": int8 where there are compiled kernels.
     """
 
     model: str

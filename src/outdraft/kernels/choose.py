@@ -112,8 +112,7 @@ def choose_kernels(
     check_option(option)
     is_cpu = device.type == "cpu"
     library = None if option == REFERENCE else open_library(None if option == AUTO else option)
-    meets_bytes = activation_dtype == "int8"
-    if meets_bytes and (library is None or not is_cpu or dtype not in DTYPES):
+    if activation_dtype == "int8" and (library is None or not is_cpu or dtype not in DTYPES):
         raise ConfigError(
             "activation_dtype int8 needs a model of float32 or bfloat16 on a CPU, and its compiled "
             "kernels; allowed here: auto, float"
@@ -122,6 +121,7 @@ def choose_kernels(
     if option == REFERENCE:
         return reference
     if library is not None and is_cpu and dtype in DTYPES:
+        meets_bytes = activation_dtype != "float"
         return native_kernels(library, torch.get_num_threads(), meets_bytes=meets_bytes)
     chosen = reference
     if library is not None:

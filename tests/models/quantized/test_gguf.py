@@ -14,6 +14,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import BLOCK_FORMATS, WeightFormat
 from outdraft.engine.chat import ChatTemplate
 from outdraft.engine.tokenizer import load_tokenizer
+from outdraft.kernels.choose import choose_kernels
 from outdraft.models.config import ModelConfig
 from outdraft.models.layers.linear import linears_of
 from outdraft.models.loader import load_model, resolve_model_path
@@ -70,6 +71,18 @@ def test_drafts_change_nothing_where_rows_become_bytes(kind: Kind, tmp_path: Pat
         llm = LLM(str(path), activation_dtype="int8", speculative_config=speculation)
         answers.append([out.outputs[0].token_ids for out in llm.generate(prompts, params)])
     assert answers[0] == answers[1]
+
+
+def test_rows_become_bytes_unless_floats_are_asked_for(tmp_path: Path):
+    path = write_gguf(randomised(llama(**SIZES)), tmp_path / "model.gguf", lambda name: Kind.Q4_K)
+    logits = dict[str, torch.Tensor]()
+    for asked in ("auto", "int8", "float"):
+        device, dtype = torch.device("cpu"), torch.float32
+        kernels = choose_kernels("auto", device, dtype, activation_dtype=asked)
+        model = load_model(path, dtype, "cpu", kernels)
+        logits[asked] = chunked_logits(model, torch.arange(20), [20])
+    assert torch.equal(logits["auto"], logits["int8"])
+    assert not torch.equal(logits["auto"], logits["float"])
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
