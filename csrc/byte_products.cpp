@@ -286,28 +286,38 @@ void multiply_small(const Strip& strip) {
   constexpr GgufLayout kLayout = Blocks::kLayout;
   const char *block = strip.block, *ahead = strip.ahead;
   const uint32_t* x = strip.x;
+  const float* x_steps = strip.x_steps;
   for (int64_t c = 0; c < strip.num_chunks; ++c) {
     for (int64_t at = 0; at < strip.ahead_bytes; at += kLine) prefetch(ahead + at);
     Totals<R> totals = {};
     add_group<Blocks, R, 0>(block + kLayout.halves_bytes() + 4 * strip.first, nullptr, x,
                             strip.x_stride, totals,
                             std::make_integer_sequence<int, Blocks::kSums>());
+    // A row's sum lies beside that of a neighbour chunk, and is multiplied by 1 or by the zero.
+    constexpr uint32_t kFactor = Blocks::kZero == 0 ? 1 : Blocks::kZero;
+    const Words place = broadcast_word(kFactor << (c % 2 * 16));
+    Floats d[kVectors], offsets[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t output = strip.first + v * kWidth;
+      d[v] = halves(block + 2 * output);
+      if constexpr (kLayout.has_offset) offsets[v] = halves(block + 2 * (kTile + output));
+    }
     for (int r = 0; r < R; ++r) {
-      const float step = strip.x_steps[r * strip.x_stride + c / strip.step_chunks];
-      const int32_t x_sum = reinterpret_cast<const int16_t*>(strip.x_sums + r * strip.x_stride)[c];
+      const Floats step = broadcast(x_steps[r * strip.x_stride]);
+      const Words x_sums = broadcast_word(strip.x_sums[r * strip.x_stride + c / 2]);
+      const Ints x_sum = dot_shorts(Ints{}, x_sums, place);
       for (int v = 0; v < kVectors; ++v) {
-        const int64_t output = strip.first + v * kWidth;
         float* to = strip.out + r * kTile + v * kWidth;
-        const Floats total =
-            __builtin_convertvector(totals[r][v] - Blocks::kZero * x_sum, Floats) * step;
-        Floats sum = fused(halves(block + 2 * output), total, load<Floats>(to));
+        Ints total = totals[r][v];
+        if constexpr (Blocks::kZero != 0) total -= x_sum;
+        Floats product = d[v] * __builtin_convertvector(total, Floats);
         if constexpr (kLayout.has_offset) {
-          const Floats x_number = broadcast(static_cast<float>(x_sum) * step);
-          sum = fused(halves(block + 2 * (kTile + output)), x_number, sum);
+          product = fused(offsets[v], __builtin_convertvector(x_sum, Floats), product);
         }
-        store(to, sum);
+        store(to, fused(product, step, load<Floats>(to)));
       }
     }
+    if (strip.step_chunks == 1) ++x_steps;  // else all have one
     block += kLayout.tile_block_bytes();
     ahead += strip.ahead_bytes;
     x += kChunkInputs / 4;

@@ -2,15 +2,17 @@
 // side by side.
 //
 // Sums run in float64 over sixteen columns, which are added in order at the end. Nothing is sorted
-// but one bucket of a histogram: the one in which the k-th logit, or the border of the nucleus,
-// lies. A sample takes logarithms only where a bound on the noise leaves a chance to win, which is
-// a handful of tokens.
+// but one bucket of a histogram: the one in which the border of the nucleus lies, of the tokens that
+// top_k left. A sample takes noise and logarithms only where a bound on them leaves a chance to win,
+// which is a handful of tokens.
 
 #include "sampling.h"
 
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <functional>
+#include <iterator>
 #include <limits>
 #include <vector>
 
@@ -21,7 +23,8 @@ namespace outdraft {
 namespace {
 
 constexpr float kMasked = -std::numeric_limits<float>::infinity();
-constexpr int64_t kChunk = 1024;  // words of noise that stay in the nearest cache
+constexpr int64_t kChunk = 1024;     // words of noise that stay in the nearest cache
+constexpr float kMostNoise = 23.0f;  // of any word: -log(-log(1 - 2**-33)) is 22.9
 
 constexpr float kLn2 = 0.6931471805599453f;
 // exp(x) of numbers up to 0; 0 of NaN, and of what would not be a normal number.
@@ -62,6 +65,8 @@ int64_t sample(const float* numbers, int64_t size, const NoiseKey& key) {
   if (!(best > kMasked)) best = kMasked, best_id = 0;
   for (int64_t first = 0; first < size; first += kChunk) {
     const int64_t num = std::min(kChunk, size - first);
+    const Floats most = Floats{} + maximum(numbers + first, num);
+    if (Kind::bound(most)[0] + kMostNoise < best) continue;  // whatever its noise is
     fill_words(key, first, num, words);
     for (int64_t at = 0; at < num; at += kWidth) {
       const int64_t count = std::min<int64_t>(kWidth, num - at);
@@ -102,21 +107,42 @@ std::vector<float>& sorted_bucket(const float* x, int64_t size, int32_t bucket) 
   return members;
 }
 
-// The k-th largest number; -inf where fewer than k are left.
+// The k-th largest number; -inf where there are fewer. That of the largest ones of parts is a lower
+// bound, so only parts that have one above it are looked at again.
 float kth_largest(const float* x, int64_t size, int64_t k) {
-  int64_t counts[kNumBuckets] = {};
-  for (int64_t at = 0; at < size; ++at) {
-    if (x[at] > kMasked) ++counts[bucket_of(x[at])];
+  constexpr int64_t kPart = 64;
+  thread_local std::vector<float> largest, bounds, left;
+  largest.clear(), left.clear();
+  for (int64_t first = 0; first < size; first += kPart) {
+    largest.push_back(maximum(x + first, std::min(kPart, size - first)));
   }
-  int64_t before = 0;
-  for (int32_t bucket = 0; bucket < kNumBuckets; ++bucket) {
-    if (before + counts[bucket] >= k) {
-      const auto& ascending = sorted_bucket(x, size, bucket);
-      return ascending[ascending.size() - static_cast<size_t>(k - before)];
+  float bound = kMasked;
+  if (k <= static_cast<int64_t>(largest.size())) {
+    bounds = largest;
+    std::nth_element(bounds.begin(), bounds.begin() + (k - 1), bounds.end(), std::greater<>());
+    bound = bounds[k - 1];
+  }
+  for (size_t part = 0; part < largest.size(); ++part) {
+    if (largest[part] < bound) continue;
+    const int64_t first = static_cast<int64_t>(part) * kPart;
+    std::copy_if(x + first, x + std::min(first + kPart, size), std::back_inserter(left),
+                 [bound](float one) { return one > kMasked && one >= bound; });
+  }
+  if (static_cast<int64_t>(left.size()) < k) return kMasked;
+  std::nth_element(left.begin(), left.begin() + (k - 1), left.end(), std::greater<>());
+  return left[k - 1];
+}
+
+// Where numbers are that are not masked.
+void find_kept(const float* x, int64_t size, std::vector<int64_t>* places) {
+  places->clear();
+  for (int64_t first = 0; first < size; first += kWidth) {
+    const int64_t count = std::min<int64_t>(kWidth, size - first);
+    if (count == kWidth && !any(load<Floats>(x + first) > kMasked)) continue;
+    for (int64_t at = first; at < first + count; ++at) {
+      if (x[at] > kMasked) places->push_back(at);
     }
-    before += counts[bucket];
   }
-  return kMasked;
 }
 
 void mask_below(float* x, int64_t size, float border) {
@@ -166,13 +192,24 @@ void mask_outside_nucleus(float* x, int64_t size, float top_p) {
 }  // namespace
 
 void process_row(const float* logits, int64_t size, const Cuts& cuts, float* processed) {
+  thread_local std::vector<int64_t> places;  // that are kept, where not all are
+  thread_local std::vector<float> kept;
   const float best = maximum(logits, size);
+  float least = cuts.least;
+  if (cuts.top_k < size) {
+    least = std::max(least, (kth_largest(logits, size, cuts.top_k) - best) / cuts.temperature);
+  }
   for (int64_t at = 0; at < size; ++at) {
     const float x = (logits[at] - best) / cuts.temperature;
-    processed[at] = x < cuts.least ? kMasked : x;
+    processed[at] = x < least ? kMasked : x;
   }
-  if (cuts.top_k < size) mask_below(processed, size, kth_largest(processed, size, cuts.top_k));
-  if (cuts.top_p < 1) mask_outside_nucleus(processed, size, cuts.top_p);
+  if (cuts.top_p == 1) return;
+  if (least == kMasked) return mask_outside_nucleus(processed, size, cuts.top_p);
+  find_kept(processed, size, &places);
+  kept.clear();
+  for (const int64_t place : places) kept.push_back(processed[place]);
+  mask_outside_nucleus(kept.data(), static_cast<int64_t>(kept.size()), cuts.top_p);
+  for (size_t i = 0; i < places.size(); ++i) processed[places[i]] = kept[i];
 }
 
 float maximum(const float* numbers, int64_t size) {
