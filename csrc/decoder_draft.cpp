@@ -49,7 +49,7 @@ class Drafting {
     if (!read_texts()) return false;
     for (int64_t depth = 0; depth < task_.num_levels && num_drafting() > 0; ++depth) {
       if (depth > 0 && !read(depth)) return false;
-      decoder_.logits(states_, num_drafting() * growth_.num_nodes(), logits_);
+      decoder_.draft_logits(states_, num_drafting() * growth_.num_nodes(), logits_);
       before_ = growth_.drafting();
       if (!growth_.extend(logits_)) return false;
     }
@@ -170,6 +170,17 @@ class Drafting {
   std::vector<int32_t> starts_, lens_, zeros_, table_;
 };
 
+// What is read may be drafted.
+void learn(const UnreadTexts& unread, int64_t num_requests, Decoder* decoder) {
+  for (int64_t b = 0; b < num_requests; ++b) {
+    const UnreadText& span = unread.spans[b];
+    const int64_t* text = unread.texts + span.text_start;
+    for (int64_t index = span.context_len; index < span.end(); ++index) {
+      decoder->draft_tokens.learn(text[index]);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace outdraft
 
@@ -178,5 +189,6 @@ class Drafting {
 OUTDRAFT_EXPORT int64_t decoder_draft(outdraft::Decoder* decoder, const outdraft::DraftTask* task,
                                       const outdraft::UnreadTexts* unread,
                                       const outdraft::DraftShares* shares) {
+  if (!decoder->draft_tokens.are_all()) outdraft::learn(*unread, task->num_requests, decoder);
   return outdraft::Drafting(*decoder, *task, *unread, shares).run();
 }

@@ -119,13 +119,15 @@ class DecoderOf final : public Decoder {
     return true;
   }
 
+  void draft_logits(const void* states, int64_t num_rows, float* out) override {
+    if (draft_tokens.are_all()) return logits(states, num_rows, out);
+    const Rows to = {out, Dtype::kFloat32, num_drafted()};
+    const ConstRows from = rows_of(*spec_.head, normed(states, num_rows));
+    linear_tiles(spec_.team, *spec_.head, draft_tokens.tiles(), from, to, num_rows);
+  }
+
   void logits(const void* states, int64_t num_rows, float* out) override {
-    const auto* states_RD = static_cast<const Number*>(states);
-    if (spec_.head_norm != nullptr) {
-      Number* normed = normed_.reserve<Number>(num_rows * spec_.hidden);
-      normalize_rows(states_RD, spec_.head_norm, num_rows, normed, spec_.hidden);
-      states_RD = normed;
-    }
+    const Number* states_RD = normed(states, num_rows);
     multiply(*spec_.head, rows_of(*spec_.head, states_RD), out, num_rows, columns());
     const int64_t num_own = spec_.head->num_outputs, num_missing = columns() - num_own;
     for (int64_t r = 0; num_missing > 0 && r < num_rows; ++r) {
@@ -134,6 +136,15 @@ class DecoderOf final : public Decoder {
   }
 
  private:
+  // States as the head reads them.
+  const Number* normed(const void* states, int64_t num_rows) {
+    const auto* states_RD = static_cast<const Number*>(states);
+    if (spec_.head_norm == nullptr) return states_RD;
+    Number* out = normed_.template reserve<Number>(num_rows * spec_.hidden);
+    normalize_rows(states_RD, spec_.head_norm, num_rows, out, spec_.hidden);
+    return out;
+  }
+
   static constexpr Dtype kDtype = sizeof(Number) == 4 ? Dtype::kFloat32 : Dtype::kBfloat16;
 
   template <class Call>

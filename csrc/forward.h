@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "draft_tokens.h"
 #include "linear.h"
 #include "ranks.h"
 
@@ -47,6 +48,7 @@ struct DecoderSpec {
   RankLink* ranks;
   int64_t first_token, num_own_tokens;  // in this rank's embedding
   int64_t num_columns, num_outputs;     // of a rank, and of all ranks: N
+  int64_t num_first_drafts;  // as in DraftTokens, of a network that is whole and has no draft_ids
 };
 
 // One layer's cache, [P, S, G, C] each.
@@ -74,7 +76,10 @@ struct DecoderRows {
 class Decoder {
  public:
   explicit Decoder(const DecoderSpec& spec)
-      : call_memory(spec.team), spec_(spec), logits_(spec.team) {}
+      : call_memory(spec.team),
+        draft_tokens(spec.num_first_drafts, spec.head == nullptr ? 0 : spec.head->num_outputs),
+        spec_(spec),
+        logits_(spec.team) {}
   virtual ~Decoder() = default;
   Decoder(const Decoder&) = delete;
   Decoder& operator=(const Decoder&) = delete;
@@ -95,6 +100,9 @@ class Decoder {
   // float32 [R, columns] behind states [R, D]; -inf where this rank has no output.
   virtual void logits(const void* states, int64_t num_rows, float* out) = 0;
 
+  // The same of the tokens that it drafts: [R, num_drafted()], of `drafted_ids()`.
+  virtual void draft_logits(const void* states, int64_t num_rows, float* out) = 0;
+
   // The tokens with the highest logits, as the target numbers them; whether that logit is finite.
   // A NaN counts as the highest; of equal ones the first wins. False: another rank does not answer.
   bool best_tokens(const void* states, int64_t num_rows, int64_t* ids, bool* are_finite);
@@ -104,7 +112,15 @@ class Decoder {
   int64_t vocabulary() const { return is_spread() ? spec_.num_outputs : spec_.head->num_outputs; }
   int64_t columns() const { return is_spread() ? spec_.num_columns : spec_.head->num_outputs; }
 
+  int64_t num_drafted() const {
+    return draft_tokens.are_all() ? vocabulary() : static_cast<int64_t>(draft_tokens.ids().size());
+  }
+  const int64_t* drafted_ids() const {
+    return draft_tokens.are_all() ? spec_.draft_ids : draft_tokens.ids().data();
+  }
+
   KeptMemory call_memory;  // of a whole draft or a whole step, see decoder_draft.cpp and step.cpp
+  DraftTokens draft_tokens;
 
  protected:
   const DecoderSpec spec_;

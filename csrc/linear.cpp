@@ -18,8 +18,12 @@ struct Product {
   Rows y;
   int64_t num_rows;
   bool is_gated;
+  const std::vector<int64_t>* tiles;  // null: all
 
-  int64_t num_results() const { return is_gated ? weights.num_outputs / 2 : weights.num_outputs; }
+  int64_t num_results() const {
+    if (tiles != nullptr) return static_cast<int64_t>(tiles->size()) * kTile;
+    return is_gated ? weights.num_outputs / 2 : weights.num_outputs;
+  }
   int64_t num_tiles() const { return (num_results() + kTile - 1) / kTile; }
   int64_t unit_tiles() const { return (num_tiles() + kMaxUnits - 1) / kMaxUnits; }
   int64_t num_units() const { return (num_tiles() + unit_tiles() - 1) / unit_tiles(); }
@@ -35,7 +39,7 @@ struct Product {
       if (is_gated) {
         multiply_gated(multiply, weights, x, num_rows, tile, Gate{}, sums, up);
       } else {
-        multiply(weights, x, num_rows, tile, sums);
+        multiply(weights, x, num_rows, tiles == nullptr ? tile : (*tiles)[tile], sums);
       }
     }
   }
@@ -45,18 +49,18 @@ struct Product {
     const int64_t first = unit * unit_tiles(), end = std::min(first + unit_tiles(), num_tiles());
     for (int64_t tile = first; tile < end; ++tile, sums += tile_sums()) {
       const int64_t output = tile * kTile, count = std::min(kTile, num_results() - output);
-      store_tile(sums, is_gated ? nullptr : weights.bias, y, num_rows, output, count);
+      store_tile(sums, is_gated || tiles != nullptr ? nullptr : weights.bias, y, num_rows, output, count);
     }
   }
 };
 
 void multiply(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64_t num_rows,
-              bool is_gated) {
+              bool is_gated, const std::vector<int64_t>* tiles = nullptr) {
   run_products(team, weights, x, num_rows,
                [&](MultiplyTile kernel, const Inputs& inputs, int64_t first, int64_t count) {
                  auto* to = static_cast<char*>(y.numbers) + first * y.stride * size_of(y.dtype);
-                 return Product{kernel, weights, inputs, Rows{to, y.dtype, y.stride}, count,
-                                is_gated};
+                 return Product{kernel,   weights, inputs, Rows{to, y.dtype, y.stride}, count,
+                                is_gated, tiles};
                });
 }
 
@@ -64,6 +68,11 @@ void multiply(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int
 
 void linear(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64_t num_rows) {
   multiply(team, weights, x, y, num_rows, false);
+}
+
+void linear_tiles(Team* team, const LinearWeights& weights, const std::vector<int64_t>& tiles,
+                  ConstRows x, Rows y, int64_t num_rows) {
+  multiply(team, weights, x, y, num_rows, false, &tiles);
 }
 
 void linear_gated(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64_t num_rows) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "simd.h"
 #include "team.h"
@@ -77,7 +78,11 @@ struct Rows {
 // own, and one of few numbers none.
 void linear(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64_t num_rows);
 
-// The same, then y = silu(gate) * up, where the gate is the first half of the products and `up` the
+// The same of some tiles, which have kTile outputs each and no bias: y [num_rows, kTile * tiles].
+void linear_tiles(Team* team, const LinearWeights& weights, const std::vector<int64_t>& tiles,
+                  ConstRows x, Rows y, int64_t num_rows);
+
+// The same of all, then y = silu(gate) * up, where the gate is the first half of the products and `up` the
 // second (Shazeer 2020).
 void linear_gated(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64_t num_rows);
 

@@ -21,7 +21,7 @@ SharedGrowth::SharedGrowth(const Decoder& decoder, const DraftTask& task,
       vocabulary_(decoder.vocabulary()),
       start_(is_shared_ ? std::accumulate(shares->counts, shares->counts + ranks_->rank, int64_t{0})
                         : 0),
-      growth_(own_task(), decoder.spec().draft_ids, vocabulary_),
+      growth_(own_task(), decoder.drafted_ids(), decoder.num_drafted()),
       rules_(task.stops, num_requests(), task.num_levels) {
   if (!is_shared_) return;
   drafting_.resize(static_cast<size_t>(num_requests()));

@@ -79,6 +79,9 @@ class DecoderSpec:
         entry: of a network that reads states; None: it reads tokens only.
         head_norm_D: between states and the head.
         draft_ids_N: int64, the target's ids of the head's outputs; None: they are the same.
+        num_first_drafts: of a drafter that is whole and has its target's ids: where one call makes
+            a draft, it chooses among so many first ids, a multiple of 32, and tokens that were
+            read; as csrc/draft_tokens.h says. 0: among all.
         shard: of a network that is spread over ranks, the tokens whose vectors `embedding` holds.
             Heads and intermediate_size are this rank's. The products give what the network goes on
             with: `o` and `down` of all layers are `SummedProduct`s, the head is a `PaddedProduct`.
@@ -99,6 +102,7 @@ class DecoderSpec:
     head: "Product"
     head_norm_D: Tensor | None = None
     draft_ids_N: Tensor | None = None
+    num_first_drafts: int = 0
     shard: VocabularyShard | None = None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.decoder_ops import DecoderPass
-from outdraft.models.decoder import Decoder, Kind, product_of
+from outdraft.models.decoder import Decoder, Kind, first_drafts, product_of
 from outdraft.models.drafter_config import DrafterConfig
 from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import memory_bytes
@@ -65,6 +65,7 @@ class DrafterTables(nn.Module):
             self._embedding,
             product_of(head),
             draft_ids_N=self.draft_ids_N,
+            num_first_drafts=first_drafts(self._drafted) if self.draft_ids_N is None else 0,
             shard=None if tables.group.size == 1 else tables.vocabulary,
             **options,
         )

@@ -21,7 +21,7 @@ from outdraft.kernels.ops import Kernels
 from outdraft.kernels.rank_products import PaddedProduct
 from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.models.config import ModelConfig
-from outdraft.models.decoder import Decoder, Kind, product_of
+from outdraft.models.decoder import Decoder, Kind, first_drafts, product_of
 from outdraft.models.layers.embedding import Embedding, is_one_tensor
 from outdraft.models.layers.linear import Linear, memory_bytes, numbers_of, pack_linears
 from outdraft.models.layers.norm import RMSNorm
@@ -55,6 +55,7 @@ class CausalLM(nn.Module):
         kind = Kind(dtype=dtype, device=torch.device(device))
         self.shard = config.shard(group.size, DRAFT_RANKS if drafts else TARGET_RANKS)
         self.config, self.kernels, self.group = config, kernels, group
+        self._drafts = drafts
         self.dtype, self.device = dtype, kind["device"]
         self.vocabulary = VocabularyShard(group, config.vocab_size)
         num_tokens = self.vocabulary.num_own
@@ -79,6 +80,7 @@ class CausalLM(nn.Module):
             self.embed_tokens.table,
             product_of(self.lm_head),
             final_norm=self.norm,
+            num_first_drafts=first_drafts(self.vocabulary) if self._drafts else 0,
             shard=None if self.group.size == 1 else self.vocabulary,
         )
 

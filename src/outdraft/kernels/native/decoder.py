@@ -52,7 +52,7 @@ class _Spec(ctypes.Structure):
         *((name, c_void_p) for name in ("token_norm", "state_norm", "fc")),
         *((name, c_void_p) for name in ("head", "head_norm", "draft_ids", "ranks")),
         *((name, c_int64) for name in ("first_token", "num_own_tokens")),
-        *((name, c_int64) for name in ("num_columns", "num_outputs")),
+        *((name, c_int64) for name in ("num_columns", "num_outputs", "num_first_drafts")),
     )
 
 
@@ -289,6 +289,7 @@ class NativeDecoder:
             draft_ids=None
             if spec.draft_ids_N is None
             else address_of(spec.draft_ids_N, torch.int64),
+            num_first_drafts=spec.num_first_drafts,
         )
         if spec.shard is not None and self._link is not None:
             assert isinstance(spec.head, PaddedProduct)
