@@ -4,6 +4,7 @@
 // counting). They come tile by tile of the head, so a token brings its neighbours.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -30,7 +31,7 @@ class DraftTokens {
   void learn(int64_t id) {
     const int64_t tile = id / kTile;
     if (tile >= static_cast<int64_t>(is_chosen_.size()) || is_chosen_[tile]) return;
-    const int64_t room = num_first_tiles_ / 2;
+    const int64_t room = std::max<int64_t>(num_first_tiles_ / 2, 1);
     choose(tile, num_first_tiles_ + num_learned_++ % room);
   }
 

@@ -21,7 +21,7 @@ from outdraft.kernels.ops import Kernels
 from outdraft.kernels.rank_products import PaddedProduct
 from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.models.config import ModelConfig
-from outdraft.models.decoder import Decoder, Kind, first_drafts, product_of
+from outdraft.models.decoder import Decoder, Kind, drafted_share, first_drafts, product_of
 from outdraft.models.layers.embedding import Embedding, is_one_tensor
 from outdraft.models.layers.linear import Linear, memory_bytes, numbers_of, pack_linears
 from outdraft.models.layers.norm import RMSNorm
@@ -131,8 +131,12 @@ class CausalLM(nn.Module):
         A step reads a few rows of the embedding table only. The table counts as the head alone:
         in a tied model that is not packed.
         """
-        table = self.embed_tokens.table
-        return self.memory_bytes - (0 if is_one_tensor(table, self.lm_head) else table.nbytes)
+        table, unread = self.embed_tokens.table, 0
+        if self._drafts:
+            unread = int((1 - drafted_share(self.vocabulary)) * self.lm_head.packed_bytes)
+        if not is_one_tensor(table, self.lm_head):
+            unread += table.nbytes
+        return self.memory_bytes - unread
 
     @property
     def numbers(self) -> str:
