@@ -27,8 +27,8 @@ from outdraft.models.layers.norm import RMSNorm, norm_weight
 from outdraft.models.layers.rotary import Rotary
 from outdraft.models.slots import Slot, Slots, slot_of
 
-# Ids that a drafter with a large vocabulary chooses among, beside those of texts. They are 92 to 97 %
-# of the tokens of English and code in a vocabulary of 152,000.
+# Ids that a drafter with a large vocabulary chooses among, beside those of texts: 92 to 97 % of the
+# tokens of English and code, in a vocabulary of 152,000.
 FIRST_DRAFTS = 1 << 15
 
 
