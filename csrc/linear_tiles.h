@@ -111,7 +111,7 @@ struct Copy {
   char* block;
   float* floats;  // [group][num_rows], group_floats times
 
-  static constexpr int64_t kUnitRows = 32;
+  static constexpr int64_t kUnitRows = 4;
 
   int64_t num_units() const { return (num_rows + kUnitRows - 1) / kUnitRows; }
   size_t scratch_bytes() const { return 0; }
