@@ -1,9 +1,9 @@
-// Products of rows of 8-bit integers with weights in the blocks of GGUF files: see gguf_tiles.h.
+// Products of rows of 8-bit integers with weights in blocks: see gguf_tiles.h.
 //
 // A block of 256 inputs adds integers until its end: the products of codes, times the scales of their
 // groups, and the sums of the row's groups, times their minima. These sums are exact. Only d and dmin
-// are float32 numbers, and meet them once a block. So every machine has the same bits. A block of 32
-// inputs has d and m, but no scales and no minima.
+// are float32 numbers, and meet them once a block. So every machine has the same bits. Smaller blocks,
+// of 32 or 128 inputs, have d and m, or a scale and a shift, but no scales of groups and no minima.
 //
 // Machines differ by the instruction that multiplies bytes. Some add the products of four to a sum
 // of 32 bits; others those of two to one of 16 bits, in which so many quads are added as fit.
@@ -109,6 +109,7 @@ struct Blocks {
   static constexpr int kGroupQuads = kLayout.group_inputs / 4;
   static constexpr bool kIsIq4 = kKind == GgufKind::kIq4Nl || kKind == GgufKind::kIq4Xs;
   static constexpr bool kIsSigned = kIsIq4 || kKind == GgufKind::kQ8_0;
+  static constexpr bool kIsCodes = is_codes(kKind);
   static constexpr int32_t kZero = kIsSigned ? kSignedZero : kLayout.zero;
   // That are added before a sum meets its scale.
   static constexpr int kSumQuads =
@@ -161,6 +162,8 @@ struct Blocks {
 // Some outputs of a piece and the rows that meet them.
 struct Strip {
   const char* block;    // the first one of the tile
+  int64_t block_bytes, halves_bytes, block_chunks;
+  ScaleKind scale_kind;
   int64_t first;        // output
   int64_t num_chunks;
   const char* ahead;    // what the cache fetches meanwhile
@@ -279,48 +282,68 @@ void multiply_large(const Strip& strip) {
   }
 }
 
-// Blocks of 32 inputs.
+// Blocks of 32 inputs; those of codes have 32 or 128.
 template <class Blocks, int R>
 void multiply_small(const Strip& strip) {
   constexpr int kVectors = vectors_of(R);
   constexpr GgufLayout kLayout = Blocks::kLayout;
+  constexpr bool kIsCodes = Blocks::kIsCodes;
+  constexpr uint32_t kFactor = Blocks::kZero == 0 || kLayout.has_offset ? 1 : Blocks::kZero;
+  const int64_t block_chunks = kIsCodes ? strip.block_chunks : 1;
+  const int64_t halves_bytes = kIsCodes ? strip.halves_bytes : kLayout.halves_bytes();
+  const int64_t block_bytes = kIsCodes ? strip.block_bytes : kLayout.tile_block_bytes();
+  const ScaleKind scale_kind = kIsCodes ? strip.scale_kind : ScaleKind::kFloat16;
+  const int64_t scale_bytes = size_of(scale_kind);
   const char *block = strip.block, *ahead = strip.ahead;
   const uint32_t* x = strip.x;
   const float* x_steps = strip.x_steps;
-  for (int64_t c = 0; c < strip.num_chunks; ++c) {
-    for (int64_t at = 0; at < strip.ahead_bytes; at += kLine) prefetch(ahead + at);
+  for (int64_t c = 0; c < strip.num_chunks; c += block_chunks) {
+    const char* lanes = block + halves_bytes + 4 * strip.first;
     Totals<R> totals = {};
-    add_group<Blocks, R, 0>(block + kLayout.halves_bytes() + 4 * strip.first, nullptr, x,
-                            strip.x_stride, totals,
-                            std::make_integer_sequence<int, Blocks::kSums>());
-    // A row's sum lies beside that of a neighbour chunk, and is multiplied by 1 or by the zero.
-    constexpr uint32_t kFactor = Blocks::kZero == 0 ? 1 : Blocks::kZero;
-    const Words place = broadcast_word(kFactor << (c % 2 * 16));
+    for (int64_t chunk = 0; chunk < block_chunks; ++chunk) {
+      for (int64_t at = 0; at < strip.ahead_bytes; at += kLine) prefetch(ahead + at);
+      add_group<Blocks, R, 0>(lanes, nullptr, x, strip.x_stride, totals,
+                              std::make_integer_sequence<int, Blocks::kSums>());
+      lanes += kLayout.chunk_bytes();
+      ahead += strip.ahead_bytes;
+      x += kChunkInputs / 4;
+    }
+    // A row's sums lie in pairs; one alone is beside that of a neighbour. They are multiplied by 1 or by
+    // the zero.
+    const Words place = broadcast_word(block_chunks == 1 ? kFactor << (c % 2 * 16) : kFactor * 0x10001);
     Floats d[kVectors], offsets[kVectors];
+    const char* scales = block + strip.first * scale_bytes;
     for (int v = 0; v < kVectors; ++v) {
-      const int64_t output = strip.first + v * kWidth;
-      d[v] = halves(block + 2 * output);
-      if constexpr (kLayout.has_offset) offsets[v] = halves(block + 2 * (kTile + output));
+      d[v] = scale_numbers(scales, scale_kind, v);
+      if constexpr (kLayout.has_offset) {
+        offsets[v] = scale_numbers(scales + kTile * scale_bytes, scale_kind, v);
+      }
     }
     for (int r = 0; r < R; ++r) {
       const Floats step = broadcast(x_steps[r * strip.x_stride]);
-      const Words x_sums = broadcast_word(strip.x_sums[r * strip.x_stride + c / 2]);
-      const Ints x_sum = dot_shorts(Ints{}, x_sums, place);
+      const uint32_t* x_sums = strip.x_sums + r * strip.x_stride + c / 2;
+      Ints x_sum = dot_shorts(Ints{}, broadcast_word(x_sums[0]), place);
+      for (int64_t pair = 1; pair < block_chunks / 2; ++pair) {
+        x_sum = dot_shorts(x_sum, broadcast_word(x_sums[pair]), place);
+      }
       for (int v = 0; v < kVectors; ++v) {
         float* to = strip.out + r * kTile + v * kWidth;
         Ints total = totals[r][v];
-        if constexpr (Blocks::kZero != 0) total -= x_sum;
-        Floats product = d[v] * __builtin_convertvector(total, Floats);
-        if constexpr (kLayout.has_offset) {
+        if constexpr (Blocks::kZero != 0) total -= x_sum * static_cast<int32_t>(Blocks::kZero / kFactor);
+        Floats product = __builtin_convertvector(total, Floats);
+        if constexpr (kLayout.has_offset && kIsCodes) {
+          product = d[v] * fused(offsets[v], __builtin_convertvector(x_sum, Floats), product);
+        } else {
+          product = d[v] * product;
+        }
+        if constexpr (kLayout.has_offset && !kIsCodes) {
           product = fused(offsets[v], __builtin_convertvector(x_sum, Floats), product);
         }
         store(to, fused(product, step, load<Floats>(to)));
       }
     }
-    if (strip.step_chunks == 1) ++x_steps;  // else all have one
-    block += kLayout.tile_block_bytes();
-    ahead += strip.ahead_bytes;
-    x += kChunkInputs / 4;
+    if (strip.step_chunks == block_chunks) ++x_steps;  // else all have one
+    block += block_bytes;
   }
 }
 
@@ -328,7 +351,10 @@ void multiply_small(const Strip& strip) {
 using StripCalls = std::array<void (*)(const Strip&), kMaxRows>;
 template <GgufKind kKind, int... kRows>
 constexpr StripCalls strip_calls(std::integer_sequence<int, kRows...>) {
-  if constexpr (layout_of(kKind).block_inputs == kChunkInputs) {
+  if constexpr (is_codes(kKind) && layout_of(kKind).block_inputs > kChunkInputs) {
+    constexpr auto kBy32 = static_cast<GgufKind>(static_cast<int64_t>(kKind) - 1);
+    return {multiply_small<Blocks<kBy32>, kRows + 1>...};  // they lie alike
+  } else if constexpr (layout_of(kKind).block_inputs == kChunkInputs) {
     return {multiply_small<Blocks<kKind>, kRows + 1>...};
   } else {
     return {multiply_large<Blocks<kKind>, kRows + 1>...};
@@ -345,7 +371,7 @@ constexpr auto kCalls = all_calls(std::make_integer_sequence<int, kNumGgufKinds>
 void multiply_gguf_bytes(const LinearWeights& weights, const Inputs& x, int64_t num_rows,
                          int64_t tile, float* sums) {
   const GgufTile own = gguf_tile(weights, tile);
-  const GgufLayout& layout = layout_of(own.kind);
+  const GgufLayout& layout = own.layout();
   const StripCalls& calls = kCalls[static_cast<size_t>(own.kind)];
   const ByteRow row = byte_row(weights);
   const auto* rows = static_cast<const uint32_t*>(x.rows);
@@ -355,11 +381,15 @@ void multiply_gguf_bytes(const LinearWeights& weights, const Inputs& x, int64_t 
   strip.x_stride = x.stride;
   strip.step_chunks = row.step_inputs / kChunkInputs;
   strip.block = own.at;
-  for (int64_t first = 0; first < weights.num_inputs; first += kPieceInputs) {
-    const int64_t num_inputs = std::min(kPieceInputs, weights.num_inputs - first);
+  strip.block_bytes = own.block_bytes();
+  strip.halves_bytes = own.halves_bytes();
+  strip.block_chunks = layout.block_inputs / kChunkInputs;
+  strip.scale_kind = own.scale_kind;
+  const int64_t chunk_bytes = strip.block_bytes * kChunkInputs / layout.block_inputs;
+  for (int64_t first = 0; first < row.num_inputs; first += kPieceInputs) {
+    const int64_t num_inputs = std::min(kPieceInputs, row.num_inputs - first);
     strip.num_chunks = num_inputs / kChunkInputs;
     strip.ahead = strip.block + kAhead;
-    const int64_t chunk_bytes = layout.tile_block_bytes() * kChunkInputs / layout.block_inputs;
     for (int64_t block = 0, r = 0; block < row_blocks; ++block) {
       const int64_t end = num_rows * (block + 1) / row_blocks;  // of about equal size
       const uint32_t* from = rows + r * x.stride;
@@ -376,7 +406,7 @@ void multiply_gguf_bytes(const LinearWeights& weights, const Inputs& x, int64_t 
       }
       r = end;
     }
-    strip.block += num_inputs / layout.block_inputs * layout.tile_block_bytes();
+    strip.block += num_inputs / layout.block_inputs * strip.block_bytes;
   }
 }
 

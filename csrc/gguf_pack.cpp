@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "block_packing.h"
 #include "export.h"
 #include "gguf_tiles.h"
 #include "mapped_memory.h"
@@ -12,15 +13,6 @@
 
 namespace outdraft {
 namespace {
-
-constexpr int64_t kMostInputs = 256;  // of a block
-
-// A block of one output, its codes without the second level of scales.
-struct Block {
-  uint8_t codes[kMostInputs];  // as the planes have them; of 8 bits signed
-  uint8_t scales[kMostGroups], minima[kMostGroups];
-  const uint8_t *d = nullptr, *offset = nullptr;  // halves
-};
 
 void put_nibbles(const uint8_t* bytes, int64_t count, uint8_t* low, uint8_t* high) {
   for (int64_t i = 0; i < count; ++i) low[i] = bytes[i] & 15, high[i] = bytes[i] >> 4;
@@ -134,6 +126,8 @@ void read_block(GgufKind kind, const uint8_t* block, Block* to) {
       return read_q6_k(block, to);
     case GgufKind::kIq4Xs:
       return read_iq4_xs(block, to);
+    default:
+      __builtin_unreachable();  // no file has it
   }
 }
 
@@ -166,11 +160,73 @@ void put_plane(const uint8_t* codes, int64_t first, int64_t bits, char* lane) {
   }
 }
 
-void put_block(GgufKind kind, const Block& block, int64_t lane, char* to) {
+// The rows of a file.
+struct FileRows {
+  const uint8_t* const* rows;
+};
+
+void pack_tile(const LinearWeights& weights, const FileRows& source, int64_t tile) {
+  const GgufTile to = gguf_tile(weights, tile);
+  const GgufLayout& layout = to.layout();
+  const int64_t end = std::min((tile + 1) * kTile, weights.num_outputs);
+  for (int64_t block = 0; block < weights.num_inputs / layout.block_inputs; ++block) {
+    for (int64_t output = tile * kTile; output < end; ++output) {
+      Block read;
+      read_block(to.kind, source.rows[output] + block * layout.file_bytes, &read);
+      put_block(to, read, block, output % kTile);
+    }
+  }
+}
+
+int32_t code_of(GgufKind kind, const char* chunk, int64_t lane, int64_t input) {
   const GgufLayout& layout = layout_of(kind);
-  std::memcpy(to + 2 * lane, block.d, 2);
-  if (layout.has_offset) std::memcpy(to + 2 * (kTile + lane), block.offset, 2);
-  to += layout.halves_bytes();
+  const auto bits_of = [&](const char* plane, int64_t bits) {
+    const int64_t quad = input / 4, quads_of_step = 8 / bits;
+    const uint8_t byte = plane[quad / quads_of_step * kPlaneStep + 4 * lane + input % 4];
+    return byte >> bits * (quad % quads_of_step) & ((1 << bits) - 1);
+  };
+  int32_t code = bits_of(chunk, layout.low_bits);
+  if (layout.low_bits == 8) return static_cast<int8_t>(code);
+  if (kind == GgufKind::kIq4Nl || kind == GgufKind::kIq4Xs) return kIq4Numbers[code];
+  if (layout.high_bits == 0) return code;
+  const char* high = chunk + layout.low_bits * kPlaneStep;
+  return code | bits_of(high, layout.high_bits) << layout.low_bits;
+}
+
+// The numbers of one output, float32 [num_inputs].
+void read_output(const LinearWeights& weights, int64_t output, float* to) {
+  const int64_t lane = output % kTile;
+  const GgufTile tile = gguf_tile(weights, output / kTile);
+  const GgufLayout& layout = tile.layout();
+  for (int64_t b = 0; b < weights.num_inputs / layout.block_inputs; ++b) {
+    const char* block = tile.at + b * tile.block_bytes();
+    float factors[kMostGroups * kTile], offsets[kMostGroups * kTile];
+    const bool adds = gguf_scales(tile, block, factors, offsets);
+    for (int64_t i = 0; i < layout.block_inputs; ++i, ++to) {
+      const int64_t group = i / layout.group_inputs;
+      const char* chunk = block + tile.halves_bytes() + i / kChunkInputs * layout.chunk_bytes();
+      const int32_t code = code_of(tile.kind, chunk, lane, i % kChunkInputs) - layout.zero;
+      const float product = factors[group * kTile + lane] * static_cast<float>(code);
+      *to = adds ? product + offsets[group * kTile + lane] : product;
+    }
+  }
+}
+
+}  // namespace
+
+GgufTile gguf_tile(const LinearWeights& weights, int64_t tile) {
+  const GgufPart* part = weights.parts + weights.num_parts - 1;
+  while (part->first_tile > tile) --part;
+  return {part->kind, part->scale_kind, part->tiles + (tile - part->first_tile) * part->tile_bytes};
+}
+
+void put_block(const GgufTile& tile, const Block& block, int64_t number, int64_t lane) {
+  const GgufLayout& layout = tile.layout();
+  const int64_t size = size_of(tile.scale_kind);
+  char* to = tile.at + number * tile.block_bytes();
+  std::memcpy(to + size * lane, block.d, size);
+  if (layout.has_offset) std::memcpy(to + size * (kTile + lane), block.offset, size);
+  to += tile.halves_bytes();
   for (int64_t c = 0; c < layout.block_inputs / kChunkInputs; ++c, to += layout.chunk_bytes()) {
     const uint8_t* codes = block.codes + c * kChunkInputs;
     put_plane(codes, 0, layout.low_bits, to + 4 * lane);
@@ -186,65 +242,47 @@ void put_block(GgufKind kind, const Block& block, int64_t lane, char* to) {
   }
 }
 
-// The rows of a file.
-struct FileRows {
-  const uint8_t* const* rows;
-};
-
-void pack_tile(const LinearWeights& weights, const FileRows& source, int64_t tile) {
-  const GgufTile to = gguf_tile(weights, tile);
-  const GgufLayout& layout = layout_of(to.kind);
-  const int64_t end = std::min((tile + 1) * kTile, weights.num_outputs);
-  for (int64_t block = 0; block < weights.num_inputs / layout.block_inputs; ++block) {
-    char* at = const_cast<char*>(to.at) + block * layout.tile_block_bytes();
-    for (int64_t output = tile * kTile; output < end; ++output) {
-      Block read;
-      read_block(to.kind, source.rows[output] + block * layout.file_bytes, &read);
-      put_block(to.kind, read, output % kTile, at);
-    }
-  }
-}
-
-int32_t code_of(GgufKind kind, const char* chunk, int64_t lane, int64_t input) {
-  const GgufLayout& layout = layout_of(kind);
-  const auto bits_of = [&](const char* plane, int64_t bits) {
-    const int64_t quad = input / 4, quads_of_step = 8 / bits;
-    const uint8_t byte = plane[quad / quads_of_step * kPlaneStep + 4 * lane + input % 4];
-    return byte >> bits * (quad % quads_of_step) & ((1 << bits) - 1);
+LinearWeights* make_blocks(const BlockOutputs* parts, int64_t num_parts, int64_t num_inputs,
+                           const float* bias, bool meets_bytes) {
+  int64_t total = 0, tiles_bytes = 0;
+  const auto tile_bytes = [&](const BlockOutputs& part) {
+    const GgufLayout& layout = layout_of(part.kind);
+    const int64_t num_blocks = (num_inputs + layout.block_inputs - 1) / layout.block_inputs;
+    return num_blocks * layout.tile_block_bytes(part.scale_kind);
   };
-  int32_t code = bits_of(chunk, layout.low_bits);
-  if (kind == GgufKind::kQ8_0) return static_cast<int8_t>(code);
-  if (kind == GgufKind::kIq4Nl || kind == GgufKind::kIq4Xs) return kIq4Numbers[code];
-  if (layout.high_bits == 0) return code;
-  const char* high = chunk + layout.low_bits * kPlaneStep;
-  return code | bits_of(high, layout.high_bits) << layout.low_bits;
-}
-
-// The numbers of one output, float32 [num_inputs].
-void read_output(const LinearWeights& weights, int64_t output, float* to) {
-  const int64_t lane = output % kTile;
-  const GgufTile tile = gguf_tile(weights, output / kTile);
-  const GgufLayout& layout = layout_of(tile.kind);
-  for (int64_t b = 0; b < weights.num_inputs / layout.block_inputs; ++b) {
-    const char* block = tile.at + b * layout.tile_block_bytes();
-    float factors[kMostGroups * kTile], offsets[kMostGroups * kTile];
-    const bool adds = gguf_scales(tile.kind, block, factors, offsets);
-    for (int64_t i = 0; i < layout.block_inputs; ++i, ++to) {
-      const int64_t group = i / layout.group_inputs;
-      const char* chunk = block + layout.halves_bytes() + i / kChunkInputs * layout.chunk_bytes();
-      const int32_t code = code_of(tile.kind, chunk, lane, i % kChunkInputs) - layout.zero;
-      const float product = factors[group * kTile + lane] * static_cast<float>(code);
-      *to = adds ? product + offsets[group * kTile + lane] : product;
-    }
+  const auto num_tiles = [](const BlockOutputs& part) { return (part.num_outputs + kTile - 1) / kTile; };
+  for (int64_t p = 0; p < num_parts; ++p) {
+    total += parts[p].num_outputs;
+    tiles_bytes += num_tiles(parts[p]) * tile_bytes(parts[p]);
   }
-}
-
-}  // namespace
-
-GgufTile gguf_tile(const LinearWeights& weights, int64_t tile) {
-  const GgufPart* part = weights.parts + weights.num_parts - 1;
-  while (part->first_tile > tile) --part;
-  return {part->kind, part->tiles + (tile - part->first_tile) * part->tile_bytes};
+  const int64_t bias_bytes = bias == nullptr ? 0 : (total + 1) / 2 * 8;
+  const int64_t parts_bytes = num_parts * sizeof(GgufPart);
+  const int64_t num_bytes = tiles_bytes + bias_bytes + parts_bytes + sizeof(LinearWeights);
+  char* memory = map_memory(num_bytes);
+  if (memory == nullptr) return nullptr;
+  char* after = memory + tiles_bytes;
+  auto* own_parts = reinterpret_cast<GgufPart*>(after + bias_bytes);
+  auto* weights = reinterpret_cast<LinearWeights*>(after + bias_bytes + parts_bytes);
+  *weights = {};
+  weights->format = Format::kGguf;
+  weights->num_inputs = weights->group_inputs = num_inputs;
+  weights->num_outputs = total;
+  weights->num_groups = 1;
+  weights->tiles = memory;
+  weights->parts = own_parts;
+  weights->num_parts = num_parts;
+  weights->meets_bytes = meets_bytes;
+  weights->num_bytes = num_bytes;
+  if (bias != nullptr) {
+    weights->bias = reinterpret_cast<float*>(after);
+    std::memcpy(after, bias, 4 * total);
+  }
+  for (int64_t p = 0, tile = 0; p < num_parts; tile += num_tiles(parts[p]), ++p) {
+    const BlockOutputs& part = parts[p];
+    own_parts[p] = {part.kind, part.scale_kind, tile, part.num_outputs, tile_bytes(part), memory};
+    memory += num_tiles(part) * tile_bytes(part);
+  }
+  return weights;
 }
 
 void read_rows(const LinearWeights& weights, const int64_t* ids, int64_t count, Dtype dtype, void* to) {
@@ -261,51 +299,19 @@ void read_rows(const LinearWeights& weights, const int64_t* ids, int64_t count, 
 
 using outdraft::LinearWeights;
 
-// Weights of rows that lie anywhere, such as in a mapped file, in parts of some rows: each of one kind,
-// all but the last of whole tiles. Bias: float32 [all rows], or null. Rows that they multiply become
-// integers of 8 bits, or of 16. Null: no memory.
+// Weights of rows that lie anywhere, such as in a mapped file, in parts of some rows, as make_blocks
+// has them. Null: no memory.
 OUTDRAFT_EXPORT LinearWeights* linear_pack_gguf(outdraft::Team* team, int64_t num_parts,
                                                 const int64_t* kinds, const int64_t* num_outputs,
                                                 const uint8_t* const* rows, int64_t num_inputs,
                                                 const float* bias, bool meets_bytes) {
   using namespace outdraft;
-  int64_t total = 0, tiles_bytes = 0;
-  const auto tile_bytes = [&](int64_t part) {
-    const GgufLayout& layout = layout_of(GgufKind{kinds[part]});
-    return num_inputs / layout.block_inputs * layout.tile_block_bytes();
-  };
-  const auto num_tiles = [&](int64_t part) { return (num_outputs[part] + kTile - 1) / kTile; };
+  std::vector<BlockOutputs> parts;
   for (int64_t p = 0; p < num_parts; ++p) {
-    total += num_outputs[p];
-    tiles_bytes += num_tiles(p) * tile_bytes(p);
+    parts.push_back({GgufKind{kinds[p]}, ScaleKind::kFloat16, num_outputs[p]});
   }
-  const int64_t bias_bytes = bias == nullptr ? 0 : (total + 1) / 2 * 8;
-  const int64_t parts_bytes = num_parts * sizeof(GgufPart);
-  const int64_t num_bytes = tiles_bytes + bias_bytes + parts_bytes + sizeof(LinearWeights);
-  char* memory = map_memory(num_bytes);
-  if (memory == nullptr) return nullptr;
-  char* after = memory + tiles_bytes;
-  auto* parts = reinterpret_cast<GgufPart*>(after + bias_bytes);
-  auto* weights = reinterpret_cast<LinearWeights*>(after + bias_bytes + parts_bytes);
-  *weights = {};
-  weights->format = Format::kGguf;
-  weights->num_inputs = weights->group_inputs = num_inputs;
-  weights->num_outputs = total;
-  weights->num_groups = 1;
-  weights->tiles = memory;
-  weights->parts = parts;
-  weights->num_parts = num_parts;
-  weights->meets_bytes = meets_bytes;
-  weights->num_bytes = num_bytes;
-  if (bias != nullptr) {
-    weights->bias = reinterpret_cast<float*>(after);
-    std::memcpy(after, bias, 4 * total);
-  }
-  for (int64_t p = 0, tile = 0; p < num_parts; tile += num_tiles(p), ++p) {
-    parts[p] = {GgufKind{kinds[p]}, tile, num_outputs[p], tile_bytes(p), memory};
-    memory += num_tiles(p) * tile_bytes(p);
-  }
-  run(team, Packing<FileRows>{*weights, {rows}});
+  LinearWeights* weights = make_blocks(parts.data(), num_parts, num_inputs, bias, meets_bytes);
+  if (weights != nullptr) run(team, Packing<FileRows>{*weights, {rows}});
   return weights;
 }
 

@@ -1,6 +1,6 @@
-// Products with weights in the blocks of GGUF files: see gguf_tiles.h.
+// Products of rows of 16-bit integers with weights in blocks: see gguf_tiles.h.
 //
-// All rows meet a piece of a tile, of 256 inputs, while it is in the nearest cache. Kernels differ by how codes lie
+// All rows meet a piece of a tile, of 128 or 256 inputs, while it is in the nearest cache. Kernels differ by how codes lie
 // (planes, signs, the size of groups), not by kind: factors and offsets of the groups are computed
 // for a piece first, in float32, the same on every machine.
 
@@ -188,6 +188,10 @@ const StripCalls& calls_of(GgufKind kind) {
     case GgufKind::kQ4_0:
     case GgufKind::kQ4_1:
     case GgufKind::kQ4_K:
+    case GgufKind::kInt4By32:
+    case GgufKind::kInt4By128:
+    case GgufKind::kInt4ZeroBy32:
+    case GgufKind::kInt4ZeroBy128:
       return kCalls<4, 0, 32>;
     case GgufKind::kQ5_0:
     case GgufKind::kQ5_1:
@@ -216,19 +220,21 @@ Floats bytes_at(const char* from, bool is_signed) {
 
 }  // namespace
 
-bool gguf_scales(GgufKind kind, const char* block, float* factors, float* offsets) {
-  const GgufLayout& layout = layout_of(kind);
-  const char* chunk = block + layout.halves_bytes() + layout.plane_bytes();
+bool gguf_scales(const GgufTile& tile, const char* block, float* factors, float* offsets) {
+  const GgufLayout& layout = tile.layout();
+  const char* chunk = block + tile.halves_bytes() + layout.plane_bytes();
+  const char* second = block + kTile * size_of(tile.scale_kind);
   const bool is_signed = layout.scales == Scales::kSignedBytes;
   const bool has_nibbles = layout.scales == Scales::kNibblesBesideMinima;
   for (int64_t first = 0; first < layout.block_inputs; first += kChunkInputs) {
     for (int64_t i = 0; i < layout.groups_of_chunk(); ++i, factors += kTile, offsets += kTile) {
       for (int64_t e = 0; e < kTile; e += kWidth) {
-        const Floats d = halves(block + 2 * e);
-        const Floats m = layout.has_offset ? halves(block + 2 * (kTile + e)) : Floats{};
+        const Floats d = scale_numbers(block, tile.scale_kind, e / kWidth);
+        Floats m = {};
+        if (layout.has_offset) m = scale_numbers(second, tile.scale_kind, e / kWidth);
         if (layout.scales == Scales::kNone) {
           store(factors + e, d);
-          store(offsets + e, m);
+          store(offsets + e, is_codes(tile.kind) ? d * m : m);
           continue;
         }
         const char* at = chunk + i * kTile + e;
@@ -250,29 +256,31 @@ bool gguf_scales(GgufKind kind, const char* block, float* factors, float* offset
 void multiply_gguf(const LinearWeights& weights, const Inputs& x, int64_t num_rows, int64_t tile,
                    float* sums) {
   const GgufTile own = gguf_tile(weights, tile);
-  const GgufLayout& layout = layout_of(own.kind);
+  const GgufLayout& layout = own.layout();
   const StripCalls& calls = calls_of(own.kind);
   const int64_t row_blocks = (num_rows + kMaxRows - 1) / kMaxRows;
   const bool is_small = layout.block_inputs == kChunkInputs;
+  const int64_t piece_inputs = is_small ? kPieceInputs : layout.block_inputs;
+  const int64_t end_input = padded_inputs(weights);
   float factors[kMostGroups * kTile], offsets[kMostGroups * kTile];
   std::memset(sums, 0, sizeof(float) * num_rows * kTile);
   Strip strip;
-  strip.chunk_bytes = is_small ? layout.tile_block_bytes() : layout.chunk_bytes();
+  strip.chunk_bytes = is_small ? own.block_bytes() : layout.chunk_bytes();
   strip.x_stride = x.stride;
   strip.x_group_stride = x.group_stride;
   strip.zero = layout.zero;
   const char* block = own.at;
-  for (int64_t first = 0; first < weights.num_inputs; first += kPieceInputs) {
-    const int64_t num_inputs = std::min(kPieceInputs, weights.num_inputs - first);
+  for (int64_t first = 0; first < end_input; first += piece_inputs) {
+    const int64_t num_inputs = std::min(piece_inputs, end_input - first);
     const int64_t chunk = first / kChunkInputs;
     strip.num_chunks = num_inputs / kChunkInputs;
     strip.ahead = block + kAhead;
-    const char* lanes = block + layout.halves_bytes();
+    const char* lanes = block + own.halves_bytes();
     bool adds = false;
     for (int64_t at = 0; at < num_inputs; at += layout.block_inputs) {
       const int64_t group = at / layout.group_inputs * kTile;
-      adds = gguf_scales(own.kind, block, factors + group, offsets + group);
-      block += layout.tile_block_bytes();
+      adds = gguf_scales(own, block, factors + group, offsets + group);
+      block += own.block_bytes();
     }
     for (int64_t rows = 0, r = 0; rows < row_blocks; ++rows) {
       const int64_t end = num_rows * (rows + 1) / row_blocks;  // of about equal size

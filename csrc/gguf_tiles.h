@@ -1,12 +1,15 @@
-// Weights in the blocks of GGUF files, in tiles that hold the same codes and scales.
+// Weights in blocks of codes, in tiles that hold the same codes and scales.
 //
 // A file has, for each output, blocks of 32 or 256 inputs: codes of 2 to 8 bits, a half-precision
 // scale d, and in larger blocks a second level of scales, one for every 16 or 32 inputs (a group):
 //   w = d * scale * (code - zero) - dmin * minimum, or d * (code - zero) + m
-// Layouts of the files: ggml-org/ggml, ggml-common.h and ggml-quants.c.
+// Layouts of the files: ggml-org/ggml, ggml-common.h and ggml-quants.c. Codes of 4 bits of other
+// checkpoints, and weights that are rounded to such here, make blocks of 32 or 128 inputs:
+//   w = scale * (code + shift)
 //
 // A tile holds the same of kTile outputs, block by block:
-//   the halves d of all outputs, then their halves m or dmin where the kind has such,
+//   the halves d of all outputs, then their halves m or dmin where the kind has such; scales and shifts
+//   of codes are of any ScaleKind,
 //   then for every 32 inputs a chunk: planes of bits, then the bytes of the groups' scales, and of
 //   their minima, for each group one for each output.
 // A plane of b bits consists of steps of 128 bytes. Bytes 4 e to 4 e + 3 of a step are output e's for
@@ -27,9 +30,12 @@ constexpr int64_t kPlaneStep = 4 * kTile;
 
 // WeightFormat of Python has them in this order.
 enum class GgufKind : int64_t {
-  kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ2_K, kQ3_K, kQ4_K, kQ5_K, kQ6_K, kIq4Nl, kIq4Xs
+  kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ2_K, kQ3_K, kQ4_K, kQ5_K, kQ6_K, kIq4Nl, kIq4Xs,
+  // Codes with scales of their own, by the inputs of a block.
+  kInt4By32, kInt4By128, kInt4ZeroBy32, kInt4ZeroBy128
 };
-constexpr int64_t kNumGgufKinds = 12;
+constexpr int64_t kNumGgufKinds = 16;
+constexpr bool is_codes(GgufKind kind) { return kind >= GgufKind::kInt4By32; }
 
 enum class Scales : int64_t { kNone, kBytes, kSignedBytes, kNibblesBesideMinima };
 
@@ -40,7 +46,7 @@ struct GgufLayout {
   int64_t group_inputs;
   Scales scales;
   bool has_minima;  // in bytes of their own
-  bool has_offset;  // m, or dmin
+  bool has_offset;  // m, or dmin, or a shift
   int32_t zero;
 
   constexpr int64_t groups_of_chunk() const { return kChunkInputs / group_inputs; }
@@ -51,9 +57,11 @@ struct GgufLayout {
   constexpr int64_t chunk_bytes() const {
     return plane_bytes() + scale_bytes() * (has_minima ? 2 : 1);
   }
-  constexpr int64_t halves_bytes() const { return (has_offset ? 4 : 2) * kTile; }
-  constexpr int64_t tile_block_bytes() const {
-    return halves_bytes() + block_inputs / kChunkInputs * chunk_bytes();
+  constexpr int64_t halves_bytes(ScaleKind kind = ScaleKind::kFloat16) const {
+    return (has_offset ? 2 : 1) * size_of(kind) * kTile;
+  }
+  constexpr int64_t tile_block_bytes(ScaleKind kind = ScaleKind::kFloat16) const {
+    return halves_bytes(kind) + block_inputs / kChunkInputs * chunk_bytes();
   }
 };
 
@@ -70,6 +78,10 @@ constexpr GgufLayout kGgufLayouts[kNumGgufKinds] = {
     {256, 210, 4, 2, 16, Scales::kSignedBytes, false, false, 32},
     {32, 18, 4, 0, 32, Scales::kNone, false, false, 0},
     {256, 136, 4, 0, 32, Scales::kSignedBytes, false, false, 0},
+    {32, 0, 4, 0, 32, Scales::kNone, false, false, kInt4Zero},
+    {128, 0, 4, 0, 32, Scales::kNone, false, false, kInt4Zero},
+    {32, 0, 4, 0, 32, Scales::kNone, false, true, kInt4Zero},
+    {128, 0, 4, 0, 32, Scales::kNone, false, true, kInt4Zero},
 };
 constexpr const GgufLayout& layout_of(GgufKind kind) {
   return kGgufLayouts[static_cast<int64_t>(kind)];
@@ -92,24 +104,33 @@ constexpr int8_t kIq4Numbers[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
 #endif
 }
 
-// Outputs of a weight that a file stores in one kind. All parts but the last one fill tiles.
+// Outputs of a weight in blocks of one kind. All parts but the last one fill tiles.
 struct GgufPart {
   GgufKind kind;
+  ScaleKind scale_kind;
   int64_t first_tile, num_outputs;
   int64_t tile_bytes;
   char* tiles;
 };
 
-// The part that has a tile, and where it lies.
+// The kind of a tile, and where it lies.
 struct GgufTile {
   GgufKind kind;
-  const char* at;
+  ScaleKind scale_kind;
+  char* at;
+
+  const GgufLayout& layout() const { return layout_of(kind); }
+  int64_t halves_bytes() const { return layout().halves_bytes(scale_kind); }
+  int64_t block_bytes() const { return layout().tile_block_bytes(scale_kind); }
 };
 GgufTile gguf_tile(const LinearWeights& weights, int64_t tile);
 
+// The inputs of a weight's blocks, zeros after the last input included.
+int64_t padded_inputs(const LinearWeights& weights);
+
 // What a block of a tile multiplies the codes of each group with, [groups][kTile], and what it adds
-// for each unit of input: 0, or m, or -dmin * minimum. False: nothing is to be added.
-bool gguf_scales(GgufKind kind, const char* block, float* factors, float* offsets);
+// for each unit of input: 0, or m, or -dmin * minimum, or scale * shift. False: nothing is to be added.
+bool gguf_scales(const GgufTile& tile, const char* block, float* factors, float* offsets);
 
 // sums[num_rows, kTile] = the products with one tile, of rows in quads (InputKind::kQuads). Sums over
 // a group are exact; groups are added in order.

@@ -81,8 +81,8 @@ void linear_gated(Team* team, const LinearWeights& weights, ConstRows x, Rows y,
 
 }  // namespace outdraft
 
-// Whether it multiplies bfloat16 rows as they are; else they become float32 first, or
-// integers of 16 bits where they meet codes.
+// Whether it multiplies bfloat16 rows as they are; else they become float32 first, or integers where they
+// meet codes. Those that meet blocks always do.
 OUTDRAFT_EXPORT int32_t linear_keeps_bf16() { return outdraft::kHasBf16Dot; }
 
 OUTDRAFT_EXPORT void linear_multiply(outdraft::Team* team, const outdraft::LinearWeights* weights,

@@ -25,7 +25,8 @@ constexpr int64_t kept_stride(int64_t num_inputs, Dtype dtype) {
 }
 constexpr int32_t kInt4Zero = 8;  // the code of zero
 
-// How weights lie in a tile, see linear.cpp.
+// How weights lie in a tile: see linear_tiles.cpp; kInt4: for matrix registers alone, see linear_amx.cpp;
+// kGguf: in blocks of codes, see gguf_tiles.h.
 enum class Format : int64_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3, kGguf = 4 };
 
 // What a scale or a shift is.
@@ -45,7 +46,7 @@ struct LinearWeights {
   char* shifts;         // the same of weights with a zero point
   ScaleKind scale_kind;  // of scales and shifts
   float* bias;          // [E], or null
-  bool is_symmetric;    // no int8 code is -128
+  bool is_symmetric;    // no int8 code is -128; of kInt8
   int64_t num_bytes;    // of the mapping that holds all
   const GgufPart* parts;  // of kGguf, which has no scales of its own here
   int64_t num_parts;
@@ -72,8 +73,8 @@ struct Rows {
 };
 
 // Products of all rows. bfloat16 rows and weights are multiplied by the machine's bfloat16 dot
-// products if it has them. Else rows that meet codes become integers of 16 bits (linear_tiles.h), and
-// all others are multiplied in float32. Sums are float32. Inputs that are not kept are
+// products if it has them. Else rows that meet codes become integers (linear_tiles.h), and all others
+// are multiplied in float32. Sums are float32. Inputs that are not kept are
 // copied first, so x may be freed when this returns; y may not overlap x. `team` is not of a turn: a product takes its
 // own, and one of few numbers none.
 void linear(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64_t num_rows);

@@ -10,7 +10,10 @@
 //
 // The sum of an output runs over the blocks in order, in a register that begins with zero; amx.h
 // has the order within a block. It is the same for any number of rows. Scales, shifts and groups of
-// inputs are as in linear_tiles.cpp.
+// inputs: w = scale * (code + shift), and a group's sum, times its scale, joins those of the groups before.
+//
+// A step of int4 is eight inputs: 32 words, even inputs in the four nibbles of the low half, 8 above what they
+// stand for.
 
 #include "linear_tiles.h"
 
@@ -161,7 +164,7 @@ struct TileNumbers {
   }
 };
 
-// What a group of inputs gives joins the totals: see `multiply_strip` in linear_tiles.cpp.
+// What a group of inputs gives joins the totals.
 template <bool kTurnsOutputs>
 void add_scaled(const LinearWeights& weights, const Inputs& x, int64_t tile, int64_t number,
                 const Group& group) {
@@ -255,17 +258,13 @@ void multiply_int8(const LinearWeights& weights, const Inputs& x, int64_t num_ro
 }  // namespace
 
 MultiplyTile matrix_kernel_of(const LinearWeights& weights) {
-  const int64_t group_inputs = weights.group_inputs;
-  const bool fits =
-      weights.num_groups == 1 || (group_inputs % kBlockInputs == 0 &&
-                                  group_inputs <= (kMostBlocks - kEarlier) * kBlockInputs);
   switch (weights.format) {
     case Format::kBfloat16:
       return multiply_bf16;
     case Format::kInt8:
-      return fits ? multiply_int8 : nullptr;
+      return multiply_int8;
     case Format::kInt4:
-      return fits ? multiply_quantised<DecodedWords<Int4Words>> : nullptr;
+      return multiply_quantised<DecodedWords<Int4Words>>;
     default:
       return nullptr;
   }

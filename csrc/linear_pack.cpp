@@ -6,16 +6,19 @@
 // number (zero among them) become 0 and 15. Scales are rounded to bfloat16, so that those of small
 // groups are not long to read. Numbers are divided by the scale and rounded to the
 // nearest code, ties to even; src/outdraft/kernels/reference/linear.py has the same rules.
-// Codes that come with their scales are kept as they are.
+// Codes that come with their scales are kept as they are. int4 lies in blocks (gguf_tiles.h), but where
+// matrix registers meet it: there as linear_amx.cpp says.
 
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
+#include "amx.h"
+#include "block_packing.h"
 #include "export.h"
-#include "gguf_tiles.h"
 #include "linear.h"
 #include "mapped_memory.h"
 #include "simd.h"
@@ -23,6 +26,14 @@
 
 namespace outdraft {
 namespace {
+
+// How codes are to lie.
+struct CodeLayout {
+  Format format;         // kInt8 or kInt4
+  int64_t group_inputs;  // that share a scale
+  bool has_zero;
+  ScaleKind scale_kind;
+};
 
 // The rows of a weight.
 struct Source {
@@ -47,7 +58,7 @@ struct Group {
   }
 };
 
-Group group_of(const Source& source, const LinearWeights& weights, int64_t output, int64_t first,
+Group group_of(const Source& source, const CodeLayout& layout, int64_t output, int64_t first,
                int64_t end) {
   float low = 0, high = 0;
   bool is_nan = false;
@@ -58,14 +69,22 @@ Group group_of(const Source& source, const LinearWeights& weights, int64_t outpu
     is_nan |= number != number;
   }
   const float largest = -low > high ? low : high;
-  const bool is_int8 = weights.format == Format::kInt8, has_zero = weights.shifts != nullptr;
-  const float size = is_int8    ? std::fabs(largest) / 127
-                     : has_zero ? (high - low) / 15
-                                : largest / -8;
+  const bool is_int8 = layout.format == Format::kInt8;
+  const float size = is_int8           ? std::fabs(largest) / 127
+                     : layout.has_zero ? (high - low) / 15
+                                       : largest / -8;
   Group group = {widen(to_bf16(is_nan ? NAN : size)), 0, is_int8 ? -127 : -8, is_int8 ? 127 : 7};
-  if (has_zero && group.scale > 0) group.shift = kInt4Zero - std::nearbyint(-low / group.scale);
+  if (layout.has_zero && group.scale > 0) {
+    group.shift = kInt4Zero - std::nearbyint(-low / group.scale);
+  }
   return group;
 }
+
+// Codes of an output, and of each group of its inputs a scale, and a shift or null.
+struct OutputCodes {
+  const int8_t* codes;
+  const float *scales, *shifts;
+};
 
 void put_code(Format format, char* tile, int64_t lane, int64_t input, int32_t code) {
   if (format == Format::kInt8) {
@@ -80,34 +99,97 @@ void put_code(Format format, char* tile, int64_t lane, int64_t input, int32_t co
   std::memcpy(at, &word, 4);
 }
 
-void put_scale(const LinearWeights& weights, char* scales, int64_t at, float number) {
-  const int64_t size = size_of(weights.scale_kind);
-  uint16_t rounded = to_bf16(number);
-  if (weights.scale_kind == ScaleKind::kFloat16) rounded = to_half(number);
-  const void* from = &number;
-  if (size == 2) from = &rounded;
-  std::memcpy(scales + at * size, from, size);
+void put_scale(ScaleKind kind, float number, char* to) {
+  const uint16_t rounded = kind == ScaleKind::kFloat16 ? to_half(number) : to_bf16(number);
+  const void* from = &rounded;
+  if (kind == ScaleKind::kFloat32) from = &number;
+  std::memcpy(to, from, size_of(kind));
 }
 
-void quantize_output(const LinearWeights& weights, const Source& source, int64_t output) {
+void keep_in_steps(const LinearWeights& weights, const OutputCodes& codes, int64_t output) {
   char* tile = weights.tiles + output / kTile * weights.tile_bytes;
+  for (int64_t k = 0; k < weights.num_inputs; ++k) {
+    put_code(weights.format, tile, output % kTile, k, codes.codes[k]);
+  }
   for (int64_t g = 0; g < weights.num_groups; ++g) {
-    const int64_t first = g * weights.group_inputs;
-    const int64_t end = std::min(first + weights.group_inputs, weights.num_inputs);
-    const Group group = group_of(source, weights, output, first, end);
-    const int64_t at = (output / kTile * weights.num_groups + g) * kTile + output % kTile;
-    put_scale(weights, weights.scales, at, group.scale);
-    if (weights.shifts != nullptr) put_scale(weights, weights.shifts, at, group.shift);
-    for (int64_t k = first; k < end; ++k) {
-      put_code(weights.format, tile, output % kTile, k, group.code(source.at(output, k)));
-    }
+    const int64_t place = (output / kTile * weights.num_groups + g) * kTile + output % kTile;
+    const int64_t at = place * size_of(weights.scale_kind);
+    put_scale(weights.scale_kind, codes.scales[g], weights.scales + at);
+    if (codes.shifts == nullptr) continue;
+    put_scale(weights.scale_kind, codes.shifts[g], weights.shifts + at);
   }
 }
 
-void quantize_tile(const LinearWeights& weights, const Source& source, int64_t tile) {
+void keep_in_blocks(const LinearWeights& weights, const CodeLayout& layout,
+                    const OutputCodes& codes, int64_t output) {
+  const GgufTile tile = gguf_tile(weights, output / kTile);
+  const int64_t block_inputs = tile.layout().block_inputs;
+  for (int64_t first = 0; first < weights.num_inputs; first += block_inputs) {
+    const int64_t count = std::min(block_inputs, weights.num_inputs - first);
+    Block block = {};
+    for (int64_t i = 0; i < count; ++i) {
+      block.codes[i] = static_cast<uint8_t>(codes.codes[first + i] + tile.layout().zero);
+    }
+    const int64_t group = first / layout.group_inputs;
+    char scale[4], shift[4];
+    put_scale(tile.scale_kind, codes.scales[group], scale);
+    if (codes.shifts != nullptr) put_scale(tile.scale_kind, codes.shifts[group], shift);
+    block.d = scale, block.offset = shift;
+    put_block(tile, block, first / block_inputs, output % kTile);
+  }
+}
+
+void keep_output(const LinearWeights& weights, const CodeLayout& layout, const OutputCodes& codes,
+                 int64_t output) {
+  weights.format == Format::kGguf ? keep_in_blocks(weights, layout, codes, output)
+                                  : keep_in_steps(weights, codes, output);
+}
+
+int64_t num_groups(const CodeLayout& layout, int64_t num_inputs) {
+  return (num_inputs + layout.group_inputs - 1) / layout.group_inputs;
+}
+
+// Rows that become codes.
+struct Rounding {
+  Source source;
+  CodeLayout layout;
+};
+
+void pack_tile(const LinearWeights& weights, const Rounding& from, int64_t tile) {
+  const int64_t num_inputs = weights.num_inputs;
+  const int64_t groups = num_groups(from.layout, num_inputs), size = from.layout.group_inputs;
+  std::vector<int8_t> codes(static_cast<size_t>(num_inputs));
+  std::vector<float> scales(static_cast<size_t>(groups)), shifts(static_cast<size_t>(groups));
+  const int64_t end_output = std::min((tile + 1) * kTile, weights.num_outputs);
+  for (int64_t output = tile * kTile; output < end_output; ++output) {
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t first = g * size, end = std::min(first + size, num_inputs);
+      const Group group = group_of(from.source, from.layout, output, first, end);
+      scales[g] = group.scale, shifts[g] = group.shift;
+      for (int64_t k = first; k < end; ++k) {
+        codes[k] = static_cast<int8_t>(group.code(from.source.at(output, k)));
+      }
+    }
+    const float* own_shifts = from.layout.has_zero ? shifts.data() : nullptr;
+    keep_output(weights, from.layout, {codes.data(), scales.data(), own_shifts}, output);
+  }
+}
+
+// Codes [E, D] with scales [E, groups], and shifts or null.
+struct Codes {
+  OutputCodes first;  // output
+  CodeLayout layout;
+};
+
+void pack_tile(const LinearWeights& weights, const Codes& from, int64_t tile) {
+  const int64_t groups = num_groups(from.layout, weights.num_inputs);
   const int64_t end = std::min((tile + 1) * kTile, weights.num_outputs);
   for (int64_t output = tile * kTile; output < end; ++output) {
-    quantize_output(weights, source, output);
+    const float* shifts = from.first.shifts;
+    const OutputCodes own = {from.first.codes + output * weights.num_inputs,
+                             from.first.scales + output * groups,
+                             shifts == nullptr ? nullptr : shifts + output * groups};
+    keep_output(weights, from.layout, own, output);
   }
 }
 
@@ -134,7 +216,7 @@ void read_words(Format format, const Source& source, int64_t row, int64_t first,
 }
 
 // A row is read in pieces of whole cache lines, which then lie in a tile some words apart.
-void place_tile(const LinearWeights& weights, const Source& source, int64_t tile) {
+void pack_tile(const LinearWeights& weights, const Source& source, int64_t tile) {
   constexpr int64_t kPieceWords = 64;
   auto* to = reinterpret_cast<uint32_t*>(weights.tiles + tile * weights.tile_bytes);
   const int64_t num_words = weights.tile_bytes / (4 * kTile), first_row = tile * kTile;
@@ -149,85 +231,65 @@ void place_tile(const LinearWeights& weights, const Source& source, int64_t tile
   }
 }
 
-// Codes [E, D] with scales [E, groups], and shifts or null.
-struct Codes {
-  const int8_t* numbers;
-  const float *scales, *shifts;
-};
-
-void keep_output(const LinearWeights& weights, const Codes& codes, int64_t output) {
-  char* tile = weights.tiles + output / kTile * weights.tile_bytes;
-  const int8_t* numbers = codes.numbers + output * weights.num_inputs;
-  for (int64_t k = 0; k < weights.num_inputs; ++k) {
-    put_code(weights.format, tile, output % kTile, k, numbers[k]);
-  }
-  for (int64_t g = 0; g < weights.num_groups; ++g) {
-    const int64_t at = (output / kTile * weights.num_groups + g) * kTile + output % kTile;
-    const int64_t from = output * weights.num_groups + g;
-    put_scale(weights, weights.scales, at, codes.scales[from]);
-    if (weights.shifts != nullptr) put_scale(weights, weights.shifts, at, codes.shifts[from]);
-  }
-}
-
-void pack_tile(const LinearWeights& weights, const Source& source, int64_t tile) {
-  weights.scales == nullptr ? place_tile(weights, source, tile)
-                            : quantize_tile(weights, source, tile);
-}
-
-void pack_tile(const LinearWeights& weights, const Codes& codes, int64_t tile) {
-  const int64_t end = std::min((tile + 1) * kTile, weights.num_outputs);
-  for (int64_t output = tile * kTile; output < end; ++output) keep_output(weights, codes, output);
-}
-
 // Inputs of a step of 32 words.
 constexpr int64_t kStepInputs[] = {1, 2, 4, 8};  // by Format
 
-// How weights are to lie.
-struct Layout {
-  Format format;
-  int64_t group_inputs;  // 0: all
-  bool has_zero;
-  ScaleKind scale_kind;
-};
-
-// Tiles of zeros, and a bias [E] or null; null: no memory.
-LinearWeights* make_weights(Layout layout, int64_t num_outputs, int64_t num_inputs,
-                            const float* bias) {
-  const bool is_quantised = layout.format >= Format::kInt8;
-  const int64_t step_inputs = kStepInputs[static_cast<int64_t>(layout.format)];
+// Tiles of zeros, and a bias [E] or null; null: no memory. `codes`: null for weights that are none.
+LinearWeights* make_weights(Format format, const CodeLayout* codes, int64_t num_outputs,
+                            int64_t num_inputs, const float* bias) {
+  const int64_t step_inputs = kStepInputs[static_cast<int64_t>(format)];
   const int64_t num_tiles = (num_outputs + kTile - 1) / kTile;
-  const int64_t of_group = layout.group_inputs == 0 ? num_inputs : layout.group_inputs;
-  const int64_t num_groups = (num_inputs + of_group - 1) / of_group;
   const int64_t tile_bytes = kTile * 4 * ((num_inputs + step_inputs - 1) / step_inputs);
   const int64_t tiles_bytes = num_tiles * tile_bytes;
-  const int64_t scales_bytes =
-      is_quantised ? num_tiles * num_groups * kTile * size_of(layout.scale_kind) : 0;
-  const int64_t shifts_bytes = layout.has_zero ? scales_bytes : 0;
+  const bool has_shifts = codes != nullptr && codes->has_zero;
+  int64_t scales_bytes = 0;
+  if (codes != nullptr) {
+    scales_bytes = num_tiles * num_groups(*codes, num_inputs) * kTile * size_of(codes->scale_kind);
+  }
+  const int64_t shifts_bytes = has_shifts ? scales_bytes : 0;
   const int64_t bias_bytes = bias == nullptr ? 0 : (num_outputs + 1) / 2 * 8;
   const int64_t num_bytes =
       tiles_bytes + scales_bytes + shifts_bytes + bias_bytes + sizeof(LinearWeights);
   char* memory = map_memory(num_bytes);
   if (memory == nullptr) return nullptr;
   char *scales = memory + tiles_bytes, *shifts = scales + scales_bytes;
-  char* behind = shifts + shifts_bytes;
-  auto* weights = reinterpret_cast<LinearWeights*>(behind + bias_bytes);
-  *weights = {layout.format,
-              num_inputs,
-              num_outputs,
-              of_group,
-              num_groups,
-              tile_bytes,
-              memory,
-              is_quantised ? scales : nullptr,
-              layout.has_zero ? shifts : nullptr,
-              layout.scale_kind,
-              bias == nullptr ? nullptr : reinterpret_cast<float*>(behind),
-              true,
-              num_bytes,
-              nullptr,
-              0};
-  if (bias != nullptr) std::memcpy(behind, bias, 4 * num_outputs);
+  char* after = shifts + shifts_bytes;
+  auto* weights = reinterpret_cast<LinearWeights*>(after + bias_bytes);
+  *weights = {};
+  weights->format = format;
+  weights->num_inputs = weights->group_inputs = num_inputs;
+  weights->num_outputs = num_outputs;
+  weights->num_groups = 1;
+  weights->tile_bytes = tile_bytes;
+  weights->tiles = memory;
+  weights->is_symmetric = true;
+  weights->num_bytes = num_bytes;
+  if (codes != nullptr) {
+    weights->group_inputs = codes->group_inputs;
+    weights->num_groups = num_groups(*codes, num_inputs);
+    weights->scales = scales;
+    weights->shifts = has_shifts ? shifts : nullptr;
+    weights->scale_kind = codes->scale_kind;
+  }
+  if (bias != nullptr) {
+    weights->bias = reinterpret_cast<float*>(after);
+    std::memcpy(after, bias, 4 * num_outputs);
+  }
   return weights;
+}
+
+// The same for codes, which `dtype` of rows meets.
+LinearWeights* make_coded(const CodeLayout& layout, Dtype dtype, int64_t num_outputs,
+                          int64_t num_inputs, const float* bias, bool meets_bytes) {
+  const bool meets_matrices = kHasMatrixRegisters && dtype == Dtype::kBfloat16;
+  if (layout.format == Format::kInt8 || meets_matrices) {
+    return make_weights(layout.format, &layout, num_outputs, num_inputs, bias);
+  }
+  const bool is_by_32 = layout.group_inputs == kChunkInputs;
+  GgufKind kind = is_by_32 ? GgufKind::kInt4By32 : GgufKind::kInt4By128;
+  if (layout.has_zero) kind = is_by_32 ? GgufKind::kInt4ZeroBy32 : GgufKind::kInt4ZeroBy128;
+  const BlockOutputs all = {kind, layout.scale_kind, num_outputs};
+  return make_blocks(&all, 1, num_inputs, bias, meets_bytes);
 }
 
 }  // namespace
@@ -256,18 +318,26 @@ OUTDRAFT_EXPORT int64_t linear_fits_bf16(const void* const* rows, int64_t dtype,
 }
 
 // Weights [E, D], given by the address of each row, and a bias [E] of float32 or null, in tiles;
-// null: no memory. bfloat16 tiles round what bfloat16 does not hold. For quantised formats:
-// `group_inputs` share a scale, 0: all, else 32 or 128; `has_zero`: int4 with a zero point.
+// null: no memory. bfloat16 tiles round what bfloat16 does not hold. `dtype`: of weights, and of the rows
+// that they meet. For codes: `group_inputs` share a scale, 0: all, else 32 or 128; `has_zero`: int4 with a zero
+// point; `meets_bytes`: rows that meet blocks become integers of 8 bits, else of 16.
 OUTDRAFT_EXPORT LinearWeights* linear_pack(outdraft::Team* team, int64_t format,
                                            int64_t group_inputs, int64_t has_zero,
                                            const void* const* rows, int64_t dtype,
                                            int64_t num_outputs, int64_t num_inputs,
-                                           const float* bias) {
+                                           const float* bias, bool meets_bytes) {
   using namespace outdraft;
-  LinearWeights* weights = make_weights({Format{format}, group_inputs, has_zero != 0, ScaleKind::kBfloat16},
-                                        num_outputs, num_inputs, bias);
-  if (weights == nullptr) return nullptr;
-  run(team, Packing<Source>{*weights, {rows, Dtype{dtype}}});
+  const Source source = {rows, Dtype{dtype}};
+  if (Format{format} < Format::kInt8) {
+    LinearWeights* weights = make_weights(Format{format}, nullptr, num_outputs, num_inputs, bias);
+    if (weights != nullptr) run(team, Packing<Source>{*weights, source});
+    return weights;
+  }
+  const CodeLayout layout = {Format{format}, group_inputs == 0 ? num_inputs : group_inputs,
+                             has_zero != 0, ScaleKind::kBfloat16};
+  LinearWeights* weights =
+      make_coded(layout, Dtype{dtype}, num_outputs, num_inputs, bias, meets_bytes);
+  if (weights != nullptr) run(team, Packing<Rounding>{*weights, {source, layout}});
   return weights;
 }
 
@@ -276,15 +346,17 @@ OUTDRAFT_EXPORT LinearWeights* linear_pack(outdraft::Team* team, int64_t format,
 OUTDRAFT_EXPORT LinearWeights* linear_pack_codes(outdraft::Team* team, int64_t format,
                                                  int64_t group_inputs, int64_t scale_kind,
                                                  const int8_t* codes, const float* scales,
-                                                 const float* shifts, int64_t num_outputs,
-                                                 int64_t num_inputs, const float* bias) {
+                                                 const float* shifts, int64_t dtype,
+                                                 int64_t num_outputs, int64_t num_inputs,
+                                                 const float* bias, bool meets_bytes) {
   using namespace outdraft;
+  const CodeLayout layout = {Format{format}, group_inputs == 0 ? num_inputs : group_inputs,
+                             shifts != nullptr, ScaleKind{scale_kind}};
   LinearWeights* weights =
-      make_weights({Format{format}, group_inputs, shifts != nullptr, ScaleKind{scale_kind}}, num_outputs,
-                   num_inputs, bias);
+      make_coded(layout, Dtype{dtype}, num_outputs, num_inputs, bias, meets_bytes);
   if (weights == nullptr) return nullptr;
   weights->is_symmetric = *std::min_element(codes, codes + num_outputs * num_inputs) > -128;
-  run(team, Packing<Codes>{*weights, {codes, scales, shifts}});
+  run(team, Packing<Codes>{*weights, {{codes, scales, shifts}, layout}});
   return weights;
 }
 

@@ -34,6 +34,15 @@ float gated(const Gate& gate, float x, float up) {
   return gated(gate, broadcast(x), broadcast(up))[0];
 }
 
+// As a vector, zeros after the last of `count`.
+template <class Number>
+Floats numbers_up_to(const Number* from, int64_t count) {
+  if (count >= kWidth) return numbers(from);
+  float rest[kWidth] = {};
+  for (int64_t k = 0; k < count; ++k) rest[k] = number(from + k);
+  return load<Floats>(rest);
+}
+
 }  // namespace
 
 ByteRow byte_row(const LinearWeights& weights) {
@@ -41,15 +50,18 @@ ByteRow byte_row(const LinearWeights& weights) {
   for (int64_t p = 0; p < weights.num_parts; ++p) {
     step_inputs = std::max(step_inputs, layout_of(weights.parts[p].kind).block_inputs);
   }
-  return {weights.num_inputs, step_inputs};
+  return {(weights.num_inputs + step_inputs - 1) / step_inputs * step_inputs, step_inputs};
 }
+
+int64_t padded_inputs(const LinearWeights& weights) { return byte_row(weights).num_inputs; }
 
 // Whole steps fill lines.
 InputLayout::InputLayout(const LinearWeights& weights, Dtype dtype)
     : kind(InputKind::kFloat32),
       group_inputs(weights.group_inputs),
       num_groups(weights.num_groups),
-      group_floats(weights.shifts != nullptr) {
+      group_sums(weights.shifts != nullptr),
+      group_floats(group_sums) {
   if (weights.format == Format::kGguf && weights.meets_bytes) {
     kind = InputKind::kBytes;
     stride = kept_stride(byte_row(weights).num_words(), Dtype::kFloat32);
@@ -58,18 +70,19 @@ InputLayout::InputLayout(const LinearWeights& weights, Dtype dtype)
   if (weights.format == Format::kGguf) {
     kind = InputKind::kQuads;
     group_inputs = kQuadGroup;
-    num_groups = weights.num_inputs / group_inputs;
-    group_floats = 3;
+    num_groups = padded_inputs(weights) / group_inputs;
+    group_sums = 2, group_floats = 3;
   } else if (kHasBf16Dot && dtype == Dtype::kBfloat16 && weights.format != Format::kFloat32) {
     kind = InputKind::kBf16Pairs;
-  } else if (weights.format >= Format::kInt8) {
+  } else if (weights.format == Format::kInt8) {
     kind = InputKind::kShorts;
     group_inputs = std::min(group_inputs, kMostShorts);
     num_groups = (weights.num_inputs + group_inputs - 1) / group_inputs;
-    group_floats = 2;
+    group_floats = 1;
   }
   const Dtype as_large = kind == InputKind::kFloat32 ? Dtype::kFloat32 : Dtype::kBfloat16;
-  stride = kept_stride(weights.num_inputs, as_large) * size_of(as_large) / 4;
+  const int64_t row_inputs = kind == InputKind::kQuads ? padded_inputs(weights) : weights.num_inputs;
+  stride = kept_stride(row_inputs, as_large) * size_of(as_large) / 4;
 }
 
 bool InputLayout::is_of(const LinearWeights& weights, const ConstRows& x) const {
@@ -129,7 +142,7 @@ void Copy::store(int64_t unit, const void*) const {
   const int64_t end = std::min((unit + 1) * kUnitRows, num_rows);
   for (int64_t r = unit * kUnitRows; r < end; ++r) {
     copy_row(r);
-    for (int64_t group = 0; layout.group_floats == 1 && group < layout.num_groups; ++group) {
+    for (int64_t group = 0; weights.shifts != nullptr && group < layout.num_groups; ++group) {
       sum_group(r, group);
     }
   }
@@ -146,6 +159,7 @@ void Copy::copy_row(int64_t row) const {
   const int64_t count = weights.num_inputs;
   const int64_t bytes = (layout.kind == InputKind::kFloat32 ? 4 : 2) * count;
   const int64_t at = (picked == nullptr ? row : picked[row]) * x.stride;
+  std::memset(to + bytes, 0, 4 * layout.stride - bytes);
   with_numbers(x.numbers, x.dtype == Dtype::kBfloat16, [&](const auto* from) {
     if (layout.kind == InputKind::kBf16Pairs) {
       std::memcpy(to, from + at, bytes);
@@ -158,7 +172,6 @@ void Copy::copy_row(int64_t row) const {
       }
     }
   });
-  std::memset(to + bytes, 0, 4 * layout.stride - bytes);
 }
 
 // To the nearest integers, ties to even; what would be 32,768 becomes 32,767.
@@ -170,12 +183,7 @@ void Copy::round_group(int64_t row, int64_t group, const Number* from) const {
   const int64_t count = std::min(layout.group_inputs, weights.num_inputs - first);
   from += first;
   auto* to = reinterpret_cast<int16_t*>(block + 4 * layout.stride * row) + first;
-  const auto load_vector = [&](int64_t i) {
-    if (count - i >= kWidth) return numbers(from + i);
-    float rest[kWidth] = {};
-    for (int64_t k = i; k < count; ++k) rest[k - i] = number(from + k);
-    return load<Floats>(rest);
-  };
+  const auto load_vector = [&](int64_t i) { return numbers_up_to(from + i, count - i); };
   Ints largest = {};  // sizes compare as their bits do, those of NaN above all
   for (int64_t i = 0; i < count; i += kWidth) {
     const Ints size = (Ints)load_vector(i) & 0x7FFFFFFF;
@@ -185,19 +193,14 @@ void Copy::round_group(int64_t row, int64_t group, const Number* from) const {
   for (int lane = 0; lane < kWidth; ++lane) bits = std::max<uint32_t>(bits, largest[lane]);
   const uint32_t exponent = std::max(bits >> 23, kLeastExponent);  // steps below have no inverse
   const Floats inverse = (Floats)broadcast_word((268 - exponent) << 23);
-  Ints sums = {};
   for (int64_t i = 0; i < count; i += kWidth) {
     Ints shorts = rounded(bits < kInfinity ? load_vector(i) * inverse : Floats{});
     shorts = shorts > kMost ? Ints{} + kMost : shorts;
     shorts = shorts < -kMost ? Ints{} - kMost : shorts;
-    sums += shorts;
     const Shorts packed = __builtin_convertvector(shorts, Shorts);
     std::memcpy(to + i, &packed, 2 * std::min<int64_t>(kWidth, count - i));
   }
-  int32_t sum = 0;
-  for (int lane = 0; lane < kWidth; ++lane) sum += sums[lane];
-  if (layout.kind == InputKind::kShorts) floats[group * num_rows + row] = static_cast<float>(sum);
-  floats[(layout.num_sums() + group) * num_rows + row] =
+  floats[(layout.group_sums * layout.num_groups + group) * num_rows + row] =
       bits < kInfinity ? ((Floats)broadcast_word((exponent - 14) << 23))[0] : NAN;
 }
 
@@ -221,10 +224,11 @@ void Copy::round_bytes(int64_t row, const Number* from) const {
   auto* sums16 = reinterpret_cast<int16_t*>(words + own.sums_of(16));
   auto* sums32 = reinterpret_cast<int16_t*>(words + own.sums_of(32));
   auto* steps = reinterpret_cast<float*>(words + own.steps());
+  const auto load_vector = [&](int64_t i) { return numbers_up_to(from + i, weights.num_inputs - i); };
   for (int64_t first = 0; first < own.num_inputs; first += own.step_inputs) {
     Ints largest = {};  // sizes compare as their bits do, those of NaN above all
     for (int64_t i = first; i < first + own.step_inputs; i += kWidth) {
-      const Ints size = (Ints)numbers(from + i) & 0x7FFFFFFF;
+      const Ints size = (Ints)load_vector(i) & 0x7FFFFFFF;
       largest = size > largest ? size : largest;
     }
     int32_t bits = 0;
@@ -233,7 +237,7 @@ void Copy::round_bytes(int64_t row, const Number* from) const {
     const float most = ((Floats)(Ints{} + bits))[0];
     const float inverse = is_finite && most >= kLeast ? kMost / most : 0;
     for (int64_t i = first; i < first + own.step_inputs; i += kWidth) {
-      const Ints codes = is_finite ? rounded(numbers(from + i) * inverse) : Ints{};
+      const Ints codes = is_finite ? rounded(load_vector(i) * inverse) : Ints{};
       const Bytes packed = __builtin_convertvector(codes, Bytes);
       std::memcpy(bytes + i, &packed, kWidth);
     }

@@ -4,12 +4,11 @@
 //   float32    a step is one input: 32 numbers
 //   bfloat16   a step is two neighbouring inputs: 32 words, the even input in the low half
 //   int8       a step is four inputs: twice 32 pairs of bytes
-//   int4       a step is eight inputs: 32 words, even inputs in the four nibbles of the low half
-// int8 and int4 become bfloat16 pairs for dot products, exactly, before they are multiplied; else
-// they are multiplied as integers of 16 bits, and rows are rounded to such (linear_tiles.h): the
-// sums over a group of inputs are exact. A group has a scale, and int4 with a zero point a shift:
-// w = scale * (q + shift). Codes of four bits are multiplied as they lie, 8 above what they stand
-// for, so that sums begin with -8 times the sum of the inputs.
+// int8 becomes bfloat16 pairs for dot products, exactly, before it is multiplied; else it is multiplied
+// as integers of 16 bits, and rows are rounded to such (linear_tiles.h): the sums over a group of inputs,
+// which share a scale, are exact. Rows of 8 bits would bring nothing: their products with codes of 8 bits
+// take as many instructions without VNNI, and memory is the limit with it. Codes of 4 bits lie in blocks
+// (gguf_tiles.h), or as matrix registers want them (linear_amx.cpp).
 // Rows are copied one behind the other, and meet a tile in blocks whose sums fit the registers. With
 // AVX2 a few blocks meet it piece by piece. The sum of an output runs over the inputs of a group, or
 // over all, in order, in one register that begins with zero, or with what the pieces before left in
@@ -153,14 +152,6 @@ struct PairKernel {
       }
     }
   }
-
-  // Shorts only. Where the sum over a group of inputs begins, and what it is in the end.
-  OUTDRAFT_INLINE static Ints begin(float sum_of_inputs) {
-    return Ints{} - Decoder::kZero * static_cast<int32_t>(sum_of_inputs);
-  }
-  OUTDRAFT_INLINE static Floats end(Ints sum, float step) {
-    return __builtin_convertvector(sum, Floats) * step;
-  }
 };
 
 // Whether sums go on from what is in memory, where several calls meet a tile.
@@ -189,10 +180,10 @@ struct Strip {
   int64_t num_steps, group_steps;
   const typename Kernel::Number* x;
   int64_t x_stride;
-  const char *scales, *shifts;  // of the first group
+  const char* scales;  // of the first group
   ScaleKind scale_kind;
-  int64_t next_scales;          // bytes from those of a group of inputs to those of the next
-  const float *x_sums, *x_steps;  // of each row's group: see Inputs
+  int64_t next_scales;   // bytes from those of a group of inputs to those of the next
+  const float* x_steps;  // of each row's group: see Inputs
   int64_t x_group_stride;
   float* out;  // [rows, kTile]
 };
@@ -201,7 +192,7 @@ struct Strip {
 template <class Kernel>
 OUTDRAFT_INLINE Floats in_numbers(typename Kernel::Sum sum, const float* steps, int row) {
   if constexpr (std::is_same_v<typename Kernel::Sum, Ints>) {
-    return Kernel::end(sum, steps[row]);
+    return __builtin_convertvector(sum, Floats) * steps[row];
   } else {
     return sum;
   }
@@ -213,16 +204,16 @@ template <class Kernel, int R, int kLines>
 void multiply_strip(const Strip<Kernel>& strip) {
   constexpr int kVectors = vectors_of(R);
   const char *weights = strip.weights, *ahead = strip.ahead;
-  const char *scales = strip.scales, *shifts = strip.shifts;
+  const char* scales = strip.scales;
   const auto* x = strip.x;
-  const float *x_sums = strip.x_sums, *x_steps = strip.x_steps;
+  const float* x_steps = strip.x_steps;
   const int64_t x_stride = strip.x_stride, next_ahead = strip.next_ahead;
   for (int64_t first = 0; first < strip.num_steps; first += strip.group_steps) {
     Sums<typename Kernel::Sum, R> sums;
     for (int r = 0; r < R; ++r) {
       for (int v = 0; v < kVectors; ++v) {
         if constexpr (std::is_same_v<typename Kernel::Sum, Ints>) {
-          sums[r][v] = Kernel::begin(x_sums[r]);
+          sums[r][v] = Ints{};
         } else {
           const float* at = strip.out + r * kTile + v * kWidth;
           sums[r][v] = kAddsToSums<Kernel> && kLines < 2 ? load<Floats>(at) : Floats{};
@@ -247,30 +238,22 @@ void multiply_strip(const Strip<Kernel>& strip) {
       for (int v = 0; v < kVectors; ++v) found[r][v] = apart(sums[r][v]);
     }
     // Read once for all rows: for all that the compiler knows, what is stored changes them.
-    Floats factors[kVectors] = {}, offsets[kVectors] = {};
+    Floats factors[kVectors] = {};
     for (int v = 0; Kernel::kIsQuantised && v < kVectors; ++v) {
       factors[v] = scale_numbers(scales, strip.scale_kind, v);
-      if (shifts != nullptr) offsets[v] = scale_numbers(shifts, strip.scale_kind, v);
     }
     for (int r = 0; r < R; ++r) {
       for (int v = 0; v < kVectors; ++v) {
         float* at = strip.out + r * kTile + v * kWidth;
         Floats sum = in_numbers<Kernel>(found[r][v], x_steps, r);
         if constexpr (Kernel::kIsQuantised) {
-          const Floats total = first == 0 ? Floats{} : load<Floats>(at);
-          if (shifts != nullptr) {
-            const float x_sum = x_steps == nullptr ? x_sums[r] : x_sums[r] * x_steps[r];
-            sum = fused(offsets[v], broadcast(x_sum), sum);
-          }
-          sum = fused(factors[v], sum, total);
+          sum = fused(factors[v], sum, first == 0 ? Floats{} : load<Floats>(at));
         }
         store(at, sum);
       }
     }
     if constexpr (Kernel::kIsQuantised) {
       scales += strip.next_scales;
-      if (shifts != nullptr) shifts += strip.next_scales;
-      x_sums += strip.x_group_stride;
       if (x_steps != nullptr) x_steps += strip.x_group_stride;
     }
   }
@@ -322,8 +305,6 @@ void multiply_tile(const LinearWeights& weights, const Inputs& x, int64_t num_ro
         all.x = static_cast<const typename Kernel::Number*>(x.rows) + r * x.stride +
                 step * Kernel::kRowNumbers;
         all.scales = weights.scales == nullptr ? nullptr : weights.scales + at;
-        all.shifts = weights.shifts == nullptr ? nullptr : weights.shifts + at;
-        all.x_sums = x.sums + r;
         all.x_steps = x.steps == nullptr ? nullptr : x.steps + r;
         all.out = sums + r * kTile + e;
         const auto& calls = is_alone              ? kStripCalls<Kernel, 2>
@@ -359,11 +340,12 @@ MultiplyTile kernel_of(const LinearWeights& weights, InputKind kind) {
       return kernel_of<Bf16Words>(kind);
     case Format::kInt8:
       return kernel_of<Int8Words>(kind);
+    case Format::kInt4:
+      break;  // of matrix registers alone
     case Format::kGguf:
       return kind == InputKind::kBytes ? multiply_gguf_bytes : multiply_gguf;
-    default:
-      return kernel_of<Int4Words>(kind);
   }
+  __builtin_unreachable();
 }
 
 }  // namespace outdraft

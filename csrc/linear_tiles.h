@@ -24,8 +24,8 @@ constexpr int64_t kQuadGroup = 32;   // inputs that share a step
 constexpr int64_t kMostShorts = 128;  // of a group; their products with int8 codes fit 32 bits
 
 // Rows as the kernels read them: [row][inputs], `stride` words apart. For some weights the sums of
-// their groups of inputs, and the steps of these: [group][row], `group_stride` apart. Sums of shorts
-// are without their steps; those of quads are of 16 inputs, two for each group. `group_inputs`: of a group.
+// their groups of inputs, or the steps of these: [group][row], `group_stride` apart. Quads have both; their
+// sums are of 16 inputs, two for each group, and without steps. `group_inputs`: of a group.
 struct Inputs {
   const void* rows;
   int64_t stride;
@@ -51,7 +51,7 @@ ByteRow byte_row(const LinearWeights& weights);  // of kGguf
 using MultiplyTile = void (*)(const LinearWeights& weights, const Inputs& x, int64_t num_rows,
                               int64_t tile, float* sums);
 
-// For bfloat16 rows on machines that have matrix registers (linear_amx.cpp); null: there is none.
+// For bfloat16 rows on machines that have matrix registers (linear_amx.cpp); null elsewhere.
 MultiplyTile matrix_kernel_of(const LinearWeights& weights);
 
 MultiplyTile kernel_of(const LinearWeights& weights, InputKind kind);
@@ -61,18 +61,15 @@ struct InputLayout {
   InputKind kind;
   int64_t stride;  // words: a float32 number or a pair
   int64_t group_inputs, num_groups;
-  int64_t group_floats;  // that a row has for each group: its sums, and for shorts its step
+  int64_t group_sums;    // that a row has for each group,
+  int64_t group_floats;  // and its step, too
 
   InputLayout(const LinearWeights& weights, Dtype dtype);
 
   // `floats`: group_floats of each group of each of num_rows rows.
   Inputs inputs(const void* rows, const float* floats, int64_t num_rows) const {
-    const float* steps = group_floats > 1 ? floats + num_sums() * num_rows : nullptr;
-    return {rows, stride, floats, steps, num_rows, group_inputs};
+    return {rows, stride, floats, floats + group_sums * num_groups * num_rows, num_rows, group_inputs};
   }
-
-  // Sums of a row.
-  int64_t num_sums() const { return (kind == InputKind::kQuads ? 2 : 1) * num_groups; }
 
   // Those of a row, its floats included.
   int64_t row_words() const { return stride + group_floats * num_groups; }

@@ -1,5 +1,5 @@
 // Blocks of a tile as matrix registers load them: 32 inputs of its 32 outputs, 16 steps of pairs of
-// bfloat16. See linear_tiles.cpp for the tiles.
+// bfloat16. See linear_tiles.cpp and linear_amx.cpp for the tiles.
 //
 // bfloat16 blocks are read as they lie. Quantised blocks are decoded, each once, some time before
 // they are asked for: what was just written cannot be loaded at once.
@@ -51,6 +51,23 @@ struct Bf16Blocks {
     for (int64_t line = half == 0 ? 0 : ahead_lines / 2; line < end; ++line) {
       is_soon ? prefetch(from + line * kLine) : prefetch_far(from + line * kLine);
     }
+  }
+};
+
+// The numbers of the codes 0 to 15, twice: q - 8.
+alignas(64) constexpr uint16_t kInt4Numbers[32] = {
+    0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000,
+    0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040,
+    0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0};
+
+// The words of a step, see tile_words.h.
+struct Int4Words {
+  static constexpr int kInputs = 8, kLaneBytes = 4;
+  template <int kPair>
+  OUTDRAFT_INLINE static Words pair(const char* lanes) {
+    const Words codes = load<Words>(lanes) >> (4 * kPair);
+    // By the low five bits of each half; the fifth is the next input's.
+    return (Words)_mm512_permutexvar_epi16((__m512i)codes, _mm512_load_si512(kInt4Numbers));
   }
 };
 

@@ -30,14 +30,11 @@ def model_bound(formats: Iterable[WeightFormat]) -> float:
 def as_shorts(x_TD: Tensor, group_inputs: int) -> Tensor:
     """Rows as csrc/linear_rows.cpp rounds them for quantised weights, float32.
 
-    In each group of at most 128 inputs the number of largest size has 15 bits, and the others are
-    rounded as far, ties to even. 32,768 steps become 32,767.
-
-    Args:
-        group_inputs: that share a scale; 0: all.
+    In each group of inputs the number of largest size has 15 bits, and the others are rounded as
+    far, ties to even. 32,768 steps become 32,767.
     """
     groups = []
-    for group_TG in x_TD.double().split(min(group_inputs or 128, 128), dim=1):
+    for group_TG in x_TD.double().split(group_inputs, dim=1):
         _, exponent_T1 = torch.frexp(group_TG.abs().amax(dim=1, keepdim=True))
         step_T1 = torch.ldexp(torch.ones_like(exponent_T1.double()), exponent_T1 - 15)
         groups.append((group_TG / step_T1).round().clamp(-32767, 32767) * step_T1)
@@ -49,10 +46,12 @@ def as_bytes(x_TD: Tensor, group_inputs: int) -> Tensor:
 
     In each group of inputs the number of largest size becomes 127 steps or -127.
     """
-    x_TNG = x_TD.float().unflatten(1, (-1, group_inputs))
+    num_inputs = x_TD.shape[1]
+    padded_TD = F.pad(x_TD.float(), (0, -num_inputs % group_inputs))
+    x_TNG = padded_TD.unflatten(1, (-1, group_inputs))
     most_TN1 = x_TNG.abs().amax(dim=2, keepdim=True)
     codes_TNG = (x_TNG * (127 / most_TN1)).round()
-    return (codes_TNG.double() * (most_TN1 / 127).double()).flatten(1)
+    return (codes_TNG.double() * (most_TN1 / 127).double()).flatten(1)[:, :num_inputs]
 
 
 def assert_float32_products(

@@ -23,8 +23,11 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.native.library import open_library, usable_instruction_sets
 from outdraft.kernels.ops import Kernels
+
+MATRIX_REGISTERS = "x86-64-v4-amx"  # which multiply bfloat16 rows with codes as they are
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,16 @@ class Case:
         """Numbers of a drawn seed."""
         return np.random.default_rng(self.data.draw(st.integers(0, 2**32 - 1), "seed"))
 
-    def rounds_rows(self) -> bool:
-        """Whether rows become integers of 16 bits where they meet quantised weights."""
+    def rounded_group(self, format: WeightFormat) -> int:
+        """How many inputs share a step where rows become integers of 16 bits; 0: they do not."""
         if self.kernels.name not in usable_instruction_sets():
-            return False
+            return 0
         library = open_library(self.kernels.name)
         assert library is not None
-        return not (library.keeps_bf16 and self.dtype is torch.bfloat16)
+        is_bf16 = self.dtype is torch.bfloat16
+        if format.is_int8:
+            return 0 if library.keeps_bf16 and is_bf16 else format.group_inputs or 128
+        return 0 if self.kernels.name == MATRIX_REGISTERS and is_bf16 else 32
 
 
 Comparison = Callable[[Case], None]

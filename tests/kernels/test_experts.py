@@ -73,9 +73,7 @@ def compare_pack_experts(case: Case) -> None:
     if quantization is not None:
         assert experts.format is quantization
     exact = in_float64(weights, quantization, dtype if case.kernels.name == "reference" else None)
-    group_inputs = 0
-    if quantization is not None and case.rounds_rows():
-        group_inputs = quantization.group_inputs or 128
+    group_inputs = 0 if quantization is None else case.rounded_group(quantization)
     want_TD, error_TD = bounded(exact, gate, x_TD, ids_TK, weights_TK, dtype, group_inputs)
     assert ((got_TD.double() - want_TD).abs() <= error_TD).all()
     alone = [

@@ -13,7 +13,7 @@ from outdraft.kernels.native.linear import NativeLinear, NativeProduct
 from outdraft.kernels.native.team import Team
 from outdraft.kernels.reference.linear import quantized
 from tests.kernels.comparisons import Case
-from tests.rounding import UNIT, as_shorts, assert_float32_products
+from tests.rounding import UNIT, as_bytes, as_shorts, assert_float32_products
 
 NUM_ROWS = [0, *range(1, 41), 63, 64, 65, 200, 300]
 SHAPES = [(512, 160), (33, 61), (1, 1), (16, 1000), (200, 33), (1281, 64)]
@@ -90,7 +90,8 @@ def compare_pack_codes(case: Case) -> None:
 
 def multiplied(x_TD: Tensor, format: WeightFormat, case: Case) -> Tensor:
     """What of a row meets quantised weights."""
-    return as_shorts(x_TD, format.group_inputs) if case.rounds_rows() else x_TD
+    group_inputs = case.rounded_group(format)
+    return as_shorts(x_TD, group_inputs) if group_inputs else x_TD
 
 
 def assert_quantized_products(
@@ -228,8 +229,9 @@ def test_rows_of_any_size_meet_quantized_weights_with_fifteen_bits(linear, forma
 
     got_TE = linear.pack_codes(weight, None, torch.float32)(x_TD)
 
+    group_inputs = (format.group_inputs or 128) if format.is_int8 else 32
     # A step is not below 2 ** -126.
-    rows_TD = as_shorts(x_TD, format.group_inputs) if size > 1e-32 else x_TD
+    rows_TD = as_shorts(x_TD, group_inputs) if size > 1e-32 else x_TD
     lost_TD = torch.zeros_like(x_TD) if size > 1e-32 else torch.full_like(x_TD, 2.0**-127)
     largest_E1 = 128 * weight.scales_EN.amax(dim=1, keepdim=True)
     assert_quantized_products(got_TE, rows_TD, weight.numbers(), None, largest_E1, lost_TD)
@@ -273,6 +275,30 @@ def test_whole_numbers_of_fifteen_bits_stay_as_they_are(linear, format):
 
     want_TE = F.linear(x_TD.double(), weight.numbers().double())
     torch.testing.assert_close(got_TE.double(), want_TE, rtol=0, atol=4)
+
+
+@pytest.mark.parametrize("format", [one for one in QUANTIZATIONS if not one.is_int8])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("num_inputs", [300, 31, 128, 1281])
+def test_rows_of_8_bits_meet_codes_of_4(instruction_set, num_inputs, scale_dtype, format):
+    """An output's 128 or 32 inputs share a step of the row, as they share a scale."""
+    torch.manual_seed(0)
+    weight = random_codes(format, 70, num_inputs, scale_dtype)
+    bias_E, x_TD = torch.randn(70), torch.randn(20, num_inputs)
+    teams = [Team(open_library(instruction_set), number) for number in (1, 2)]
+    products = [
+        NativeLinear(team, meets_bytes=True).pack_codes(weight, bias_E, torch.float32)
+        for team in teams
+    ]
+
+    alone_TE = torch.cat([products[0](x_D[None]) for x_D in x_TD])
+
+    rows_TD = as_bytes(x_TD, 32 if "-g32" in format else 128).float()
+    largest_E1 = 128 * weight.scales_EN.amax(dim=1, keepdim=True)
+    assert_quantized_products(alone_TE, rows_TD, weight.numbers(), bias_E, largest_E1)
+    for num_rows in (1, 2, 3, 5, 8, 9, 20):
+        for product in products:
+            assert torch.equal(product(x_TD[:num_rows]), alone_TE[:num_rows])
 
 
 @pytest.mark.parametrize("format", QUANTIZATIONS)

@@ -28,7 +28,7 @@ class NativeLinear:
     """The operations of csrc/linear.cpp."""
 
     def __init__(self, team: Team, *, meets_bytes: bool = False) -> None:
-        """`meets_bytes`: rows that meet weights in blocks become integers of 8 bits, else of 16."""
+        """`meets_bytes`: rows that meet codes become integers of 8 bits, else of 16."""
         self.meets_bytes = meets_bytes
         function = team.library.function
         self.team = team
@@ -36,13 +36,13 @@ class NativeLinear:
         self.fits = function("linear_fits_bf16", of_weights, c_int64, releases_gil=True)
         self.pack = function(
             "linear_pack",
-            [c_void_p, *[c_int64] * 3, *of_weights, c_void_p],
+            [c_void_p, *[c_int64] * 3, *of_weights, c_void_p, c_bool],
             c_void_p,
             releases_gil=True,
         )
         self.pack_coded = function(
             "linear_pack_codes",
-            [c_void_p, *[c_int64] * 3, *[c_void_p] * 3, *[c_int64] * 2, c_void_p],
+            [c_void_p, *[c_int64] * 3, *[c_void_p] * 3, *[c_int64] * 3, c_void_p, c_bool],
             c_void_p,
             releases_gil=True,
         )
@@ -83,6 +83,7 @@ class NativeLinear:
             kept.has_zero,
             *weight,
             _address(bias_E),
+            self.meets_bytes,
         )
         return NativeProduct(self, handle, kept, (len(rows_E), parts_ED[0].shape[1]), dtype)
 
@@ -111,9 +112,11 @@ class NativeLinear:
             scale_kind,
             codes_ED.data_ptr(),
             *map(_address, numbers),
+            _DTYPES[dtype],
             num_outputs,
             num_inputs,
             _address(bias_E),
+            self.meets_bytes,
         )
         return NativeProduct(self, handle, weight.format, (num_outputs, num_inputs), dtype)
 
