@@ -79,7 +79,7 @@ def load(
     kernels: str = "reference",
     quantization: WeightFormat | None = None,
 ) -> CausalLM:
-    table = choose_kernels(kernels, CPU, dtype)
+    table = choose_kernels(kernels, CPU, dtype, activation_dtype="float")
     return load_model(path, dtype, CPU, table, None, quantization, ranks.target)
 
 

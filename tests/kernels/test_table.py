@@ -45,7 +45,7 @@ COMPARISONS = comparisons()
 def table(option: str, dtype: torch.dtype) -> Kernels:
     """That of an option; "triton": what runs on a GPU, in Triton's interpreter where none is."""
     if option != "triton":
-        return choose_kernels(option, CPU, dtype)
+        return choose_kernels(option, CPU, dtype, activation_dtype="float")
     others = choose_kernels(REFERENCE, CPU, dtype)
     return replace(with_triton(others, has_graphs=False), name="triton")
 

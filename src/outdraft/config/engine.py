@@ -112,9 +112,10 @@ class EngineConfig:
             bytes and operations say; or a file with a table, as `CostTable.to_json` writes it.
         quantization: of the target's weights, which changes what it says: int8, int4, or int4 with
             -g32 (a scale for every 32 inputs, not 128), -zero (zero points) or -g32-zero.
-        activation_dtype: what rows become on a CPU that meet weights in the blocks of GGUF files:
-            "int8": integers of 8 bits, a scale for each block, as in llama.cpp; "float": of 16
-            bits, which loses nothing of bfloat16; "auto": int8 where there are compiled kernels.
+        activation_dtype: what rows become on a CPU that meet blocks of GGUF files or codes of 4
+            bits: "float": integers of 16 bits, which lose nothing of bfloat16; "auto": of 8 bits
+            where there are compiled kernels, a scale for each block, as in llama.cpp; "int8": the
+            same, of a GGUF file alone.
     """
 
     model: str

@@ -61,7 +61,7 @@ PUBLISHED: list[tuple[str, str, dict[str, Any]]] = [
 
 
 def loaded(path: Path, kernels: Kernels | None = None, **options: Any) -> LanguageModel:
-    kernels = kernels or choose_kernels("auto", CPU, torch.float32)
+    kernels = kernels or choose_kernels("auto", CPU, torch.float32, activation_dtype="float")
     return load_language_model(
         path, torch.float32, CPU, kernels, implementation="transformers", **options
     )
