@@ -285,7 +285,7 @@ LinearWeights* make_coded(const CodeLayout& layout, Dtype dtype, int64_t num_out
   if (layout.format == Format::kInt8 || meets_matrices) {
     return make_weights(layout.format, &layout, num_outputs, num_inputs, bias);
   }
-  const bool is_by_32 = layout.group_inputs == kChunkInputs;
+  const bool is_by_32 = std::min(layout.group_inputs, num_inputs) <= kChunkInputs;
   GgufKind kind = is_by_32 ? GgufKind::kInt4By32 : GgufKind::kInt4By128;
   if (layout.has_zero) kind = is_by_32 ? GgufKind::kInt4ZeroBy32 : GgufKind::kInt4ZeroBy128;
   const BlockOutputs all = {kind, layout.scale_kind, num_outputs};
