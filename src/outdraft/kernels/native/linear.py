@@ -28,7 +28,7 @@ class NativeLinear:
     """The operations of csrc/linear.cpp."""
 
     def __init__(self, team: Team, *, meets_bytes: bool = False) -> None:
-        """`meets_bytes`: rows that meet codes become integers of 8 bits, else of 16."""
+        """`meets_bytes`: rows that meet weights in blocks become integers of 8 bits, else of 16."""
         self.meets_bytes = meets_bytes
         function = team.library.function
         self.team = team
