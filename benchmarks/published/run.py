@@ -6,7 +6,9 @@ FOLDER of --models has the models' files, or gets them (fetch.py); that of --pee
 benchmarks/peers/prepare.sh made. In each round all servers start anew, which is timed, and then
 take turns, task by task, in an order that is drawn anew. Before each turn the machine's read
 bandwidth is taken. Every answer has the same number of tokens, whatever the text. The result is
-JSON with all turns, written after each round; table.py makes tables of it.
+JSON with all turns, written after each cell; table.py makes tables of it. A failure of outdraft
+ends the run; a turn that another server does not answer is written down as failed, and its server
+starts anew.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import datetime
@@ -70,27 +72,32 @@ def main() -> None:
         "environment": environment() | {"flags": cpu_flags(), "llama.cpp": version(args.peers)},
         "servers": [],
         "turns": [],
+        "failures": [],
     }
     read = bandwidth_reader(args.threads)
+    folders = {path.parent for path in paths.values()}
     for number in range(args.rounds):
-        turns: list[dict[str, Any]] = []
+        greedy: dict[Cell, list[str]] = {}
         for at in range(0, len(chosen), args.together):
             with ExitStack() as stack:
                 folder = Path(stack.enter_context(TemporaryDirectory()))
-                servers: list[Server] = []
-                for way in chosen[at : at + args.together]:
+
+                def start(way: Way, stack: ExitStack = stack, folder: Path = folder) -> Server:
                     log = folder / f"{way.name}.log"
-                    servers.append(started(way, paths[args.target], limits, llama_server, log))
-                    stack.callback(servers[-1].stop)
-                    say(f"round {number}: {way.name} ready after {servers[-1].start_s:.1f} s")
-                turns += round_of_turns(args, number, servers, read)
+                    server = started(way, paths[args.target], limits, llama_server, log)
+                    stack.callback(server.stop)
+                    say(f"{way.name} ready after {server.start_s:.1f} s")
+                    return server
+
+                say(f"round {number}")
+                servers = [start(way) for way in chosen[at : at + args.together]]
+                for cell, turns in round_of_turns(args, number, servers, start, read):
+                    compare_texts(turns, chosen[0], greedy.setdefault(cell, []))
+                    result["turns"] += [turn for turn in turns if "error" not in turn]
+                    result["failures"] += [turn for turn in turns if "error" in turn]
+                    save(result, args.json, folders)
                 result["servers"] += [about(one, number) | start_and_memory(one) for one in servers]
-        compare_texts(turns, chosen[0])
-        result["turns"] += turns
-        text = json.dumps(result, indent=1)
-        for path in {path.parent for path in paths.values()}:
-            text = text.replace(f"{path}/", "")  # where models are matters to nobody else
-        args.json.write_text(text + "\n")
+                save(result, args.json, folders)
     say(f"{args.json} written: python benchmarks/published/table.py makes tables of it")
 
 
@@ -131,39 +138,60 @@ def start_and_memory(server: Server) -> dict[str, float]:
 
 
 def round_of_turns(
-    args: argparse.Namespace, number: int, servers: list[Server], read: Callable[[], float]
-) -> list[dict[str, Any]]:
-    """Each cell by each server."""
+    args: argparse.Namespace,
+    number: int,
+    servers: list[Server],
+    start: Callable[[Way], Server],
+    read: Callable[[], float],
+) -> Iterator[tuple[Cell, list[dict[str, Any]]]]:
+    """Ask each server each cell; one that does not answer is replaced in `servers`."""
     rng = random.Random(number)
     for one in servers:
         ask(one, Cell("function", 0.0, 1), [WARM_UP], 8, seed=0)
-    turns: list[dict[str, Any]] = []
     cells = cells_of_round(number, args.tasks, args.temperature, args.concurrency)
     for cell, prompts in cells.items():
-        for one in rng.sample(servers, len(servers)):
+        turns: list[dict[str, Any]] = []
+        for at in rng.sample(range(len(servers)), len(servers)):
+            one = servers[at]
             state = {"bandwidth_gb_per_s": read(), "load_average": os.getloadavg()[0]}
-            measured = ask(one, cell, prompts, args.new_tokens, seed=number)
+            try:
+                measured = ask(one, cell, prompts, args.new_tokens, seed=number)
+            except RuntimeError as error:
+                if one.way.engine == OURS:
+                    raise
+                say(f"{error}; it starts anew")
+                measured = {"error": str(error)}
+                one.stop()
+                servers[at] = start(one.way)
+            else:
+                say(f"{one.way.name}, {cell.name}: {measured['tokens_per_s']:.1f} tokens/s")
             turns.append(about(one, number) | asdict(cell) | measured | state)
-            say(f"{one.way.name}, {cell.name}: {measured['tokens_per_s']:.1f} tokens/s")
-    return turns
+        yield cell, turns
 
 
-def compare_texts(turns: list[dict[str, Any]], first: Way) -> None:
-    """Replace the texts of a round's turns, where they are greedy, by where they part from those
-    of the first way: characters that both begin with, None for the same text."""
+def compare_texts(turns: list[dict[str, Any]], first: Way, greedy: list[str]) -> None:
+    """Replace the texts of a cell's turns, where they are greedy, by where they part from those
+    of the first way: characters that both begin with, None for the same text.
 
-    def cell(turn: dict[str, Any]) -> tuple[Any, ...]:
-        return turn["task"], turn["temperature"], turn["concurrency"]
-
-    names = first.engine, first.method
-    wanted = {
-        cell(turn): turn["texts"] for turn in turns if (turn["engine"], turn["method"]) == names
-    }
+    Args:
+        greedy: the first way's texts, where an earlier call has met them; else filled.
+    """
     for turn in turns:
-        texts = turn.pop("texts")
-        if turn["temperature"] == 0:
-            pairs = zip(wanted[cell(turn)], texts, strict=True)
+        if (turn["engine"], turn["method"]) == (first.engine, first.method):
+            greedy[:] = turn["texts"]
+    for turn in turns:
+        texts = turn.pop("texts", [])
+        if turn["temperature"] == 0 and texts:
+            pairs = zip(greedy, texts, strict=True)
             turn["first_differences"] = [first_difference(*pair) for pair in pairs]
+
+
+def save(result: dict[str, Any], path: Path, folders: set[Path]) -> None:
+    """Write what has been measured; where the models lie is left out."""
+    text = json.dumps(result, indent=1)
+    for folder in folders:
+        text = text.replace(f"{folder}/", "")
+    path.write_text(text + "\n")
 
 
 def ask(

@@ -57,7 +57,21 @@ def summary(result: dict[str, Any]) -> str:
         cells.append(spread(one["start_s"] for one in servers))
         cells.append(spread(one["peak_bytes"] / 2**30 for one in servers))
         lines.append(f"| {engine}, {method.replace('_', ' ')} | {' | '.join(cells)} |")
+    if failed := failures(result):
+        lines += ["", failed]
     return "\n".join([*lines, ""])
+
+
+def failures(result: dict[str, Any]) -> str:
+    """The turns that a server did not answer; no rate above has them."""
+    asked = [(one["engine"], one["method"]) for one in result["turns"] + result["failures"]]
+    failed = [(one["engine"], one["method"]) for one in result["failures"]]
+    told = [
+        f"{engine}, {method.replace('_', ' ')}: {failed.count((engine, method))} of "
+        f"{asked.count((engine, method))}"
+        for engine, method in dict.fromkeys(failed)
+    ]
+    return f"Turns that were not answered: {'; '.join(told)}." if told else ""
 
 
 def whole(result: dict[str, Any]) -> str:

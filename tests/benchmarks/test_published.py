@@ -3,15 +3,17 @@
 import json
 import sys
 import zipfile
+from argparse import Namespace
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import run
 import table
 from fetch import MODELS, DigestError, Published, fetch, join
 from run import compare_texts, first_difference
-from servers import LLAMA_CPP, OURS, Limits, command, ways
+from servers import LLAMA_CPP, OURS, Limits, Way, command, ways
 from tasks import MIXED, TASKS, Cell, cells_of_round
 
 ROOT = Path(__file__).parents[2]
@@ -97,14 +99,73 @@ def test_texts_are_compared_from_their_beginnings(one: str, other: str, at: int 
 
 def test_greedy_texts_are_compared_with_those_of_the_first_way_in_the_same_cell():
     first, *_ = ways(None)
+    greedy: list[str] = []
     turns = [
-        turn(LLAMA_CPP, "plain", 9.0, texts=["one", "two"], temperature=0.0),
-        turn(OURS, first.method, 9.0, texts=["one", "twelve"], temperature=0.0),
-        turn(OURS, first.method, 9.0, texts=["other"], temperature=0.7),
+        turn(LLAMA_CPP, "plain", 9.0, texts=["one", "two"]),
+        turn(OURS, first.method, 9.0, texts=["one", "twelve"]),
+        turn(LLAMA_CPP, "draft_model", 9.0, error="died"),
     ]
-    compare_texts(turns, first)
-    assert [one.get("first_differences") for one in turns] == [[None, 2], [None, None], None]
-    assert not any("texts" in one for one in turns)
+    later = [turn(LLAMA_CPP, "ngram", 9.0, texts=["other", "twelve"])]
+    drawn = [turn(OURS, first.method, 9.0, texts=["other"], temperature=0.7)]
+    compare_texts(turns, first, greedy)
+    compare_texts(later, first, greedy)
+    compare_texts(drawn, first, [])
+    found = [one.get("first_differences") for one in turns + later + drawn]
+    assert found == [[None, 2], [None, None], None, [1, None], None]
+    assert not any("texts" in one for one in turns + later + drawn)
+
+
+class Standing:
+    """A server that is asked for nothing."""
+
+    def __init__(self, way: Way):
+        self.way, self.is_stopped = way, False
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+
+def one_round(
+    monkeypatch: pytest.MonkeyPatch, failing: str
+) -> tuple[list[Standing], list[dict], list[Standing]]:
+    """The servers, what a round of one task gave, and which servers were there after it."""
+
+    def ask(server: Standing, cell: Cell, prompts: list[str], new_tokens: int, seed: int) -> dict:
+        if server.way.engine == failing and cell.concurrency == 4:
+            raise RuntimeError(f"{server.way.name}: Server disconnected")
+        return {"tokens_per_s": 10.0, "texts": prompts}
+
+    monkeypatch.setattr(run, "ask", ask)
+    asked = Namespace(tasks=["story"], temperature=[0.0], concurrency=[1, 4], new_tokens=8)
+    first = [Standing(way) for way in ways(None)]
+    servers = list(first)
+    found = [
+        turn
+        for _, turns in run.round_of_turns(asked, 0, servers, Standing, lambda: 20.0)
+        for turn in turns
+    ]
+    return first, found, servers
+
+
+def test_a_peer_that_does_not_answer_is_named_and_starts_anew(monkeypatch: pytest.MonkeyPatch):
+    first, turns, servers = one_round(monkeypatch, LLAMA_CPP)
+    failed = [one for one in turns if "error" in one]
+    assert len(turns) == 2 * len(first)
+    assert {(one["engine"], one["concurrency"]) for one in failed} == {(LLAMA_CPP, 4)}
+    assert all("Server disconnected" in one["error"] for one in failed)
+    replaced = [
+        before.way.engine
+        for before, after in zip(first, servers, strict=True)
+        if before is not after
+    ]
+    assert (
+        replaced == [LLAMA_CPP] * len(failed) == [one.way.engine for one in first if one.is_stopped]
+    )
+
+
+def test_a_failure_of_our_own_ends_the_run(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(RuntimeError, match=r"outdraft .*: Server disconnected"):
+        one_round(monkeypatch, OURS)
 
 
 def turn(engine: str, method: str, tokens_per_s: float, **more) -> dict:
@@ -128,7 +189,8 @@ def result(*turns: dict) -> dict:
             {"engine": engine, "method": method, "start_s": 4.0, "peak_bytes": 2**31}
             for engine, method in pairs
         ],
-        "turns": [*turns],
+        "turns": [one for one in turns if "error" not in one],
+        "failures": [one for one in turns if "error" in one],
         "environment": {
             "commit": "0123456789",
             "is_dirty": False,
@@ -152,6 +214,14 @@ def test_a_rate_is_that_of_all_tasks_together_and_the_median_of_rounds():
     text = table.summary(result(*turns))
     assert "| outdraft, plain | 20.0 (15.0 to 40.0) | 4.00 | 2.00 |" in text
     assert "Memory was read at 20.0 GB/s (20.0 to 20.0), at which the file takes 50.0 ms" in text
+
+
+def test_turns_without_an_answer_are_told_and_count_in_no_rate():
+    failed = turn(LLAMA_CPP, "draft_model", 1.0, error="died")
+    text = table.summary(result(turn(LLAMA_CPP, "draft_model", 9.0), failed))
+    assert "| llama.cpp, draft model | 9.00 |" in text
+    assert "Turns that were not answered: llama.cpp, draft model: 1 of 2." in text
+    assert "not answered" not in table.summary(result(turn(OURS, "plain", 9.0)))
 
 
 def test_a_way_without_drafts_has_no_row_of_acceptance():

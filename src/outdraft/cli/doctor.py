@@ -154,7 +154,7 @@ def _libraries() -> Section:
 def _used(device: "torch.device") -> Section:
     import torch
 
-    from outdraft.bench import quantized_drafter
+    from outdraft.bench.quantized_speed import LARGE, SMALL, advice, quantized_speeds
     from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
     from outdraft.engine.loading import choose_dtype
     from outdraft.kernels.choose import choose_kernels, kernels_options
@@ -172,9 +172,9 @@ def _used(device: "torch.device") -> Section:
     rows["--kernels may be"] = ", ".join(kernels_options())
     rows["--quantization may be"] = ", ".join(QUANTIZATIONS)
     if device.type == "cpu" and kept is not WeightFormat.PLAIN:  # other kernels read rounded copies
-        for name, size in (("small", quantized_drafter.SMALL), ("large", quantized_drafter.LARGE)):
-            speed = quantized_drafter.int8_speed(kernels, automatic, *size)
-            rows[f"quantization of a {name} drafter"] = quantized_drafter.advice(speed)
+        for name, size in (("small drafter", SMALL), ("large model", LARGE)):
+            speeds = quantized_speeds(kernels, automatic, *size)
+            rows[f"quantization of a {name}"] = advice(speeds)
     return rows
 
 

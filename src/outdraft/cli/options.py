@@ -67,7 +67,7 @@ class EngineOptions:
     )
     activation_dtype: str | None = flag(
         "What rows become on a CPU that meet weights of a GGUF file or codes of 4 bits: float; "
-        "auto (integers of 8 bits, faster, as in llama.cpp); or int8, the same, of a GGUF file."
+        "auto (integers of 8 bits, faster, as in llama.cpp); or int8, the same, else an error."
     )
     cost_table: str | None = flag(
         "What steps cost: auto (measured at the first start, and kept), roofline (from bytes and "

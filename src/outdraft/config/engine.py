@@ -115,7 +115,7 @@ class EngineConfig:
         activation_dtype: what rows become on a CPU that meet blocks of GGUF files or codes of 4
             bits: "float": integers of 16 bits, which lose nothing of bfloat16; "auto": of 8 bits
             where there are compiled kernels, a scale for each block, as in llama.cpp; "int8": the
-            same, of a GGUF file alone.
+            same, and an error where no weight is such.
     """
 
     model: str

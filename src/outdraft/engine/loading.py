@@ -25,11 +25,12 @@ from outdraft.kernels.choose import AUTO, automatic_dtype, check_option, choose_
 from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel
 from outdraft.models.choose import check_shards, checkpoint_dtype, load_language_model
-from outdraft.models.config import read_json
+from outdraft.models.config import read_config, read_json
 from outdraft.models.dflash_config import DFlashConfig
 from outdraft.models.drafter_method import drafter_method
 from outdraft.models.eagle_config import EagleConfig
 from outdraft.models.loader import resolve_model_path
+from outdraft.models.quantized.config import read_quantization
 from outdraft.models.quantized.gguf_file import is_gguf
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS
 
@@ -84,10 +85,7 @@ def load_models(
         _logger.warning(NO_LIBRARY)
     device = device or choose_device(config.device)
     path = _find_files(config)
-    if config.activation_dtype == "int8" and not is_gguf(path):
-        raise ConfigError(
-            f"activation_dtype int8 is for GGUF files, and {path} is none: give auto or float"
-        )
+    _check_activations(config, path)
     dtype = choose_dtype(config.dtype, checkpoint_dtype(path), device, config.kernels)
     has_graphs = not config.enforce_eager
     kernels = choose_kernels(
@@ -162,6 +160,19 @@ def _check_is_model(path: Path) -> None:
         raise ConfigError(
             f"{path} holds {method}, which is no draft model: speculative_config must name it as "
             f'the method, {{"method": "{method}", "model": ...}}'
+        )
+
+
+def _check_activations(config: EngineConfig, path: Path) -> None:
+    """Raise ConfigError if int8 is asked for by name, and no weight of the target would meet it."""
+    has_few_bits = is_gguf(path) or (config.quantization or "").startswith("int4")
+    if config.activation_dtype != "int8" or has_few_bits:
+        return
+    stored = read_quantization(read_config(path))
+    if stored is None or not any(scheme.bits == 4 for _, scheme in stored.schemes):
+        raise ConfigError(
+            "activation_dtype int8 is for GGUF files and weights of 4 bits, and those of "
+            f"{path} are neither: give auto or float"
         )
 
 

@@ -93,10 +93,12 @@ def test_rows_become_bytes_only_where_compiled_kernels_multiply_them(dtype: str,
         LLM(str(path), activation_dtype="int8", dtype=dtype, kernels=kernels)
 
 
-def test_rows_become_bytes_in_gguf_files_only(tmp_path: Path):
+def test_rows_become_bytes_by_name_only_where_weights_have_few_bits(tmp_path: Path):
     save(randomised(llama(**SIZES)), tmp_path)
-    with pytest.raises(ConfigError, match=r"int8 is for GGUF files, .* give auto or float"):
-        LLM(str(tmp_path), activation_dtype="int8")
+    LLM(str(tmp_path), activation_dtype="int8", quantization="int4")
+    for quantization in (None, "int8"):
+        with pytest.raises(ConfigError, match=r"int8 is for GGUF files and weights of 4 bits, .*"):
+            LLM(str(tmp_path), activation_dtype="int8", quantization=quantization)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
