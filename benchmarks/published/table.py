@@ -150,9 +150,12 @@ def about(result: dict[str, Any]) -> str:
     floor_ms = result["file_bytes"] / median(read_gb_s) / 1e6
     drafter = result["drafter"]
     drafts = f", draft model {result['titles'][drafter]}" if drafter else ""
+    rounds = 1 + max(one["round"] for one in turns)
+    counted = f"{rounds} rounds" if rounds > 1 else "1 round"
     changes = ", tree with changes" if where["is_dirty"] else ""
     return (
-        f"{result['titles'][result['model']]}{drafts}; answers of {result['new_tokens']} tokens. "
+        f"{result['titles'][result['model']]}{drafts}; answers of {result['new_tokens']} tokens, "
+        f"{counted}. "
         f"{where['processor']} ({', '.join(where['flags'])}), {where['cores']} cores, "
         f"{limits['threads']} threads; commit {where['commit'][:9]}{changes}; llama.cpp "
         f"{where['llama.cpp']}, torch {where['versions']['torch']}. Memory was read at "
