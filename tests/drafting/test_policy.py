@@ -1,7 +1,6 @@
 """Who drafts, how much, and whom it concerns."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,21 +12,20 @@ from outdraft.config.speculation import (
     SpeculationConfig,
     SuffixConfig,
 )
-from outdraft.control.alarms import FRUITLESS_STEPS, IDLE_STEPS
 from outdraft.control.facts import (
     Decision,
     DraftOutcome,
-    Fate,
     Grant,
     HostOffer,
     Reason,
     ShadowOutcome,
     StepFacts,
     StepOutcome,
+    StopRule,
 )
 from outdraft.control.fixed import FixedLength
 from outdraft.control.policy import LengthPolicy
-from outdraft.core.decided import Alarm, Prediction, StepDecision
+from outdraft.core.decided import Prediction, StepDecision
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource
 from outdraft.core.errors import RequestError
 from outdraft.core.plan import (
@@ -133,80 +131,34 @@ class Scripted:
         grants: Callable[[StepFacts], Sequence[Grant]] = lambda _: (),
         *,
         shadows: tuple[str, ...] = (),
-        wants_offers: bool = True,
     ) -> None:
-        self.grants, self.shadows, self.wants_offers = grants, shadows, wants_offers
+        self.grants, self.shadows = grants, shadows
         self.facts: list[StepFacts] = []
         self.outcomes: list[StepOutcome] = []
         self.forgotten: list[str] = []
-        self.wants_margins = self.is_held = self.is_passing = self.has_wrong_costs = False
-        self.wants_outcome = True
-        self.standing: Decision | None = None
-        self.asked_to_hold: list[tuple[int, int]] = []
-        self.late_shadows: list[ShadowOutcome] = []
+        self.decided: Decision | None = None
+        self.held: Decision | None = None  # what holds
+        self.looks_first = False  # where sources of the host may find drafts
+        self.asked_to_hold: list[tuple[int, int, bool]] = []
         self.due_in = 0
-        self.due_in_beside_prompts: int | None = None
-        self.num_quiet = self.num_rests = 0
-        self.asked_for_quiet: list[bool] = []
-        self.wants_plain_time = False
-        self.plain_times: list[tuple[int, int, float, float]] = []
-        self.passed: list[tuple[int, float, float]] = []
-        self.fates: list[Fate] = []
-        self.looks: list[tuple[float, int]] = []
-        self.kept: list[float] = []
 
     def decide(self, facts: StepFacts) -> Decision:
         self.facts.append(facts)
         grants = tuple(self.grants(facts))
-        return Decision(grants, 0, 99, Reason.GAIN, 0, 0, 0, 0, 0, 0, self.shadows)
+        self.decided = Decision(grants, 0, 99, Reason.GAIN, 0, 0, 0, 0, 0, 0, self.shadows)
+        return self.decided
 
     def observe(self, outcome: StepOutcome) -> None:
         self.outcomes.append(outcome)
 
-    def standing_for(self, request_ids: Sequence[str]) -> Decision:
-        assert self.standing is not None
-        return self.standing
+    def hold(
+        self, num_requests: int, prompt_rows: int = 0, *, may_offer: bool = False
+    ) -> Decision | None:
+        self.asked_to_hold.append((num_requests, prompt_rows, may_offer))
+        return None if may_offer and self.looks_first else self.held
 
-    def try_hold(self, num_requests: int, prompt_rows: int = 0) -> bool:
-        self.asked_to_hold.append((num_requests, prompt_rows))
-        return self.is_held
-
-    def observe_keeping(self, seconds: float) -> None:
-        self.kept.append(seconds)
-
-    def network_due_in(self, num_running: int, *, has_prompts: bool = False) -> int:
-        if has_prompts and self.due_in_beside_prompts is not None:
-            return self.due_in_beside_prompts
+    def network_due_in(self, num_running: int) -> int:
         return self.due_in
-
-    def quiet_steps(self, *, may_find: bool) -> int:
-        self.asked_for_quiet.append(may_find)
-        return self.num_quiet
-
-    def rest(self) -> None:
-        self.num_rests += 1
-
-    def looked(self, step_s: float, prompt_rows: int) -> None:
-        self.looks.append((step_s, prompt_rows))
-
-    def pass_by(
-        self,
-        num_tokens: int,
-        draft_s: float,
-        host_s: float,
-        step_s: float,
-        fates: Sequence[Fate] = (),
-    ) -> None:
-        self.passed.append((num_tokens, host_s, step_s))
-        self.fates += fates
-
-    def observe_plain(
-        self, num_requests: int, context_tokens: int, target_s: float, host_s: float
-    ) -> None:
-        self.plain_times.append((num_requests, context_tokens, target_s, host_s))
-
-    def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:
-        self.late_shadows += shadows
 
     def forget(self, request_id: str) -> None:
         self.forgotten.append(request_id)
@@ -263,14 +215,6 @@ def test_facts_say_what_each_request_could_draft():
     assert [facts.rule for facts in (a, b, c)] == ["block", "greedy", "drafter_invariant"]
 
 
-def test_offers_are_not_looked_for_while_nobody_wants_them():
-    control = Scripted(wants_offers=False)
-    proposer = ngram(a=draft(4))
-    policy(proposer, control=control).choose([request()], 1, ROOM)
-    assert proposer.asked == []
-    assert control.facts[0].requests[0].offers == ()
-
-
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_a_granted_draft_has_the_granted_levels(levels: int):
     tree = Draft((1, 2, 3, 4, 5), (0, 1, 0, 2, 3))
@@ -319,20 +263,6 @@ def test_states_are_kept_for_drafts_and_not_for_plain_decoding(grants, target_s)
     assert outcome.target_s == target_s
 
 
-@pytest.mark.parametrize("is_held", [False, True])
-@pytest.mark.parametrize(("num_rows", "told"), [(1, [0.25]), (2, [])])
-def test_what_keeping_states_takes_is_told_of_plain_steps(num_rows, told, is_held):
-    """With more rows it drafts, or reads a prompt."""
-    control = Scripted()
-    control.standing = Decision((), 0, 0, Reason.NO_GAIN, 0, 1, 0, 1, 1, 0)
-    control.is_held = is_held
-    ours = policy(drafter_max_len=100, control=control)
-    one = request("a")
-    assert ours.choose([one], 1, ROOM) == {}
-    ours.observe([booking(one, None)], stats(num_rows, PhaseTimes(0.0, 1.0, 0.5, keep_s=0.25)))
-    assert control.kept == told
-
-
 def test_sending_drafts_of_the_host_is_time_of_the_host():
     control = Scripted(lambda _: [Grant("a", "ngram", 3, 3, 1.5)])
     ours = policy(ngram(a=draft(3)), drafter_max_len=100, control=control)
@@ -368,13 +298,8 @@ def test_nothing_is_told_of_a_step_in_which_something_was_made_ready():
     for is_first, is_told in ((True, 0), (False, 1), (True, 1)):
         choices = ours.choose([one], 1, ROOM)
         times = PhaseTimes(0.25, 0.5, 0.125, is_first=is_first)
-        assert ours.observe([booking(one, choices["a"])], stats(5, times)) == ()
+        ours.observe([booking(one, choices["a"])], stats(5, times))
         assert len(control.outcomes) == is_told
-    control.standing = Decision((), 0, 0, Reason.NO_GAIN, 0, 1, 0, 1, 1, 0)
-    control.is_held = control.wants_plain_time = True
-    ours.choose([one], 1, replace(ROOM, prompt_rows=0))
-    ours.observe([booking(one, None)], stats(1, PhaseTimes(0.0, 1.0, is_first=True)))
-    assert control.plain_times == []
 
 
 @pytest.mark.parametrize("ends_live", [False, True])
@@ -449,51 +374,51 @@ def test_a_granted_draft_casts_no_shadow_of_its_own():
     assert control.outcomes[0].shadows == (ShadowOutcome("suffix", 0, 2, 0),)
 
 
-def test_a_step_that_is_held_needs_no_facts_and_has_no_outcome():
-    control = Scripted(shadows=("a",))
-    ours = policy(ngram(a=draft(2)), drafter_max_len=100, control=control)
-    one = request("a")
-    ours.choose([one], 1, ROOM)  # an offer: it is decided
-    ours.observe([booking(one, None)], stats(1))
-    assert ours.decision is not None
-    control.is_held, control.standing = True, ours.decision
-    proposer_is_silent = request("b")
-    assert ours.choose([proposer_is_silent], 1, ROOM) == {}
-    assert ours.decision is control.standing
-    one.append(4)
-    ours.observe([booking(one, None)], stats(1))
-    assert control.asked_to_hold == [(1, 5)]
-    assert len(control.facts) == len(control.outcomes) == 1
-    assert control.late_shadows == [ShadowOutcome("ngram", 0, 2, 0)]
-    assert control.plain_times == []
-
-
-def test_a_held_step_that_drafts_has_the_choices_of_its_decision_and_tells_its_sum():
+def test_a_step_that_is_held_needs_no_facts_and_is_told_all_the_same():
     control = Scripted(lambda _: [Grant("a", "draft_model", 4, 4, 2)])
     ours = policy(drafter_max_len=100, control=control)
     one = request("a")
     choices = ours.choose([one], 1, ROOM)
     ours.observe([booking(one, choices["a"], accepted=1)], stats(5))
-    control.is_held, control.standing = True, ours.decision
-    control.wants_outcome, control.is_passing = False, True
-    assert ours.choose([one], 1, ROOM) is choices
-    assert ours.granted is choices
+    control.held = control.decided
+    assert ours.choose([one], 1, ROOM) == choices
+    assert ours.granted["a"] is choices["a"]  # none is made anew
     step = stats(5, PhaseTimes(0.25, 0.5, 0.125))
     ours.observe([booking(one, choices["a"], accepted=4)], step)
-    assert len(control.facts) == len(control.outcomes) == 1
-    assert control.passed == [(step.num_emitted, 2.0, 2.875)]
-    assert control.fates == [("a", 4, 4)]
-    control.wants_outcome = True
-    ours.choose([one], 1, ROOM)
-    ours.observe([booking(one, choices["a"], accepted=4)], step)
+    assert control.asked_to_hold == [(1, 5, False)] * 2
     assert len(control.facts) == 1
     first, second = control.outcomes
     assert (first.is_held, second.is_held) == (False, True)
     assert second.facts.requests is first.facts.requests
     assert second.drafts == (DraftOutcome("a", 4, 4),)
-    assert len(control.fates) == 1  # nobody is told twice
     assert second.host_s == 2.0  # nothing was decided in it
-    assert control.plain_times == []
+
+
+def test_where_the_host_looks_in_vain_the_decision_holds():
+    control, proposer = Scripted(), ngram()
+    ours = policy(proposer, control=control)
+    one = request("a")
+    ours.choose([one], 1, ROOM)
+    ours.observe([booking(one, None)], stats(1))
+    control.held, control.looks_first = control.decided, True
+    ours.choose([one], 1, ROOM)
+    ours.observe([booking(one, None)], stats(1))
+    assert control.asked_to_hold[-2:] == [(1, 5, True), (1, 5, False)]
+    assert (len(proposer.asked), ours.num_asked) == (2, 1)
+    assert len(control.facts) == 1
+    assert control.outcomes[1].is_held
+    assert 0 < control.outcomes[1].deciding_s < 1
+    control.looks_first = False
+    ours.choose([one], 1, ROOM)
+    assert (len(proposer.asked), ours.num_asked) == (2, 0)
+
+
+def test_an_offer_is_decided_on_although_a_decision_holds():
+    control = Scripted(lambda _: [Grant("a", "ngram", 2, 2, 2)])
+    ours = policy(ngram(a=draft(2)), control=control)
+    control.held = Decision((), 0, 0, Reason.NO_GAIN, 0, 1, 0, 1, 1, 0)
+    control.looks_first = True
+    assert set(ours.choose([request("a")], 1, ROOM)) == {"a"}
 
 
 def test_only_the_step_that_was_decided_is_told_to_catch_up():
@@ -509,25 +434,18 @@ def test_only_the_step_that_was_decided_is_told_to_catch_up():
         assert ours.decided is not None
         assert ours.decided.prediction is not None
         predicted.append(ours.decided.prediction.draft_s)
-        control.is_held, control.standing = True, decided
+        control.held = decided
     assert predicted == [7, 1, 1]
 
 
-def test_only_steps_that_are_learned_from_tell_margins_and_compare_settled_tokens():
-    control = Scripted(lambda _: [Grant("a", "draft_model", 4, 4, 2)])
-    ours = policy(drafter_max_len=100, control=control)
-    one = request("a", temperature=0.0)
-    told = list[DraftChoice]()
-    for wants_margins in (False, True, False, True):  # the first step is decided
-        control.wants_margins = wants_margins
-        told.append(ours.choose([one], 1, ROOM)["a"])
-        ours.observe([booking(one, told[-1])], stats(5))
-        control.is_held, control.standing = True, ours.decision
-    assert [choice.stop is not None for choice in told] == [False, True, False, True]
-    assert [choice.teaches for choice in told] == [False, True, False, True]
-    assert told[0] is told[2]  # none is made anew
-    assert told[1] is told[3]
-    assert told[1].stop.price == 0.0  # it ends no draft
+@pytest.mark.parametrize(
+    ("rule", "may_end"),
+    [(None, None), (StopRule(), False), (StopRule((1.0,) * 4, (0.0,) * 4), True)],
+)
+def test_a_chain_tells_margins_or_ends_by_them_as_its_grant_says(rule, may_end):
+    control = Scripted(lambda _: [Grant("a", "draft_model", 4, 4, 2, stop=rule)])
+    choice = policy(drafter_max_len=100, control=control).choose([request("a")], 1, ROOM)["a"]
+    assert (None if choice.stop is None else choice.stop.may_end) == may_end
 
 
 def test_a_held_step_drafts_nothing_for_a_text_that_became_too_long_for_the_network():
@@ -537,40 +455,13 @@ def test_a_held_step_drafts_nothing_for_a_text_that_became_too_long_for_the_netw
     short, long = request("a", num_prompt=4), request("b", num_prompt=7)
     assert set(ours.choose([short, long], 2, ROOM)) == {"a", "b"}
     ours.observe([booking(short, None), booking(long, None)], stats(2))
-    control.is_held, control.standing = True, ours.decision
+    control.held = control.decided
     long.append(4)
     assert long.num_tokens + 4 <= 12
     assert set(ours.choose([short, long], 2, ROOM)) == {"a", "b"}
     long.append(4)
     assert long.num_tokens + 4 > 12
     assert set(ours.choose([short, long], 2, ROOM)) == {"a"}
-
-
-def test_who_came_later_drafts_in_a_held_step_what_it_may():
-    grants = [Grant(one, "draft_model", 4, 4, 2) for one in ("a", "b")]
-    control = Scripted(lambda _: grants)
-    ours = policy(drafter_max_len=100, control=control)
-    old = request("a"), request("b")
-    ours.choose(old, 2, ROOM)
-    assert ours.decision is not None
-    ours.observe([booking(one, None) for one in old], stats(2))
-    heirs = tuple(replace(grant, request_id=one) for grant, one in zip(grants, "cd", strict=True))
-    control.is_held, control.standing = True, replace(ours.decision, grants=heirs)
-    silent = request("d", num_speculative_tokens=2)
-    assert set(ours.choose([request("c"), silent], 2, ROOM)) == {"c"}
-    assert ours.decision is control.standing
-
-
-def test_a_held_step_without_prompts_tells_its_time_if_it_is_asked_to():
-    control = Scripted()
-    control.standing = Decision((), 0, 0, Reason.NO_GAIN, 0, 1, 0, 1, 1, 0)
-    control.is_held = control.wants_plain_time = True
-    ours = policy(drafter_max_len=100, control=control)
-    one = request("a")
-    for room in (ROOM, replace(ROOM, prompt_rows=0)):
-        assert ours.choose([one], 1, room) == {}
-        ours.observe([booking(one, None)], stats(1, PhaseTimes(0.0, 1.0, 0.5, keep_s=0.25)))
-    assert control.plain_times == [(1, one.num_tokens, 1.25, 2.0)]
 
 
 def test_who_decides_forgets_requests_that_ended():
@@ -630,10 +521,8 @@ def test_a_network_with_a_tree_is_offered_with_chains_beside_it():
     choice = ours.choose([request("a")], 1, ROOM)["a"]
     assert (choice.num_model_drafts, choice.model, choice.stop) == (5, tree, None)
     granted[:] = [Grant("a", "draft_model", 4, 4, 0)]
-    control.wants_margins = True
     choice = ours.choose([request("a")], 1, ROOM)["a"]
     assert (choice.num_model_drafts, choice.model) == (4, MODEL_CHAIN)
-    assert choice.stop is not None
     one = control.facts[0].requests[0]
     assert one.shapes == (tree.levels, ())
     assert (one.most_levels(tree.levels), one.most_levels(()), one.can_stop) == (3, 4, True)
@@ -747,18 +636,6 @@ def test_predictions_are_cut_to_what_was_asked_for_and_to_a_share_of_the_step():
     assert drafted <= most_draft_rows(ours.config, 8) == 63
 
 
-def test_wrong_costs_are_told_once_when_a_request_ends():
-    told, control = list[str](), Scripted()
-    config = SpeculationConfig(sources=(NgramConfig(),), num_speculative_tokens=4)
-    ours = DraftPolicy(config, [ngram()], None, control, 8, lambda: told.append("wrong"))
-    ours.finish(request("a"))
-    assert told == []
-    control.has_wrong_costs = True
-    ours.finish(request("b"))
-    ours.finish(request("c"))
-    assert told == ["wrong"]
-
-
 def test_an_engine_without_speculation_ignores_predictions():
     ours = DraftPolicy(SpeculationConfig(), [], None, ALWAYS, max_num_seqs=8)
     assert ours.choose([request("a", prediction=[1, 2, 3])], 1, ROOM) == {}
@@ -786,17 +663,9 @@ def test_a_request_is_followed_while_the_network_may_soon_draft_for_it(
     control.due_in = due_in
     ours = policy(suffix(), drafter_max_len=max_len, control=control, disable_by_batch_size=8)
     one = request("a", num_prompt=10, **params)
-    may_follow = ours.may_follow(running, has_prompts=False)
+    may_follow = ours.may_follow(running)
     assert (may_follow and ours.follows(one)) == is_followed
     assert ours.reads_prompts(running) == (due_in == 0)
-
-
-def test_where_drafts_would_pay_behind_prompts_states_are_kept_in_steps_with_prompts_only():
-    control = Scripted()
-    control.due_in, control.due_in_beside_prompts = 100, 0
-    ours = policy(suffix(), drafter_max_len=100, control=control)
-    assert [ours.may_follow(1, has_prompts=has) for has in (False, True)] == [False, True]
-    assert ours.reads_prompts(1)
 
 
 class Priced(Scripted):
@@ -834,122 +703,6 @@ def test_fixed_lengths_predict_nothing():
     assert ours.decided == StepDecision("gain")
 
 
-def test_a_step_that_is_held_tells_the_reason_of_the_decision_that_stands():
-    control = Scripted()
-    ours = policy(drafter_max_len=100, control=control)
-    control.is_held = True
-    control.standing = Decision((), 0, 0, Reason.PATIENCE, 0, 1, 0, 1, 1, 0)
-    ours.choose([request()], 1, ROOM)
-    assert ours.decided == StepDecision("patience")
-
-
-QUIET_ROOM = StepRoom(prompt_rows=0, free_rows=40, free_slots=60)
-
-
-def resting(*proposers: ScriptedProposer, **options: Any) -> tuple[DraftPolicy, Scripted]:
-    """A policy whose control holds a plain decision for ever; it says that ten steps are quiet."""
-    control = Scripted(wants_offers=False)
-    control.is_held, control.num_quiet, control.due_in = True, 10, 1000
-    control.standing = Decision((), 0, 0, Reason.NO_GAIN, 0, 1, 0, 1, 1, 0)
-    return policy(*proposers, control=control, **options), control
-
-
-def quiet_run(ours: DraftPolicy, one: Request, num_steps: int, room: StepRoom = QUIET_ROOM) -> str:
-    """A letter for each step of one request: asked about, or resting."""
-    letters = ""
-    for _ in range(num_steps):
-        rests = ours.try_rest(1, 0)
-        letters += "r" if rests else "a"
-        if not rests:
-            ours.choose([one], 1, room)
-        assert ours.granted == {}
-        assert ours.decided == StepDecision("no_gain")
-        assert ours.observe([booking(one, None)], stats(1)) == ()
-    return letters
-
-
-def test_nobody_is_asked_about_steps_that_are_sure_to_be_plain():
-    ours, control = resting(drafter_max_len=100)
-    assert quiet_run(ours, request(), 23) == "a" + 10 * "r" + "a" + 10 * "r" + "a"
-    assert control.num_rests == 20
-    assert len(control.asked_to_hold) == 3
-
-
-def test_control_is_told_what_each_step_with_a_look_took_also_where_one_in_vain_begins_a_rest():
-    ours, control = resting(ngram())
-    control.wants_offers = True
-    assert quiet_run(ours, request(), 13) == "a" + 10 * "r" + "ar"
-    assert control.looks == [(2.0, 0), (2.0, 0)]
-
-
-def test_control_is_told_of_looks_that_found_something_and_of_prompts_beside_them():
-    control, one = Scripted(lambda _: [Grant("a", "ngram", 3, 3, 0.0)]), request()
-    ours = policy(ngram(a=draft(3)), control=control)
-    granted = ours.choose([one], 1, ROOM)
-    ours.observe([booking(one, granted["a"])], stats(4))
-    assert control.looks == [(2.0, ROOM.prompt_rows)]
-
-
-def test_control_is_not_told_of_steps_without_a_look_that_failed_or_that_made_a_graph():
-    ours, control = resting(ngram(a=draft(3)))
-    quiet_run(ours, request(), 13)
-    assert control.looks == []
-    ours, control = resting(ngram())
-    control.wants_offers = True
-    assert not ours.try_rest(1, 0)
-    ours.choose([request()], 1, QUIET_ROOM)  # the step fails: nothing is observed
-    assert ours.try_rest(1, 0)
-    ours.observe([booking(request(), None)], stats(1))
-    assert control.looks == []
-    ours, control = resting(ngram())
-    control.wants_offers = True
-    ours.choose([request()], 1, QUIET_ROOM)
-    ours.observe([booking(request(), None)], stats(1, PhaseTimes(is_first=True)))
-    assert control.looks == []
-
-
-@pytest.mark.parametrize(("due_in", "num_rests"), [(16, 0), (17, 0), (18, 1), (20, 3), (100, 5)])
-def test_nobody_rests_when_states_have_to_be_kept_for_the_network(due_in: int, num_rests: int):
-    ours, control = resting(drafter_max_len=100)
-    control.due_in = due_in
-    assert quiet_run(ours, request(), 1 + num_rests) == "a" + num_rests * "r"
-    control.due_in = 0
-    if due_in < 100:
-        assert not ours.try_rest(1, 0)
-
-
-def test_sources_of_the_host_say_whether_they_may_find_drafts():
-    for proposers, prediction, may_find in ((), (), False), ([ngram()], (), True), ((), [5], True):
-        ours, control = resting(*proposers, drafter_max_len=100)
-        ours.choose([request(prediction=prediction)], 1, QUIET_ROOM)
-        assert control.asked_for_quiet == [may_find]
-
-
-def test_another_batch_an_ended_request_or_a_prompt_ends_the_rest():
-    ours, _ = resting(drafter_max_len=100)
-    for batch in ((2, 0), (1, 1), (0, 1)):
-        assert quiet_run(ours, request(), 2) == "ar"
-        assert not ours.try_rest(*batch)
-        assert not ours.try_rest(1, 0)  # it was for the steps in between
-    assert quiet_run(ours, request(), 2) == "ar"
-    ours.finish(request())
-    assert quiet_run(ours, request(), 1) == "a"
-    ours.finish(request())
-    assert quiet_run(ours, request(), 3, room=ROOM) == "aaa"
-
-
-def test_alarms_count_the_steps_of_a_rest_and_are_logged(caplog):
-    ours, control = resting(drafter_max_len=100)
-    control.num_quiet = IDLE_STEPS
-    one = request(max_tokens=900)
-    quiet_run(ours, one, IDLE_STEPS - 1)
-    assert ours.try_rest(1, 0)
-    [alarm] = ours.observe([booking(one, None)], stats(1))
-    assert alarm.kind == "never_drafts"
-    [line] = caplog.messages
-    assert line.startswith(f"alarm begins: never drafts of {alarm.source}: ")
-
-
 def test_hard_rules_and_wishes_are_told_as_reasons():
     ours = policy(drafter_max_len=100, disable_by_batch_size=2)
     ours.choose([request()], 3, ROOM)
@@ -958,33 +711,3 @@ def test_hard_rules_and_wishes_are_told_as_reasons():
     assert ours.decided == StepDecision("not_wanted")
     ours.choose([], 1, ROOM)
     assert ours.decided is None
-
-
-def fruitless_step(
-    ours: DraftPolicy, one: Request, times: PhaseTimes = NO_TIMES
-) -> tuple[Alarm, ...]:
-    choice = ours.choose([one], 1, ROOM).get(one.id)
-    return ours.observe([booking(one, choice)], stats(1, times))
-
-
-def test_an_alarm_is_logged_and_told_once_when_it_begins(caplog):
-    ours, one = policy(drafter_max_len=1000), request(max_tokens=900)
-    told = [alarm for _ in range(FRUITLESS_STEPS + 5) for alarm in fruitless_step(ours, one)]
-    assert [(alarm.kind, alarm.source, alarm.is_on) for alarm in told] == [
-        ("none_accepted", "draft_model", True)
-    ]
-    [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith("alarm begins: none accepted of draft_model: ")
-
-
-@pytest.mark.parametrize("times", [NO_TIMES, PhaseTimes(is_first=True)])
-def test_steps_in_which_nobody_could_draft_count_for_no_alarm(times):
-    ours = policy(drafter_max_len=1000)
-    one = request(enabled=False)
-    assert not any(fruitless_step(ours, one, times) for _ in range(IDLE_STEPS + 5))
-
-
-def test_a_source_that_is_never_granted_a_draft_is_told():
-    ours, one = policy(drafter_max_len=1000, control=Scripted()), request()
-    told = [alarm for _ in range(IDLE_STEPS + 5) for alarm in fruitless_step(ours, one)]
-    assert [(alarm.kind, alarm.is_on) for alarm in told] == [("never_drafts", True)]

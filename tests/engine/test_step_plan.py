@@ -22,25 +22,8 @@ def kept(prompts: list[Request], num_steps: int, control: Scripted, rows: int) -
     return keeps
 
 
-@pytest.mark.parametrize(
-    ("num_prompt", "rows", "keeps"),
-    [
-        (6, 16, [True, False, False, False]),
-        (12, 5, [True, True, True, False]),
-        (11, 5, [True, True, True, False]),  # of the last step it reads one token
-        (1, 16, [True, False, False, False]),
-    ],
-)
-def test_where_drafts_would_pay_for_new_requests_states_are_kept_while_prompts_are_read(
-    num_prompt, rows, keeps
-):
-    control = Scripted(lambda _: ())
-    control.due_in, control.due_in_beside_prompts = 100, 0
-    assert kept([request(num_prompt=num_prompt)], 4, control, rows) == keeps
-
-
 @pytest.mark.parametrize(("due_in", "keeps"), [(0, True), (100, False)])
-def test_else_prompts_make_no_difference(due_in, keeps):
+def test_states_are_kept_while_the_network_may_soon_draft(due_in, keeps):
     control = Scripted(lambda _: ())
     control.due_in = due_in
     assert kept([request(num_prompt=6)], 3, control, 16) == [keeps] * 3

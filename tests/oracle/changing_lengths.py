@@ -1,17 +1,13 @@
 """A policy of lengths that changes its mind at every step, and checks what it is told."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from outdraft.config.speculation import NETWORK_SOURCES
 from outdraft.control.facts import (
     Decision,
-    Fate,
     Grant,
     Reason,
     RequestFacts,
-    ShadowOutcome,
     Shape,
     StepFacts,
     StepOutcome,
@@ -29,80 +25,25 @@ class ChangingLengths:
         self._rng = np.random.default_rng(seed)
         self._decided: Decision | None = None
         self._may_hold = False  # the decision names no draft of the host, which is used up
-        self.standing: Decision | None = None
-        self.wants_outcome = True
-        self.is_passing = False
         self.lengths: set[tuple[str, int]] = set()  # that were verified, by source
         self.num_stopped = 0  # chains that a live rule ended
         self.num_mixed = 0  # steps in which requests drafted different levels
-        self.num_observed = self.num_passed = self.num_rests = 0
-        self.num_shadows = 0
+        self.num_observed = self.num_held = self.num_shadows = 0
         self.shapes: set[Shape] = set()  # of the network's drafts
 
-    @property
-    def wants_offers(self) -> bool:
-        return self._rng.random() < 0.8
-
-    @property
-    def wants_margins(self) -> bool:
-        return self._rng.random() < 0.5
-
-    def observe_keeping(self, seconds: float) -> None:
-        """Nothing follows from it."""
-
-    def network_due_in(self, num_running: int, *, has_prompts: bool = False) -> int:
+    def network_due_in(self, num_running: int) -> int:
         return 0
 
-    @property
-    def wants_plain_time(self) -> bool:
-        return False
-
-    @property
-    def has_wrong_costs(self) -> bool:
-        return False
-
-    def observe_plain(
-        self, num_requests: int, context_tokens: int, target_s: float, host_s: float
-    ) -> None:
-        """It times nothing."""
-
-    def try_hold(self, num_requests: int, prompt_rows: int = 0) -> bool:
+    def hold(
+        self, num_requests: int, prompt_rows: int = 0, *, may_offer: bool = False
+    ) -> Decision | None:
         """Now and then the step is plain, or drafts as the last one did."""
         coin = self._rng.random()
-        if coin < 0.1:
-            return self.hold(PLAIN)
-        return coin < 0.3 and self._may_hold and self.hold(self._decided)
-
-    def quiet_steps(self, *, may_find: bool) -> int:
-        return int(self._rng.integers(3))
-
-    def rest(self) -> None:
-        self.num_rests += 1
-
-    def standing_for(self, request_ids: Sequence[str]) -> Decision:
-        assert self.standing is not None
-        return self.standing
-
-    def hold(self, decision: Decision | None) -> bool:
-        self.standing, self.is_passing = decision, bool(decision and decision.grants)
-        self.wants_outcome = self.is_passing and bool(self._rng.random() < 0.5)
-        return True
-
-    def looked(self, step_s, prompt_rows) -> None:
-        """Nothing is learned."""
-
-    def pass_by(
-        self,
-        num_tokens: int,
-        draft_s: float,
-        host_s: float,
-        step_s: float,
-        fates: Sequence[Fate] = (),
-    ) -> None:
-        self.num_passed += 1
-
-    def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:
-        self.num_shadows += len(shadows)
+        held = PLAIN if coin < 0.1 else None
+        if 0.1 <= coin < 0.3 and self._may_hold:
+            held = self._decided
+        self.num_held += held is not None
+        return held
 
     def decide(self, facts: StepFacts) -> Decision:
         shapes = [shape for one in facts.requests if one.network for shape in one.shapes]
@@ -117,8 +58,6 @@ class ChangingLengths:
         self._decided = Decision(tuple(grants), price, rows, Reason.GAIN, *times, shadows)
         networks = {one.request_id: one.network for one in facts.requests}
         self._may_hold = all(grant.source == networks[grant.request_id] for grant in grants)
-        self.is_passing = False
-        self.wants_outcome = bool(self._rng.random() < 0.8)
         return self._decided
 
     def observe(self, outcome: StepOutcome) -> None:

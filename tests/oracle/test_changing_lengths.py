@@ -124,7 +124,7 @@ def test_nothing_is_learned_while_an_engine_warms_up():
 
 
 class Untouched(ChangingLengths):
-    """Fails if anybody asks it or tells it anything."""
+    """Fails if it is asked or told anything."""
 
     def __init__(self) -> None:
         super().__init__(0)

@@ -28,33 +28,26 @@ WAYS: dict[str, dict[str, Any]] = {
 
 class Pausing(ChangingLengths):
     """Off and on for as many steps as are drawn. While it is off, the network is due in so many
-    steps: far away, no states are kept; soon, they are. Prompts are read meanwhile only with
-    `reads_prompts`, as if drafts would pay behind them."""
+    steps: far away, no states are kept; soon, they are."""
 
-    def __init__(self, seed: int, due_in: int = 1000, *, reads_prompts: bool = False) -> None:
+    def __init__(self, seed: int, due_in: int = 1000) -> None:
         super().__init__(seed)
-        self._due_in, self._reads_prompts = due_in, reads_prompts
+        self._due_in = due_in
         self._steps = np.random.default_rng(seed + 1)
         self._left, self._is_off = 0, True
         self.num_pauses = 0
 
-    def network_due_in(self, num_running: int, *, has_prompts: bool = False) -> int:
-        return self._due_in if self._is_off and not (has_prompts and self._reads_prompts) else 0
+    def network_due_in(self, num_running: int) -> int:
+        return self._due_in if self._is_off else 0
 
-    def try_hold(self, num_requests: int, prompt_rows: int = 0) -> bool:
+    def hold(
+        self, num_requests: int, prompt_rows: int = 0, *, may_offer: bool = False
+    ) -> Decision | None:
         self._left -= 1
         if self._left < 0:
             self._is_off, self._left = not self._is_off, int(self._steps.integers(1, 8))
             self.num_pauses += self._is_off
-        return self._is_off and self.hold(PLAIN)
-
-    def quiet_steps(self, *, may_find: bool) -> int:
-        return self._left
-
-    def rest(self) -> None:
-        super().rest()
-        self._left -= 1
-        assert self._left >= 0
+        return PLAIN if self._is_off else None
 
     def decide(self, facts: StepFacts) -> Decision:
         self._is_off &= not any(request.offers for request in facts.requests)
@@ -83,7 +76,6 @@ def params(seed: int | None) -> SamplingParams:
 @given(
     seed=st.integers(0, 10_000),
     due_in=st.sampled_from([1, 1000]),
-    reads_prompts=st.booleans(),
     chosen=st.sampled_from([None, 3]),
     way=st.sampled_from([*WAYS]),
 )
@@ -93,12 +85,11 @@ def test_texts_do_not_depend_on_when_a_network_pauses(
     kernels: str,
     seed: int,
     due_in: int,
-    reads_prompts: bool,
     chosen: int | None,
     way: str,
 ):
     llm = engine(FAMILY, method, kernels=kernels, **WAYS[way])
-    control = Pausing(seed, due_in, reads_prompts=reads_prompts)
+    control = Pausing(seed, due_in)
     llm.engine.drafting.control = control
     found = run(llm, prompts(), params(chosen))
     assert ids(found) == plain_texts(chosen, kernels)
@@ -106,7 +97,7 @@ def test_texts_do_not_depend_on_when_a_network_pauses(
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3-tree", "p-eagle"])
-def test_pauses_reach_gaps_rests_and_preemptions(method: str):
+def test_pauses_reach_gaps_and_preemptions(method: str):
     """Else they would prove nothing."""
     llm = engine(FAMILY, method, **WAYS["preempted"])
     control = llm.engine.drafting.control = Pausing(1)
@@ -123,4 +114,4 @@ def test_pauses_reach_gaps_rests_and_preemptions(method: str):
     assert sum(number > 0 for number in missing) > 5
     assert any(number % 16 for number in missing)
     assert 0 in missing
-    assert control.num_rests > 2
+    assert control.num_pauses > 2

@@ -7,8 +7,8 @@ import numpy as np
 from outdraft.control.controller import Controller
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost, monotone
 from outdraft.control.fixed import FixedLength
-from outdraft.planning.simulator import Simulator, Steps
-from outdraft.planning.worlds import NETWORK, Acceptance, Load, Scenario, World
+from tests.planning.simulator import Simulator, Steps
+from tests.planning.worlds import NETWORK, Acceptance, Load, Scenario, World
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 SHAPES = ("flat", "line", "knee", "convex", "stairs")

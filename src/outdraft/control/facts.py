@@ -11,7 +11,6 @@ from outdraft.core.record import record
 
 Shape = tuple[int, ...]
 CHAIN: Shape = ()  # one row a level, as many levels as are granted
-LONGEST = 2.0  # times the prediction that a step counts as
 
 
 class Reason(StrEnum):
@@ -21,7 +20,6 @@ class Reason(StrEnum):
     NO_GAIN = "no draft would bring more tokens a second"
     NOTHING_OFFERED = "no source can draft"
     NO_ROOM = "no rows or slots are free"
-    PATIENCE = "drafts lost time lately, so they wait"
     NETWORK_PROBE = "plain decoding, but the network is tried on a few requests"
     PLAIN_PROBE = "drafts pay, but this step measures plain decoding"
 
@@ -127,11 +125,11 @@ class StopRule:
 
     The chance at level i is sigmoid(weights[i] * margin + biases[i]). The margin is the distance
     between the two largest logits of that level, as `LiveStop` of core/plan.py says, known before
-    its token is drawn.
+    its token is drawn. Without levels no chain ends: margins are told, to learn from.
     """
 
-    weights: tuple[float, ...]
-    biases: tuple[float, ...]
+    weights: tuple[float, ...] = ()
+    biases: tuple[float, ...] = ()
 
 
 @record
@@ -142,7 +140,7 @@ class Grant:
         levels: how deep. The live rule may end a network's chain earlier.
         rows: how many rows at most: what the scheduler reserves.
         expected_tokens: accepted drafts that it is expected to bring.
-        stop: the live rule; None: draft all levels.
+        stop: the live rule; None: draft all levels, and tell no margins.
     """
 
     request_id: str
@@ -190,18 +188,6 @@ class Decision:
     def step_s(self) -> float:
         return self.draft_s + self.target_s + self.host_s
 
-    @property
-    def held_step_s(self) -> float:
-        """The same of the steps behind the first, if the decision holds for several."""
-        return self.step_s - self.catch_up_s
-
-    def counted_s(self, actual_s: float, *, is_held: bool = False) -> float:
-        """What counts of a step's time: one that took very long met something else.
-
-        is_held: it is one of the steps behind the first.
-        """
-        return min(actual_s, LONGEST * (self.held_step_s if is_held else self.step_s))
-
 
 @record
 class DraftOutcome:
@@ -212,24 +198,17 @@ class DraftOutcome:
         accepted: levels that were accepted.
         margins: a network's, level by level; one more than `drafted` if the live rule ended it, or
             its cap on rows.
-        taught: settled tokens that the network was compared with as it caught up with them.
-        taught_accepted: how many of them it would have drafted.
     """
 
     request_id: str
     drafted: int
     accepted: int
     margins: tuple[float, ...] = ()
-    taught: int = 0
-    taught_accepted: int = 0
 
     @property
     def num_passes(self) -> int:
         """A network's, one for each level; the last one may have shown a poor margin."""
         return max(self.drafted, len(self.margins))
-
-
-Fate = tuple[str, int, int]  # of a draft: request, levels that were verified, and accepted
 
 
 @record
@@ -268,12 +247,3 @@ class StepOutcome:
     shadows: tuple[ShadowOutcome, ...] = ()
     deciding_s: float = 0.0
     is_held: bool = False
-
-    @property
-    def excess_s(self) -> float:
-        """How much longer than predicted it took. What a prompt in it took is not counted."""
-        decision = self.decision
-        excess_s = self.draft_s + self.host_s - decision.draft_s - decision.host_s
-        if not self.facts.prompt_rows:
-            excess_s += self.target_s - decision.target_s
-        return excess_s

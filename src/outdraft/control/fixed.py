@@ -1,21 +1,10 @@
 """Lengths that never change: to compare the controller with, and for tests."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from outdraft.control.facts import (
-    Decision,
-    Fate,
-    Grant,
-    Reason,
-    RequestFacts,
-    ShadowOutcome,
-    StepFacts,
-    StepOutcome,
-)
+from outdraft.control.facts import Decision, Grant, Reason, RequestFacts, StepFacts, StepOutcome
 
 NEVER = 1 << 30  # steps
-STANDING_STEPS = 31  # that a decision holds for beside its own
 
 
 @dataclass(slots=True)
@@ -23,102 +12,32 @@ class FixedLength:
     """Every request drafts the same number of levels in every step; 0 is plain decoding.
 
     Where a source of the host has a draft, the first one that does is preferred if `prefers_host`;
-    else the network drafts where there is one. Nobody drafts more than there is to offer.
+    else the network drafts where there is one. A request drafts no more than there is to offer.
     """
 
     num_drafts: int
     prefers_host: bool = True
-    standing: Decision | None = field(default=None, init=False)
-    wants_outcome: bool = field(default=True, init=False)
-    _left: int = field(default=0, init=False)  # steps that it stands for
-    _num_requests: int = field(default=0, init=False)
 
-    @property
-    def wants_offers(self) -> bool:
-        return self.num_drafts > 0
-
-    def try_hold(self, num_requests: int, prompt_rows: int = 0) -> bool:
-        """Whether the step drafts as the last one did."""
-        if self._left == 0 or prompt_rows or num_requests != self._num_requests:
-            return False
-        self._left -= 1
-        self.wants_outcome = False
-        return True
-
-    def quiet_steps(self, *, may_find: bool) -> int:
-        """A fixed policy is asked in every step."""
-        return 0
-
-    def rest(self) -> None:
-        """It never does."""
-
-    def standing_for(self, request_ids: Sequence[str]) -> Decision:
-        """As LengthPolicy; it stands for one batch only."""
-        assert self.standing is not None
-        return self.standing
-
-    def observe_keeping(self, seconds: float) -> None:
-        """A fixed policy learns nothing."""
-
-    def network_due_in(self, num_running: int, *, has_prompts: bool = False) -> int:
-        return 0 if self.num_drafts else NEVER
-
-    @property
-    def wants_plain_time(self) -> bool:
-        return False
-
-    def observe_plain(
-        self, num_requests: int, context_tokens: int, target_s: float, host_s: float
-    ) -> None:
-        """A fixed policy learns nothing."""
-
-    @property
-    def is_passing(self) -> bool:
-        return False
-
-    def pass_by(
-        self,
-        num_tokens: int,
-        draft_s: float,
-        host_s: float,
-        step_s: float,
-        fates: Iterable[Fate] = (),
-    ) -> None:
-        """A fixed policy learns nothing."""
-
-    def looked(self, step_s: float, prompt_rows: int) -> None:
-        """A fixed policy learns nothing."""
-
-    def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:
-        """A fixed policy learns nothing."""
-
-    @property
-    def wants_margins(self) -> bool:
-        return False
-
-    @property
-    def has_wrong_costs(self) -> bool:
-        return False
+    def hold(
+        self, num_requests: int, prompt_rows: int = 0, *, may_offer: bool = False
+    ) -> Decision | None:
+        """Plain decoding holds for ever; drafts are decided anew in each step."""
+        return None if self.num_drafts else PLAIN
 
     def decide(self, facts: StepFacts) -> Decision:
-        grants = tuple(
-            grant for request in facts.requests if (grant := self._grant(request)) is not None
-        )
-        rows = sum(grant.rows for grant in grants)
-        reason = Reason.GAIN if grants else Reason.NOTHING_OFFERED
-        self.standing = Decision(grants, 0.0, rows, reason, 0, 0, 0, 0, 0, 0)
-        is_lasting = not facts.prompt_rows and not facts.has_offers
-        self._left = STANDING_STEPS if is_lasting else 0
-        self._num_requests = len(facts.requests)
-        self.wants_outcome = True
-        return self.standing
+        """Grant the same number of levels to each request that may draft."""
+        grants = [self._grant(request) for request in facts.requests]
+        return _decision(tuple(grant for grant in grants if grant is not None))
 
     def observe(self, outcome: StepOutcome) -> None:
-        """A fixed policy learns nothing."""
+        """Learn nothing."""
 
     def forget(self, request_id: str) -> None:
-        """Another batch comes."""
-        self._left = 0
+        """Know no request."""
+
+    def network_due_in(self, num_running: int) -> int:
+        """Draft in each step or never."""
+        return 0 if self.num_drafts else NEVER
 
     def _grant(self, request: RequestFacts) -> Grant | None:
         if request.max_drafts == 0:
@@ -139,3 +58,11 @@ class FixedLength:
         return Grant(
             request.request_id, source, levels, rows, 0.0, match_length, request.rule, shape
         )
+
+
+def _decision(grants: tuple[Grant, ...]) -> Decision:
+    reason = Reason.GAIN if grants else Reason.NOTHING_OFFERED
+    return Decision(grants, 0.0, sum(one.rows for one in grants), reason, 0, 0, 0, 0, 0, 0)
+
+
+PLAIN = _decision(())

@@ -37,7 +37,7 @@ class StepDecision:
         reason: a word, as in docs/serving.md.
         price: accepted tokens that a row had to promise; None: no request was to draft, or lengths
             are fixed.
-        prediction: None: lengths are fixed, or an older decision for plain decoding still stood.
+        prediction: None: lengths are fixed.
     """
 
     reason: str

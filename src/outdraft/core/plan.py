@@ -158,13 +158,11 @@ class StepRoom:
         prompt_rows: rows of tokens before the newest ones; the prefix cache may save some.
         free_rows: rows beside those that running requests need.
         free_slots: places in the KV cache beside those that running requests need.
-        has_prompts: a prompt is read, and be it its last token.
     """
 
     prompt_rows: int
     free_rows: int
     free_slots: int
-    has_prompts: bool = False
 
 
 class Work(NamedTuple):

@@ -12,13 +12,8 @@ _STANDING = {reason: StepDecision(word) for reason, word in _WORDS.items()}
 REASONS = (*_WORDS.values(), DISABLED.reason, NOT_WANTED.reason)
 
 
-def standing(decision: Decision | None) -> StepDecision | None:
-    """Tells of a step for which nobody decided: the numbers would be those of another one."""
-    return None if decision is None else _STANDING[decision.reason]
-
-
 def explained(decision: Decision, *, is_held: bool = False) -> StepDecision:
-    """Tells of a decided step. A policy of fixed lengths predicts nothing and has no price.
+    """Tell of a decided step. A policy of fixed lengths predicts nothing and has no price.
 
     is_held: the decision was made for an earlier step.
     """

@@ -95,7 +95,6 @@ def build_engine(
         _drafter_limits(speculation.network, target, drafter, own.proposer, scheduler.lag_tokens),
         _control(config, models, runner),
         config.scheduler.max_num_seqs,
-        cost_file(config, models, runner).forget if config.cost_table == AUTO else None,
     )
     return Engine(inputs, scheduler, policy, runner, ranks=processes), memory
 
@@ -180,7 +179,9 @@ def _drafter_limits(
 
 
 def _control(config: EngineConfig, models: LoadedModels, runner: StepRunner) -> LengthPolicy:
-    """What decides lengths; nobody may draft more than the policy allows."""
+    """Make what decides lengths; no request drafts more than it allows."""
     if config.speculation.control == "fixed" or not config.speculation.sources:
         return FixedLength(MAX_DRAFTS)
-    return Controller(cost_table(config, models, runner), config.speculation.max_drafts)
+    table = cost_table(config, models, runner)
+    forget = cost_file(config, models, runner).forget if config.cost_table == AUTO else None
+    return Controller(table, config.speculation.max_drafts, forget)

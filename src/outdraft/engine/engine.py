@@ -18,6 +18,7 @@ from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.scheduled import ScheduledStep
 from outdraft.drafting.policy import DraftPolicy
+from outdraft.engine.alarms import SourceAlarms
 from outdraft.engine.deltas import RequestDeltas, StepTold
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor, Prompt
 from outdraft.engine.stats import StatsTotal, step_stats
@@ -92,6 +93,7 @@ class Engine:
         self._sequences: dict[str, _Sequence] = {}
         self._callers: dict[str, RequestDeltas] = {}
         self._num_added = 0
+        self._alarms = SourceAlarms(str(source) for source in drafting.config.methods)
 
     @property
     def has_work(self) -> bool:
@@ -187,8 +189,8 @@ class Engine:
             granted=self.drafting.granted,
             decision=self.drafting.decided,
         )
-        alarms = self.drafting.observe(booked, stats)
-        if alarms:
+        self.drafting.observe(booked, stats)
+        if alarms := self._alarms.watch(booked, self.drafting.decided):
             stats = replace(stats, alarms=alarms)
         for sequence in ended:
             self._end_drafting(sequence)
@@ -245,6 +247,7 @@ class Engine:
         if sequence.may_draft:
             sequence.may_draft = False
             self.drafting.finish(sequence.request)
+            self._alarms.finish(sequence.request.id)
 
     def _forget(self, sequence: _Sequence) -> None:
         del self._sequences[sequence.request.id]

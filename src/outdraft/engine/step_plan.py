@@ -7,13 +7,11 @@ from outdraft.scheduling.scheduler import Scheduler
 
 def plan_step(scheduler: Scheduler, drafting: DraftPolicy) -> ScheduledStep:
     """The next step; its `works` are empty if there is nothing to do."""
-    if drafting.try_rest(len(scheduler.running), len(scheduler.waiting)):
-        return scheduler.schedule({})
     num_live = len(scheduler.running) + len(scheduler.waiting)
     num_running = min(num_live, scheduler.config.max_num_seqs)
     room = scheduler.room()
     choices = drafting.choose(scheduler.decoding_requests(), num_running, room)
-    may_follow = drafting.may_follow(num_running, has_prompts=room.has_prompts)
+    may_follow = drafting.may_follow(num_running)
     follows = drafting.follows if may_follow else None
     reads = drafting.may_read if may_follow and drafting.reads_prompts(num_running) else None
     return scheduler.schedule(choices, follows, reads)

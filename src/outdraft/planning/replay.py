@@ -200,9 +200,8 @@ class _Replay:
     def _step(self) -> None:
         """As Engine.step."""
         scheduler, policy = self._scheduler, self._policy
-        looks_up = self._looks_up and policy.control.wants_offers
-        num_asked = len(scheduler.decoding_requests()) if looks_up else 0
         step = plan_step(scheduler, policy)
+        num_asked = policy.num_asked if self._looks_up else 0
         result = self._device.execute(step, self._texts)
         booked = scheduler.commit(step, result)
         step_s = result.times.draft_s + result.times.verify_s

@@ -120,13 +120,11 @@ class Scheduler:
         """What `schedule` will have left for drafts if it preempts nobody."""
         budget = self.config.max_num_batched_tokens
         num_needed = num_slack = prompt_rows = 0
-        has_prompts = False
         for request in self.running:
             num_new = min(request.num_uncomputed, budget)
             budget -= num_new
             if num_new > 1:
                 prompt_rows += num_new
-            has_prompts |= request.num_output == 0
             held = len(self._tables[request.id].ids)
             end = request.num_computed + num_new
             blocks = max(held, -(-end // self._block_size))
@@ -135,8 +133,7 @@ class Scheduler:
         free_slots = (self.pool.num_free - num_needed) * self._block_size + num_slack
         if self.waiting and self._free_slots:
             prompt_rows += min(self.waiting[0].num_tokens, budget)
-        has_prompts |= prompt_rows > 0
-        return StepRoom(prompt_rows, max(0, budget), max(0, free_slots), has_prompts)
+        return StepRoom(prompt_rows, max(0, budget), max(0, free_slots))
 
     def lag_tokens(self, request: Request) -> int:
         """Tokens that the drafter would read now beyond those of a usual step."""

@@ -71,7 +71,6 @@ const WHY_OFF = {
   no_gain: "no gain expected",
   nothing_offered: "no source had a draft",
   no_room: "no room in the step",
-  patience: "drafts lost time lately",
   plain_probe: "plain decoding was measured",
   disabled: "too many requests run",
   not_wanted: "the request may not draft here",

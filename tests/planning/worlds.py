@@ -89,8 +89,6 @@ class Scenario:
 
     Attributes:
         noise: standard deviation of the logarithm of a pass's time.
-        teaches: a network that catches up is compared with settled tokens, as the engine does it
-            where drafts are not drawn.
         window: most tokens that the network ever has to catch up with.
         tree: rows of each level of the network's trees; (): it drafts chains only.
     """
@@ -100,6 +98,5 @@ class Scenario:
     max_drafts: int
     seed: int = 0
     noise: float = 0.02
-    teaches: bool = True
     window: int = 1 << 30
     tree: Shape = ()

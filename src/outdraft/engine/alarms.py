@@ -3,16 +3,20 @@
 Pure, and cheap: a step without drafts costs one comparison, a draft costs a few additions.
 """
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from outdraft.control.fall import FallWatch
-from outdraft.core.decided import Alarm, AlarmKind
+from outdraft.core.decided import Alarm, AlarmKind, StepDecision
+from outdraft.core.plan import drafted_levels
+from outdraft.core.scheduled import BookedWork
+from outdraft.engine.fall import FallWatch
+
+_logger = logging.getLogger(__name__)
 
 IDLE_STEPS = 10_000  # without a draft, probes aside, before a source is said never to draft
-# In a row with drafts of a source, none of which brought a token; only steps that are looked at
-# count, which are few where steps are short (lessons.py).
-FRUITLESS_STEPS = 500
+FRUITLESS_STEPS = 500  # in a row with drafts of a source, none of which brought a token
+NO_CHOICE, PROBE = ("disabled", "not_wanted"), "network_probe"  # reasons of decisions
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,30 @@ class SourceAlarms:
         news, self._news = tuple(self._news), []
         return news
 
+    def watch(
+        self, booked: Sequence[BookedWork], decision: StepDecision | None
+    ) -> tuple[Alarm, ...]:
+        """Count a step, and log the alarms that begin or end, which are returned.
+
+        Args:
+            decision: about the step; None: nothing was to decide.
+        """
+        if decision is None or decision.reason in NO_CHOICE:
+            return ()
+        drafts = [
+            Drafted(str(work.drafts.source), request.id, levels, len(outcome.accepted_rows))
+            for request, work, outcome, _ in booked
+            if work.drafts is not None
+            and outcome.is_finite
+            and (levels := drafted_levels(work.drafts, outcome))
+        ]
+        alarms = self.step(drafts, is_probe=decision.reason == PROBE)
+        for alarm in alarms:
+            what, state = alarm.kind.replace("_", " "), "begins" if alarm.is_on else "ends"
+            level = logging.WARNING if alarm.is_on else logging.INFO
+            _logger.log(level, "alarm %s: %s of %s: %s", state, what, alarm.source, alarm.evidence)
+        return alarms
+
     def finish(self, request_id: str) -> None:
         """A request ended; what follows from it is told by the next step."""
         for name, source in self._sources.items():
@@ -90,7 +118,7 @@ class SourceAlarms:
         if has_accepted:
             self._tell(name, AlarmKind.NONE_ACCEPTED, "a draft was accepted", is_on=False)
         elif source.fruitless >= FRUITLESS_STEPS:
-            evidence = f"it drafted in {FRUITLESS_STEPS} steps looked at, and none was accepted"
+            evidence = f"it drafted in {FRUITLESS_STEPS} steps, and none was accepted"
             self._tell(name, AlarmKind.NONE_ACCEPTED, evidence, is_on=True)
 
     def _look_for_idle(self) -> None:

@@ -25,8 +25,7 @@ from outdraft.control.facts import (
     StepOutcome,
 )
 from outdraft.control.policy import LengthPolicy
-from outdraft.core.draft import MAX_TAUGHT_ROWS, num_taught
-from outdraft.planning.worlds import NETWORK, Acceptance, HostTruth, Scenario, World
+from tests.planning.worlds import NETWORK, Acceptance, HostTruth, Scenario, World
 
 MAX_MARGIN = 10.0
 MAX_ROWS = 16384  # of a pass
@@ -96,8 +95,7 @@ class _Times:
 class Simulator:
     """Runs a policy through a scenario, step by step.
 
-    deciding_s: what it takes to decide and to learn, in each step that is not held. To look at a
-        held decision again is not counted.
+    deciding_s: what it takes to decide and to learn, in each step that is not held.
     """
 
     def __init__(self, scenario: Scenario, policy: LengthPolicy, deciding_s: float = 0.0) -> None:
@@ -131,23 +129,22 @@ class Simulator:
                 rows_left, prompt_rows = rows_left - rows, prompt_rows + rows
             else:
                 decoding.append(request)
-        host = world.host if self.policy.wants_offers else None
-        offers = [
-            () if host is None else _offers(request, host, self.scenario.max_drafts)
-            for request in decoding
-        ]
+        has_looked, count = False, len(decoding)
+        decision = self.policy.hold(count, prompt_rows, may_offer=world.host is not None)
         facts = None
-        if any(offers) or not self.policy.try_hold(len(decoding), prompt_rows):
-            requests = zip(decoding, offers, strict=True)
-            facts = StepFacts(tuple(self._facts(*one, world) for one in requests), prompt_rows)
-        decision = self.policy.decide(facts) if facts is not None else self.policy.standing
-        assert decision is not None
-        if facts is None and decision.grants:
-            decision = self.policy.standing_for([request.id for request in decoding])
-        host_s = world.table.booking_s(len(decoding), drafts=bool(decision.grants))
-        host_s += world.table.offer_s * len(decoding) * (host is not None)
-        has_looked = bool(decoding) and host is not None
-        self._execute(world, decoding, prompt_rows, host_s, facts, decision, has_looked)
+        if decision is None:
+            offers = [_offers(one, world.host, self.scenario.max_drafts) for one in decoding]
+            has_looked = world.host is not None
+            if has_looked and not any(offers):
+                decision = self.policy.hold(count, prompt_rows)
+        if decision is None:
+            pairs = zip(decoding, offers, strict=True)
+            facts = StepFacts(tuple(self._facts(*one, world) for one in pairs), prompt_rows)
+            decision = self.policy.decide(facts)
+            self._decided = facts, decision
+        host_s = world.table.booking_s(count, drafts=bool(decision.grants))
+        host_s += world.table.offer_s * count * has_looked
+        self._execute(world, decoding, prompt_rows, host_s, facts, decision)
 
     def _facts(
         self, request: _Request, offers: tuple[HostOffer, ...], world: World
@@ -174,9 +171,8 @@ class Simulator:
         host_s: float,
         facts: StepFacts | None,
         decision: Decision,
-        has_looked: bool,
     ) -> None:
-        """`facts`: None if the step is held. has_looked: sources of the host looked for drafts."""
+        """`facts`: None if the step is held."""
         times = self._times_of(world.table)
         drafts = _Drafts(world, times, self.scenario, decoding, decision)
         context = sum(self._context(request) for request in decoding)
@@ -209,28 +205,15 @@ class Simulator:
         target_s = times.target[num_rows] + table.context_s * context
         target_s += table.request_s * max(0, len(decoding) - 1)
         target_s *= world.target_factor * self._jitter()
-        step_s, deciding_s = draft_s + target_s + host_s, 0.0
-        if facts is not None:
-            deciding_s, self._decided = self.deciding_s, (facts, decision)
-        decided_on, newest = self._decided or (None, None)
-        if self.policy.wants_outcome and decided_on is not None and newest is decision:
+        deciding_s = 0.0 if facts is None else self.deciding_s
+        if self._decided is not None and self._decided[1] is decision:
             self.policy.observe(
                 StepOutcome(
-                    decided_on, decision, tuple(outcomes), num_rows, num_tokens,
-                    draft_s, target_s, host_s, tuple(shadows), self.deciding_s, facts is None,
+                    self._decided[0], decision, tuple(outcomes), num_rows, num_tokens,
+                    draft_s, target_s, host_s, tuple(shadows), deciding_s, facts is None,
                 )
             )  # fmt: skip
-        else:
-            self.policy.observe_shadows(shadows)
-            if facts is None and self.policy.wants_plain_time and not prompt_rows:
-                self.policy.observe_plain(len(decoding), context, target_s, host_s)
-        if self.policy.is_passing:
-            fates = [(one.request_id, one.drafted, one.accepted) for one in outcomes]
-            is_lesson = self.policy.wants_outcome
-            self.policy.pass_by(num_tokens, draft_s, host_s, step_s, () if is_lesson else fates)
-        if has_looked:
-            self.policy.looked(step_s + deciding_s, prompt_rows)
-        self.steps.seconds.append(step_s + deciding_s)
+        self.steps.seconds.append(draft_s + target_s + host_s + deciding_s)
         self.steps.tokens.append(num_tokens)
         self.steps.expected.append(expected)
         self.steps.drafted.append(drafts.num_rows)
@@ -284,7 +267,6 @@ class _Drafts:
         self.num_rows = sum(self.levels.values())
         self.seconds = 0.0
         self._margins: dict[str, list[float]] = {}
-        self._taught_left = MAX_TAUGHT_ROWS
         live = [grant for grant in grants if grant.source == NETWORK]
         assert len({grant.shape for grant in live}) <= 1, "a network drafts one shape in a step"
         lag = sum(min(self.requests[g.request_id].lag, scenario.window) for g in live)
@@ -306,7 +288,7 @@ class _Drafts:
                 margin = request.noise(request.num_tokens + level)[2]
                 if not grant.shape:
                     self._margins.setdefault(request.id, []).append(margin)
-                if grant.stop is not None:
+                if grant.stop is not None and grant.stop.weights:
                     score = grant.stop.weights[level] * margin + grant.stop.biases[level]
                     survival[request.id] /= 1 + math.exp(-score)
                     if survival[request.id] < decision.price or self.num_rows >= decision.row_cap:
@@ -333,18 +315,8 @@ class _Drafts:
             expected += survival
             if accepted == level and noise[0 if is_network else 1] < chance:
                 accepted += 1
-        taught, right = self._taught(request, truth) if is_network and not grant.shape else (0, 0)
         margins = tuple(self._margins.get(request.id, ()))
-        return DraftOutcome(request.id, drafted, accepted, margins, taught, right), expected
-
-    def _taught(self, request: _Request, truth: Acceptance | None) -> tuple[int, int]:
-        lag = min(request.lag, self._scenario.window)
-        count = min(num_taught(lag), self._taught_left) if self._scenario.teaches else 0
-        self._taught_left -= count
-        places = [request.noise(request.num_tokens - 1 - back) for back in range(count)]
-        chances = [_network_chance(truth, request, 0, noise[2]) for noise in places]
-        right = sum(noise[0] < chance for noise, chance in zip(places, chances, strict=True))
-        return count, right
+        return DraftOutcome(request.id, drafted, accepted, margins), expected
 
 
 def _rows_at(grant: Grant, level: int) -> int:
@@ -360,7 +332,9 @@ def _network_chance(
     return 1 / (1 + math.exp(-score))
 
 
-def _offers(request: _Request, host: HostTruth, max_drafts: int) -> tuple[HostOffer, ...]:
+def _offers(request: _Request, host: HostTruth | None, max_drafts: int) -> tuple[HostOffer, ...]:
+    if host is None:
+        return ()
     noise = request.noise(request.num_tokens)
     length = min(max_drafts, request.left - 1)
     if noise[3] >= host.rate or length < 1:

@@ -7,7 +7,7 @@ LIMIT = 3.5  # standard deviations
 MIN_VARIANCE = 1.5  # labels that say too little to judge by
 
 
-class Surprise:
+class ChangeDetector:
     """A running sum of label minus chance, and its variance if the chances are right."""
 
     def __init__(self) -> None:
@@ -21,9 +21,9 @@ class Surprise:
         """
         self._sum = FORGETTING * self._sum + excess
         self._variance = FORGETTING**2 * self._variance + variance
-        is_news = self._variance > MIN_VARIANCE and abs(self._sum) > LIMIT * math.sqrt(
+        is_change = self._variance > MIN_VARIANCE and abs(self._sum) > LIMIT * math.sqrt(
             self._variance
         )
-        if is_news:
+        if is_change:
             self._sum = self._variance = 0.0
-        return is_news
+        return is_change

@@ -7,8 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outdraft.control.alarms import FRUITLESS_STEPS, IDLE_STEPS, Drafted, SourceAlarms
-from outdraft.control.fall import FallWatch
+from outdraft.core.decided import StepDecision
+from outdraft.core.draft import Draft, DraftSource
+from outdraft.core.plan import DraftChoice, Work, WorkResult
+from outdraft.core.request import Request
+from outdraft.core.sampling import SamplingParams
+from outdraft.core.scheduled import BookedWork
+from outdraft.engine.alarms import FRUITLESS_STEPS, IDLE_STEPS, Drafted, SourceAlarms
+from outdraft.engine.fall import FallWatch
 
 USUAL, FALLEN = 0.67, 0.52
 CONCURRENCY = 8
@@ -179,3 +185,37 @@ def test_fruitless_steps_are_told_of_when_as_many_followed_one_another(
             continue
         assert [alarm.is_on for alarm in alarms.step([draft(), draft(1)])] == [False] * is_on
         fruitless, is_on = 0, False
+
+
+ONE = Request("a", [1], SamplingParams(), seed=0, max_model_len=99)
+
+
+def booked(accepted: int = 0, drafted: int = 2) -> list[BookedWork]:
+    """A step of one request with a draft of the suffix source."""
+    choice = DraftChoice(DraftSource.SUFFIX, Draft.chain([1] * drafted)) if drafted else None
+    result = WorkResult((1,) * (accepted + 1), tuple(range(accepted)), (1,) * drafted)
+    return [BookedWork(ONE, Work(0, 0, 1, True, choice), result, result.token_ids)]
+
+
+def test_an_alarm_is_logged_and_told_once_when_it_begins(caplog):
+    alarms = SourceAlarms(["suffix"])
+    decision = StepDecision("gain")
+    told = [one for _ in range(FRUITLESS_STEPS + 5) for one in alarms.watch(booked(), decision)]
+    assert [(one.kind, one.source, one.is_on) for one in told] == [
+        ("none_accepted", "suffix", True)
+    ]
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("alarm begins: none accepted of suffix: ")
+
+
+@pytest.mark.parametrize("decision", [None, StepDecision("disabled"), StepDecision("not_wanted")])
+def test_steps_in_which_no_source_could_draft_count_for_no_alarm(decision):
+    alarms = SourceAlarms(["suffix"])
+    assert not any(alarms.watch(booked(drafted=0), decision) for _ in range(IDLE_STEPS + 5))
+
+
+@pytest.mark.parametrize(("reason", "is_told"), [("network_probe", True), ("gain", False)])
+def test_a_source_that_drafts_in_probes_alone_never_drafts(reason, is_told):
+    alarms, decision = SourceAlarms(["suffix"]), StepDecision(reason)
+    told = [one for _ in range(IDLE_STEPS + 5) for one in alarms.watch(booked(1), decision)]
+    assert ("never_drafts" in [one.kind for one in told]) == is_told

@@ -1,0 +1,197 @@
+"""Costs as they are now: a measured table times factors that steps correct.
+
+A factor is what steps take, divided by what the table says. There is one for the target's passes,
+which stands for the machine and is shared by all phases on the device; one for each network beside
+it; and one for the host, in steps with drafts and without. A step moves the factor's logarithm by
+1/12 of its surprise, cut at 0.25, as it may be an outlier. A second large surprise in a row to the
+same side is a change, and moves it by 40 %.
+
+Each number of rows in the target's table has a factor of its own besides, in case the table is
+wrong in one place. It moves as the shared one does. So half of what is learned while drafting is
+carried over to plain steps: these look rather too fast than too slow, are tried, and put right.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from outdraft.control.costs import CostTable, DrafterCost
+from outdraft.control.facts import Reason, StepOutcome
+
+GAIN = 1 / 12  # of a surprise
+SURPRISE = 0.25  # of a logarithm: the most that counts of one step
+CHANGE = 0.4  # of a surprise, if it is the second one in a row
+OWN_GAIN, NEAR = 1 / 12, 0.7  # of a surprise for its number of rows alone, and for the next number
+MAX_LOG = math.log(64)  # of a factor, either way
+FAR, LONG = math.log(1.5), 2000  # a factor, and for how many steps in a row: a wrong table
+SPAN = 4096  # rows whose times are kept at hand
+
+
+class Factor:
+    """How many times as long as the table says something takes."""
+
+    def __init__(self) -> None:
+        self.num_far = 0  # times in a row that it was beyond FAR
+        self._log = 0.0
+        self._num = 0
+        self._large = 0  # surprises in a row, negative: steps were shorter than expected
+
+    @property
+    def value(self) -> float:
+        return math.exp(self._log)
+
+    def observe(self, table_s: float, actual_s: float) -> float:
+        """Learn from a time, and what the table says of it. Returns what counts of the surprise."""
+        if table_s <= 0 or actual_s <= 0:
+            return 0.0
+        self._num += 1
+        surprise = math.log(actual_s / table_s) - self._log
+        if abs(surprise) <= SURPRISE:
+            self._large = 0
+        else:
+            self._large = max(1, self._large + 1) if surprise > 0 else min(-1, self._large - 1)
+        cut = max(-SURPRISE, min(SURPRISE, surprise))
+        is_change = abs(self._large) > 1
+        self._log += CHANGE * surprise if is_change else max(GAIN, 1 / (1 + self._num)) * cut
+        self._log = max(-MAX_LOG, min(MAX_LOG, self._log))
+        self.num_far = self.num_far + 1 if abs(self._log) > FAR else 0
+        return surprise if is_change else cut
+
+
+class Costs:
+    """Predicts times of steps, in seconds; owns what was learned about a table's errors."""
+
+    def __init__(self, table: CostTable) -> None:
+        self.table = table
+        rows = np.arange(SPAN)
+        self._target_N: list[float] = table.target.at(rows).tolist()
+        self._bucket_N = [table.target.bucket(count) for count in range(SPAN)]
+        self._own = np.zeros(len(table.target.rows))  # logarithms, by point of the table
+        self._own_factors: list[float] = [1.0] * len(self._own)
+        self._num_own = [0] * len(self._own)
+        self._pass_N = {name: one.passes.at(rows).tolist() for name, one in table.drafters.items()}
+        self._machine, self._host, self._drafting_host = Factor(), Factor(), Factor()
+        self._networks = {name: Factor() for name in table.drafters}
+
+    @property
+    def are_wrong(self) -> bool:
+        """Whether passes have long taken much more, or less, than the table says."""
+        return any(one.num_far >= LONG for one in (self._machine, *self._networks.values()))
+
+    def target_N(self, first: int, count: int, context: int, num_requests: int) -> list[float]:
+        """Passes of the target of first, first + 1, ... rows, `count` of them."""
+        beside_s, span = self._beside_s(context, num_requests), slice(first, first + count)
+        factors = [self._machine.value * own for own in self._own_factors]
+        times_N, bucket_N = self._target_N[span], self._bucket_N[span]
+        if first + count > SPAN:
+            rows = np.arange(first, first + count)
+            times_N, bucket_N = self.table.target.at(rows).tolist(), [-1] * count
+        return [
+            (seconds + beside_s) * factors[bucket]
+            for seconds, bucket in zip(times_N, bucket_N, strict=True)
+        ]
+
+    def pass_N(self, network: str, count: int, lengths: Sequence[int]) -> list[float]:
+        """Passes of a network with 0, 1, ... rows, `count` of them, for texts of these lengths."""
+        cost, factor = self.drafter(network), self._network(network)
+        times_N = self._pass_N[network][:count]
+        if count > SPAN:
+            times_N = cost.passes.at(np.arange(count)).tolist()
+        beside_s = cost.context_s * cost.num_read(lengths)
+        return [0.0, *[(seconds + beside_s) * factor for seconds in times_N[1:]]]
+
+    def start_s(self, network: str, lengths: Iterable[int]) -> float:
+        """What a network's drafts of a step take beside its passes."""
+        return self.drafter(network).step_s(lengths) * self._network(network)
+
+    def beside_s(self, network: str) -> float:
+        """How much longer the target's pass takes in a step in which the network drafts."""
+        return self.drafter(network).beside_s * self._network(network)
+
+    def catch_up_s(self, network: str, num_tokens: int) -> float:
+        """Reading so many tokens, beside those of a usual step."""
+        if not num_tokens:
+            return 0.0
+        return self._table_catch_up_s(network, num_tokens) * self._network(network)
+
+    def host_s(self, num_requests: int) -> float:
+        """The host's part of a plain step."""
+        return self.table.booking_s(num_requests, drafts=False) * self._host.value
+
+    def drafting_s(self, num_requests: int) -> float:
+        """What the host takes beyond that in a step in which a request drafts."""
+        drafting_s = self.table.booking_s(num_requests, drafts=True) * self._drafting_host.value
+        return max(0.0, drafting_s - self.host_s(num_requests))
+
+    def drafter(self, network: str) -> DrafterCost:
+        return self.table.drafters[network]
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Learn from a step. What a network takes beside a prompt is hidden by the prompt."""
+        facts, decision = outcome.facts, outcome.decision
+        lengths = [request.context_tokens for request in facts.requests]
+        is_probe = decision.reason is Reason.NETWORK_PROBE
+        network, pass_rows, lag = self._read(outcome)
+        beside_s = self.beside_s(network) if network else 0.0
+        if not is_probe:
+            self.observe_plain(
+                len(lengths), outcome.num_rows, sum(lengths), outcome.target_s - beside_s
+            )
+            self.observe_host(len(lengths), outcome.host_s, drafts=bool(decision.grants))
+        if network and not facts.prompt_rows:
+            cost, times_N = self.drafter(network), self._pass_N[network]
+            table_s = cost.step_s(lengths) + sum(times_N[min(one, SPAN - 1)] for one in pass_rows)
+            table_s += len(pass_rows) * cost.context_s * cost.num_read(lengths)
+            if lag:
+                table_s += self._table_catch_up_s(network, lag)
+            self._networks[network].observe(table_s * self._machine.value, outcome.draft_s)
+
+    def observe_plain(
+        self, num_requests: int, num_rows: int, context: int, target_s: float
+    ) -> None:
+        """Learn what a pass of the target took."""
+        table_s = self._target_N[min(num_rows, SPAN - 1)] + self._beside_s(context, num_requests)
+        bucket = self._bucket_N[min(num_rows, SPAN - 1)]
+        table_s *= self._own_factors[bucket]
+        surprise = self._machine.observe(table_s, target_s)
+        near = NEAR ** np.abs(np.arange(len(self._own)) - bucket)
+        self._num_own[bucket] += 1
+        gain = max(OWN_GAIN, 0.5 / self._num_own[bucket])
+        self._own += (CHANGE if abs(surprise) > SURPRISE else gain) * surprise * near
+        self._own_factors = np.exp(self._own).tolist()
+
+    def observe_host(self, num_requests: int, host_s: float, *, drafts: bool) -> None:
+        factor = self._drafting_host if drafts else self._host
+        factor.observe(self.table.booking_s(num_requests, drafts=drafts), host_s)
+
+    def _network(self, network: str) -> float:
+        return self._networks[network].value * self._machine.value
+
+    def _read(self, outcome: StepOutcome) -> tuple[str, list[int], int]:
+        """Which network drafted ("": none did), rows of each of its passes, and tokens that it read
+        to catch up."""
+        requests = {request.request_id: request for request in outcome.facts.requests}
+        grants = {grant.request_id: grant for grant in outcome.decision.grants}
+        network, pass_rows, lag = "", list[int](), 0
+        for draft in outcome.drafts:
+            grant = grants[draft.request_id]
+            if grant.source not in self.table.drafters:
+                continue
+            network, passes = (
+                grant.source,
+                min(self.drafter(grant.source).max_passes, draft.num_passes),
+            )
+            if not outcome.is_held:  # the first step of a decision caught up
+                lag += requests[draft.request_id].lag_tokens
+            pass_rows += [0] * (passes - len(pass_rows))
+            for level in range(passes):
+                pass_rows[level] += grant.shape[level - 1] if grant.shape and level else 1
+        return network, pass_rows, lag
+
+    def _table_catch_up_s(self, network: str, num_tokens: int) -> float:
+        return float(self.drafter(network).catch_up.at(np.array(num_tokens)))
+
+    def _beside_s(self, context: int, num_requests: int) -> float:
+        table = self.table
+        return table.context_s * context + table.request_s * max(0, num_requests - 1)
