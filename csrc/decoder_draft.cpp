@@ -84,19 +84,13 @@ class Drafting {
                            starts_.data(), lens_.data(),     num_causal.data(),
                            ancestors,    unread_.block_table, num_unread_,
                            num_requests_, unread_.table_width, last_rows.data(),
-                           unread_.states == nullptr ? num_requests_ : num_unread_};
+                           num_requests_};
     const char* features = unread_.features;
     for (row = 0; features != nullptr && row < num_unread_; ++row) {
       copy_state(features, unread_.places[row], gathered_, row);
     }
     const void* states = features == nullptr ? nullptr : gathered_;
-    if (!decoder_.forward(rows, states, nullptr, 0, nullptr, states_)) return false;
-    if (unread_.states == nullptr) return true;
-    std::memcpy(unread_.states, states_, static_cast<size_t>(num_unread_ * state_bytes_));
-    for (int64_t b = 0; b < num_requests_; ++b) {
-      if (last_rows[b] != b) copy_state(states_, last_rows[b], states_, b);
-    }
-    return true;
+    return decoder_.forward(rows, states, nullptr, 0, nullptr, states_);
   }
 
   void copy_state(const char* from, int64_t place, char* to, int64_t row) const {

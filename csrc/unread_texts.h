@@ -20,7 +20,6 @@ struct UnreadTexts {
   const int64_t* texts;        // [S, L]
   const char* features;        // [N, D]; null: the network reads none
   const int32_t* block_table;  // [B, P]
-  char* states;                // [T, D]: behind all rows, written; null: nobody wants them
   int64_t table_width, block_size;
 
   // Where the cache has a token of a request.

@@ -71,13 +71,10 @@ def plans(draw) -> StepPlan:
     rules = draw(st.lists(stops(), min_size=1, max_size=3))
     sources = st.sampled_from(DraftSource)
     of_network = st.builds(
-        lambda source, count, model, teaches: DraftChoice(
-            source, num_model_drafts=count, model=model, teaches=teaches and not model.is_tree
-        ),
+        lambda source, count, model: DraftChoice(source, num_model_drafts=count, model=model),
         sources,
         st.integers(1, 5),
         st.sampled_from(models),
-        st.booleans(),
     )
     with_rule = st.builds(
         lambda choice, stop: replace(choice, stop=stop),

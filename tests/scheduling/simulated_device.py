@@ -43,9 +43,8 @@ class SimulatedDevice:
         self.state_window = state_window
         # By draft group, state row, and place in the window.
         self.states: dict[tuple[int, int | None, int], Text] = {}
-        self.num_gaps = self.num_taught = 0
+        self.num_gaps = 0
         # Tokens of the text behind the network's last step; by request, its preemptions, its group.
-        self._drafted_to: dict[tuple[str, int, int], int] = {}
         self.lag = 1 if drafting.max_kept == -1 else 0
         self.rng = rng
         self.block_size = block_size
@@ -78,10 +77,6 @@ class SimulatedDevice:
         results = tuple(map(self._verify, plan.works, drafted))
         for work, result in zip(plan.works, results, strict=True):
             self._read_chunk(work)
-            if work.drafts is not None and work.drafts.num_model_drafts:
-                owner = self._owners[work.slot]
-                key = owner.id, owner.num_preemptions, work.owner
-                self._drafted_to[key] = owner.num_tokens + len(result.token_ids)
             if plan.keeps_states:
                 self._keep_states(work, result)
         return StepResult(results, plan.num_rows)
@@ -148,10 +143,8 @@ class SimulatedDevice:
         num_read = request.num_tokens - self.lag
         self.check_drafter(request, slot.block_ids, request.num_drafter_computed)
         assert request.num_drafter_computed < num_read, "nothing to draft behind"
-        self._check_taught(work, num_read)
         if self.state_window and not self.lag:
-            for back in range(1 + work.max_taught):
-                self._check_state(request, request.num_computed - 1 - back)
+            self._check_state(request, request.num_computed - 1)
         self._read(work, range(request.num_drafter_computed, num_read))
         if self.lag:
             for place in range(request.num_drafter_computed, num_read):
@@ -162,17 +155,6 @@ class SimulatedDevice:
             kept = (*text, *ids[: row + 1]) if keeps else NOTHING_TO_KEEP
             self.drafter[work.owner, self._slot(table, num_read - missing + row)] = kept
         return draft
-
-    def _check_taught(self, work: Work, num_read: int) -> None:
-        """The network is compared with tokens of the output that came since it drafted last, was
-        preempted or moved, and it reads those before them now."""
-        request, count = self._owners[work.slot], work.max_taught
-        if count:
-            assert count < num_read - request.num_drafter_computed
-            key = request.id, request.num_preemptions, work.owner
-            first = self._drafted_to.get(key, request.num_prompt)
-            assert count <= request.num_tokens - first
-            self.num_taught += count
 
     def _read(self, work: Work, places: range) -> None:
         """The drafter reads tokens of a text."""

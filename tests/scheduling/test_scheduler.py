@@ -254,7 +254,6 @@ class Simulation:
                     drafting.source,
                     num_model_drafts=number,
                     model=drafting,
-                    teaches=not drafting.is_tree,
                 )
             elif kind == "chain":
                 choices[one.id] = host_drafts(*ids)

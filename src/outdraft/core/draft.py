@@ -14,21 +14,13 @@ from outdraft.core.record import record
 MAX_DRAFTS = 63  # rows of a draft fit in the bits of one int64 ancestor mask
 MAX_MARGIN = 10.0  # between two logits; wider ones count as so much
 
-# A network that drafts again is compared with the newest tokens that it has to catch up with. EAGLE
-# may have the states of 16 tokens: with fewer than the first 8 of them it drafts worse than later.
-MAX_TAUGHT = 8  # of a text
-MAX_TAUGHT_ROWS = 32  # of all texts of a step
-FEWEST_TAUGHT = 4  # fewer of a text are not worth a product of their own
-
 # Newest tokens of a text whose states of the target are kept for a network that reads them. A step
 # settles MAX_DRAFTS + 1 of a text at most, and all of them must find room; a window of two such
 # steps always holds more than one. Behind 16 states EAGLE-3 accepts nine tenths of what it accepts
 # with the whole text (docs/log.md).
 STATE_WINDOW = 2 * (MAX_DRAFTS + 1)
 
-# Heads keep one state of a step, so a smaller window holds those of several: the newest one, which
-# they draft with, and those that are compared with the text.
-HEAD_WINDOW = 1 + MAX_TAUGHT
+HEAD_WINDOW = 1  # states of a text that heads draft with: the newest one
 
 
 class DraftSource(StrEnum):
@@ -46,11 +38,6 @@ class DraftSource(StrEnum):
     DSPARK = "dspark"
     MTP = "mtp"
     SELF = "self"
-
-
-def num_taught(num_settled: int) -> int:
-    """With how many of so many settled tokens of a text a network is compared that reads them."""
-    return min(num_settled, MAX_TAUGHT) if num_settled >= FEWEST_TAUGHT else 0
 
 
 @record

@@ -102,14 +102,10 @@ class DraftChoice:
     num_model_drafts: int = 0
     model: ModelDrafting = MODEL_CHAIN  # how the network drafts
     stop: LiveStop | None = None  # where the network's chain may end before; None: nowhere
-    # It says of settled tokens that the network reads late whether it would have drafted them.
-    teaches: bool = False
 
     def __post_init__(self) -> None:
         if self.stop is not None and self.model.is_tree:
             raise ValueError("trees have no live rule")
-        if self.teaches and self.model.is_tree:
-            raise ValueError("which rows a tree has is not known of settled tokens")
         if self.stop is not None and len(self.stop.weights) < self.num_model_drafts:
             raise ValueError(
                 f"a live rule of {len(self.stop.weights)} levels for {self.num_model_drafts}"
@@ -146,7 +142,6 @@ class DraftChoice:
             min(self.num_model_drafts, num_tokens),
             self.model,
             self.stop,
-            self.teaches,
         )
 
 
@@ -179,7 +174,6 @@ class Work(NamedTuple):
         drafts: what is verified behind them; None unless the work samples.
         num_drafter_computed: tokens of the text that the drafter has read, if it drafts now.
         gap: of the drafter; None: as it was told before.
-        max_taught: of the newest settled tokens, that the network is compared with.
         num_drafter_reads: of the new tokens, from the first one on, right behind the step.
         owner: the draft group that drafts for the request, and whose ranks verify it.
     """
@@ -193,7 +187,6 @@ class Work(NamedTuple):
     new_block_ids: tuple[int, ...] = ()
     num_drafter_computed: int = 0
     gap: DrafterGap | None = None
-    max_taught: int = 0
     num_drafter_reads: int = 0
     owner: int = 0
 
@@ -262,8 +255,6 @@ class WorkResult:
             infinite or all -inf).
         margins: float32, one for each level of the network that a live rule looked at: one more
             than were drafted if the rule, or its cap on rows, ended the draft. None: no such rule.
-        taught: settled tokens that the network was compared with as it caught up with them, and how
-            many of them it would have drafted.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -275,7 +266,6 @@ class WorkResult:
     drafted_logprobs: tuple[float, ...] = ()
     is_finite: bool = True
     margins: np.ndarray | None = field(default=None, compare=False)
-    taught: tuple[int, int] = (0, 0)
 
 
 def drafted_levels(choice: DraftChoice, result: WorkResult) -> int:

@@ -73,7 +73,6 @@ class _WrittenChoice(NamedTuple):
     num_model_drafts: int
     model: int
     stop: int | None
-    teaches: bool
 
 
 _SOURCES, _CHAIN = tuple(DraftSource), tuple(range(MAX_DRAFTS))
@@ -220,7 +219,6 @@ def _written_choice(
         choice.num_model_drafts,
         models.place(choice.model),
         None if choice.stop is None else stops.place(choice.stop),
-        choice.teaches,
     )
 
 
@@ -239,7 +237,7 @@ def _read_work(row: tuple[Any, ...], models: list[ModelDrafting], stops: list[Li
 def _read_choice(
     written: _WrittenChoice, models: list[ModelDrafting], stops: list[LiveStop]
 ) -> DraftChoice:
-    source, own, num_model_drafts, model, stop, teaches = written
+    source, own, num_model_drafts, model, stop = written
     draft = NO_DRAFT
     if own is not None:
         token_ids, parents, score, match_length = own
@@ -247,7 +245,7 @@ def _read_choice(
             parents = _CHAIN[: len(token_ids)]
         draft = Draft(token_ids, parents, score, match_length)
     rule = None if stop is None else stops[stop]
-    return DraftChoice(_SOURCES[source], draft, num_model_drafts, models[model], rule, teaches)
+    return DraftChoice(_SOURCES[source], draft, num_model_drafts, models[model], rule)
 
 
 def _written_admission(admission: Admission) -> tuple[Any, ...]:

@@ -120,21 +120,6 @@ def may_use(request: Request, source: DraftSource) -> bool:
     return request.params.speculation.method in (None, str(source))
 
 
-def settled_tokens_teach(config: SpeculationConfig, params: SamplingParams) -> bool:
-    """Whether a token that the target chose tells if the network's draft of it had been accepted.
-
-    It does where that draft follows from the text, and is accepted if the target chooses the same:
-    at temperature 0, with noise that both share, and where drafts are the network's best tokens. A
-    draft that would have been drawn says nothing: whether the target takes it hangs on how likely
-    it was for the target, which nobody kept (docs/design/0012).
-    """
-    if verification_rule(config, params) in ("greedy", "drafter_invariant"):
-        return True
-    network = config.network
-    is_lossy = config.rejection_sample_method == "lossy_typical"
-    return network is not None and not network.samples and not is_lossy
-
-
 def verification_rule(config: SpeculationConfig, params: SamplingParams) -> str:
     """How the drafts of a request are verified; acceptance is learned for each rule apart."""
     if params.is_greedy:

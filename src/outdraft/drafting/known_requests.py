@@ -13,7 +13,6 @@ from outdraft.drafting.host_sources import (
     has_prediction,
     may_use,
     offer,
-    settled_tokens_teach,
     verification_rule,
     wished_drafts,
 )
@@ -60,13 +59,11 @@ class _Known:
     Attributes:
         max_drafts: most drafts in a step, of any source but a prediction; 0: it never drafts.
         network: whether the network may draft for it.
-        teaches: whether settled tokens tell how likely the network's drafts are accepted.
     """
 
     max_drafts: int
     network: bool
     rule: str
-    teaches: bool
 
 
 class KnownRequests:
@@ -119,11 +116,6 @@ class KnownRequests:
             return False
         return known.rule not in ("greedy", "drafter_invariant")
 
-    def teaches(self, request_id: str) -> bool:
-        """Whether settled tokens of a running request teach; False for one that ended."""
-        known = self._by_id.get(request_id)
-        return known is not None and known.teaches
-
     def facts(self, request: Request, drafts: Drafts) -> RequestFacts:
         """What control is told. drafts: of the host, at hand."""
         known, drafter = self._known(request), self._drafter
@@ -156,6 +148,5 @@ class KnownRequests:
                 wished_drafts(self._config.max_drafts, request) if self.most_drafts(request) else 0,
                 drafter is not None and may_use(request, drafter.drafting.source),
                 verification_rule(self._config, request.params),
-                settled_tokens_teach(self._config, request.params),
             )
         return known

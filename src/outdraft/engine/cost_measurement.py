@@ -14,7 +14,6 @@ import numpy as np
 
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
 from outdraft.control.roofline import ROWS
-from outdraft.core.draft import MAX_TAUGHT
 from outdraft.engine.cost_steps import SHORT, Samples, ScratchSteps, Step
 
 TURNS = 5
@@ -189,8 +188,7 @@ class DrafterSteps:
             depth: levels of the chains that the network is to draft.
             tree: rows of each level of its trees; (): it has none.
             max_passes: of a draft, however deep it is.
-            reads_texts: the network has to read what it drafts behind. Else all that catching up
-                takes is to compare it with settled tokens.
+            reads_texts: the network has to read what it drafts behind.
             lags: it has texts to catch up with; else the target's cache has them.
             looks: it looks at all of a long text before it drafts, and then reads a part of it.
         """
@@ -212,7 +210,7 @@ class DrafterSteps:
         self._first_long = Step(1, 2, is_network=True, is_long=True)
         self._lags = {
             lag: Step(1, 2, is_network=True, is_long=True, lag=lag)
-            for lag in ((0, *(LAGS if reads_texts else (MAX_TAUGHT,))) if lags else ())
+            for lag in ((0, *LAGS) if lags and reads_texts else ())
         }
         alone, *others = (
             [
@@ -330,9 +328,9 @@ def _owners(rows: int, counts: Sequence[int]) -> int:
 
 
 def _catch_up(lags: dict[int, float | None], prior: DrafterCost) -> CostCurve:
-    """What a backlog adds to the pass that reads it, comparing the network with its last tokens
-    included. `lags`: 0 stands for a usual step. The longest ones may not have been measured: these
-    take so much longer than those that were as the prior says."""
+    """What a backlog adds to the pass that reads it. `lags`: 0 stands for a usual step. The longest
+    ones may not have been measured: these take so much longer than those that were as the prior
+    says."""
     usual_s = lags.get(0)
     found = {
         lag: max(0.0, seconds - usual_s)

@@ -13,7 +13,7 @@ import numpy as np
 
 from outdraft.config.engine import SchedulerConfig
 from outdraft.core.admission import Admission, TokenRules
-from outdraft.core.draft import Draft, DraftSource, num_taught
+from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.plan import DraftChoice, LiveStop, PhaseTimes, StepPlan, Work
 from outdraft.runner.model_runner import PendingStep
 from outdraft.runner.parallel_runner import StepRunner
@@ -36,7 +36,7 @@ class Step:
         num_idle: requests at the end that have no drafts.
         tells_margins: the network says how sure it is of each level.
         lag: tokens that the network has not read, beyond the two of a step behind one whose drafts
-            were all accepted; it is compared with the last of them. -1: one token is left.
+            were all accepted. -1: one token is left.
     """
 
     num_requests: int
@@ -175,11 +175,9 @@ class ScratchSteps:
             choice = self._choice(step, index)
             # After a usual step a network reads the newest token and at most the one before.
             num_read = text.num_tokens - 2 - step.lag
-            teaches = choice is not None and not choice.model.is_tree
-            taught = num_taught(step.lag) if teaches else 0
             start = text.num_tokens - 1
             owner = index % self._runner.num_draft_groups
-            work = Work(slot, start, 1, True, choice, *blocks, num_read, max_taught=taught)
+            work = Work(slot, start, 1, True, choice, *blocks, num_read)
             works.append(work._replace(owner=owner))
         proposer = self._runner.proposer
         reads_states = proposer is not None and proposer.drafter.state_window > 0

@@ -162,7 +162,6 @@ class UnreadTexts:
         token_ids_SL: int64, contiguous; the texts in which the spans begin.
         features_NF: the target's states, for a network that reads them.
         places: in features_NF, of each row's state; () for other networks.
-        wants_states: `ModelDrafts.states_TD` is wanted.
         num_skipped: of each request, tokens that its blocks leave out before the rows: a row's
             position in the text is by so much larger than its cache index. (): none.
     """
@@ -173,7 +172,6 @@ class UnreadTexts:
     block_size: int
     features_NF: Tensor | None
     places: Sequence[int]
-    wants_states: bool = False
     num_skipped: Sequence[int] = ()
 
 
@@ -242,9 +240,6 @@ class ModelDrafts:
             rule. A rule looks at one level more than it lets a request draft, if it ends it.
             Here and in the tensors of drafts the last levels may be left out if no request has
             them.
-        taught_B2: int64; settled tokens that the network was compared with as it caught up with
-            them, and how many of them it would have drafted. None: no request had any.
-        states_TD: the network's, behind all rows of `UnreadTexts`; None: nobody wanted them.
     """
 
     token_ids_BK: Tensor
@@ -255,12 +250,10 @@ class ModelDrafts:
     is_chain: bool = False
     all_sampled: bool = False
     margins_BL: Tensor | None = None
-    taught_B2: Tensor | None = None
-    states_TD: Tensor | None = None
 
     @classmethod
     def joined(cls, parts: Sequence["ModelDrafts"]) -> "ModelDrafts":
-        """The asks of all parts, in order, without states."""
+        """Join the asks of all parts, in order."""
 
         def columns(name: str, padding: float) -> Tensor | None:
             there: list[Tensor | None] = [getattr(part, name) for part in parts]
@@ -289,7 +282,6 @@ class ModelDrafts:
             is_chain=all(part.is_chain for part in parts),
             all_sampled=all(part.all_sampled for part in parts),
             margins_BL=columns("margins_BL", torch.nan),
-            taught_B2=columns("taught_B2", 0),
         )
 
 

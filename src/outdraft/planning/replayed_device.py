@@ -126,18 +126,7 @@ class ReplayedDevice:
             rows,
             drafted_ids=draft.token_ids,
             drafted_parents=draft.parents,
-            taught=self._taught(work, text),
         )
-
-    def _taught(self, work: Work, text: ReplayedText) -> tuple[int, int]:
-        """As WorkResult.taught."""
-        if not work.max_taught:
-            return 0, 0
-        assert self._network is not None
-        own = text.index, text.rule, _number(text.request)
-        end = text.request.num_output
-        places = range(end - work.max_taught, end)
-        return work.max_taught, sum(self._network.accepted(*own, place, 1) for place in places)
 
     def _network_draft(
         self, choice: DraftChoice, text: ReplayedText, future: list[int]

@@ -34,7 +34,6 @@ def draft_ask(work: Work, slot: RequestSlot) -> DraftModelAsk:
         levels=choice.model.levels,
         stop=choice.stop,
         num_missing=slot.gap.num_tokens,
-        max_taught=work.max_taught,
     )
 
 
@@ -86,7 +85,6 @@ def joined_drafts(
             all_sampled=made.all_sampled,
             sampled_trees=not made.is_chain,
             margins_BL=made.margins_BL,
-            taught_B2=made.taught_B2,
         )
     host = host_drafts(works, device)
     prob_rows = np.full(len(works), -1)
@@ -109,10 +107,6 @@ def joined_drafts(
         num_drafts_B[rows_M] = made.num_drafts_B
         margins_BL = made.margins_BL.new_full((len(works), made.margins_BL.shape[1]), torch.nan)
         margins_BL[rows_M] = made.margins_BL
-    taught_B2 = None
-    if made.taught_B2 is not None:
-        taught_B2 = made.taught_B2.new_zeros(len(works), 2)
-        taught_B2[rows_M] = made.taught_B2
     is_sampled_BK = _is_sampled(made.is_sampled_BK, made.token_ids_BK)
     return DraftBatch(
         token_ids_BN=merged(host.token_ids_BN, made.token_ids_BK, -1),
@@ -125,7 +119,6 @@ def joined_drafts(
         any_sampled=made.is_sampled_BK is not None,
         sampled_trees=not made.is_chain,
         margins_BL=margins_BL,
-        taught_B2=taught_B2,
     )
 
 

@@ -41,7 +41,6 @@ class StepCopies:
         shapes: of the tensors in order, if they are packed.
         known: what else was decided, where the host knows it: it is not among the tensors.
         has_margins: live rules' margins are among them.
-        has_taught: counts of settled tokens are among them.
         arrived: set on a GPU when the copy is complete.
     """
 
@@ -49,7 +48,6 @@ class StepCopies:
     shapes: tuple[torch.Size, ...]
     known: KnownChoice | None
     has_margins: bool
-    has_taught: bool
     emitted: LogprobRows | None
     prompt: LogprobRows | None
     arrived: torch.cuda.Event | None
@@ -63,7 +61,7 @@ def to_host(
 ) -> StepCopies:
     """Start the one copy of a step; waits for nothing."""
     tensors: list[Tensor] = []
-    known = margins_BL = taught_B2 = None
+    known = margins_BL = None
     if verified is not None:
         choice, drafts = verified.choice, verified.drafts
         known = choice.on_host
@@ -71,12 +69,12 @@ def to_host(
             verdict = choice.verdict
             tensors += [choice.is_finite_R, verdict.token_ids_BN1, verdict.rows_BN]
         tensors += [drafts.token_ids_BN, drafts.parents_BN]
-        margins_BL, taught_B2 = drafts.margins_BL, drafts.taught_B2
-        tensors += [one for one in (margins_BL, taught_B2) if one is not None]
+        margins_BL = drafts.margins_BL
+        tensors += [margins_BL] if margins_BL is not None else []
     for rows in (emitted, prompt):
         if rows is not None:
             tensors += [rows.token_ids_J, *rows.scores]
-    rest = margins_BL is not None, taught_B2 is not None, emitted, prompt
+    rest = margins_BL is not None, emitted, prompt
     if device.type == "cpu":
         return StepCopies(tensors, (), known, *rest, None)
     shapes = tuple(tensor.shape for tensor in tensors)
@@ -109,7 +107,7 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
     elif any(work.samples for work in plan.works):
         is_finite_R, num_verified = tensors[0].tolist(), 5
     verdicts += [one.tolist() for one in tensors[:num_verified][-4:]]
-    margins, taught, emitted_logs, prompt_logs = _extras(copies, tensors[num_verified:])
+    margins, emitted_logs, prompt_logs = _extras(copies, tensors[num_verified:])
     are_finite = all(is_finite_R)
     results: list[WorkResult] = []
     place = root = 0
@@ -141,7 +139,6 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
                 tuple([row.logprob for row in logs[len(emitted) :][: len(drafted_ids)]]),
                 num_valid > 0,
                 margins[place] if margins is not None else None,
-                taught[place] if taught is not None else (0, 0),
             )
         )
         place += 1
@@ -157,7 +154,6 @@ class _Extras(NamedTuple):
     """
 
     margins: list[np.ndarray | None] | None = None
-    taught: list[tuple[int, int]] | None = None
     emitted: list[list[TokenLogprobs]] | None = None
     prompts: list[list[TokenLogprobs]] | None = None
 
@@ -171,10 +167,9 @@ def _extras(copies: StepCopies, tensors: Sequence[Tensor]) -> _Extras:
         return _NO_EXTRAS
     arrays = (one.numpy() for one in tensors)  # in this order:
     margins = _margins(next(arrays)) if copies.has_margins else None
-    taught = [(row[0], row[1]) for row in next(arrays).tolist()] if copies.has_taught else None
     emitted = _log_rows(copies.emitted.counts, arrays) if copies.emitted is not None else None
     prompts = _log_rows(copies.prompt.counts, arrays) if copies.prompt is not None else None
-    return _Extras(margins, taught, emitted, prompts)
+    return _Extras(margins, emitted, prompts)
 
 
 def _as_int64(tensor: Tensor) -> Tensor:

@@ -85,13 +85,11 @@ class DraftedColumns:
     Attributes:
         width: K.
         num_levels: that live rules may have looked at; 0: there are no such rules.
-        has_taught: counts of settled tokens travel too.
         is_chain: no tree is among them.
     """
 
     width: int
     num_levels: int
-    has_taught: bool
     is_chain: bool
 
     @classmethod
@@ -103,14 +101,13 @@ class DraftedColumns:
         return cls(
             width,
             width if has_rules else 0,
-            any(work.max_taught > 0 for work in works),
             not any(choice.is_device_tree for choice in choices),
         )
 
     @property
     def number(self) -> int:
         """C."""
-        return 2 * self.width + 1 + self.num_levels + 2 * self.has_taught
+        return 2 * self.width + 1 + self.num_levels
 
     def packed(self, made: ModelDrafts) -> Tensor:
         """int64 [M, C]."""
@@ -126,15 +123,12 @@ class DraftedColumns:
                 margins_BL = torch.empty(num_requests, 0, device=made.token_ids_BK.device)
             bits_BL = _wide(margins_BL.double(), self.num_levels, torch.nan).view(torch.int64)
             parts.append(bits_BL)
-        if self.has_taught:
-            no_taught_B2 = made.token_ids_BK.new_zeros(num_requests, 2)
-            parts.append(no_taught_B2 if made.taught_B2 is None else made.taught_B2)
         return torch.cat(parts, dim=1)
 
     def unpacked(self, rows_MC: Tensor) -> ModelDrafts:
         """The drafts, without what they were drawn from."""
-        sizes = [self.width, self.width, 1, self.num_levels, 2 * self.has_taught]
-        ids_MK, parents_MK, numbers_M1, bits_ML, taught_M2 = rows_MC.split(sizes, dim=1)
+        sizes = [self.width, self.width, 1, self.num_levels]
+        ids_MK, parents_MK, numbers_M1, bits_ML = rows_MC.split(sizes, dim=1)
         margins_ML = bits_ML.contiguous().view(torch.float64).float()
         return ModelDrafts(
             ids_MK.contiguous(),
@@ -142,7 +136,6 @@ class DraftedColumns:
             numbers_M1[:, 0].contiguous(),
             is_chain=self.is_chain,
             margins_BL=margins_ML if self.num_levels else None,
-            taught_B2=taught_M2 if self.has_taught else None,
         )
 
 

@@ -7,7 +7,6 @@ in the step of the target, as their states pass by, and goes on behind a gap if 
 
 from collections.abc import Sequence
 
-from outdraft.core.draft import num_taught
 from outdraft.core.drafter_gap import NO_GAP, DrafterGap
 from outdraft.core.plan import DraftChoice, Work
 from outdraft.core.request import Request
@@ -42,26 +41,13 @@ class DrafterBooks:
         self._shares_cache = shares_cache
 
     def lag_tokens(self, request: Request) -> int:
-        """Tokens that the drafter would read now beyond those of a usual step.
-
-        Heads lag by the tokens whose states they have beside the newest one: see `max_taught`.
-        """
-        if self._shares_cache:
-            return 0
+        """Tokens that the drafter would read now beyond those of a usual step."""
+        if self._shares_cache or (self.state_window and not self._lag):
+            return 0  # heads draft with the newest state alone
         unread = request.num_tokens - self._lag - request.num_drafter_computed
         if self._lag:
             unread = min(unread, request.num_states)
-        lag = unread - request.num_drafter_usual
-        if self.state_window and not self._lag:
-            lag = min(lag, request.num_states - 1)  # with the newest state it drafts
-        return max(0, lag)
-
-    def max_taught(self, request: Request) -> int:
-        """Settled tokens that the drafter can be compared with as it catches up with them.
-
-        They are of the output, and came since it drafted last. Prompts say nothing of the target.
-        """
-        return num_taught(min(self.lag_tokens(request), request.num_output))
+        return max(0, unread - request.num_drafter_usual)
 
     def worth_taking(self, known: list[int]) -> list[int]:
         """The blocks of a cached prefix that a request which will draft takes.

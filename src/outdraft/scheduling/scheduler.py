@@ -350,7 +350,6 @@ class Scheduler:
             *table.news(),
             request.num_drafter_computed,
             self._books.gap_news(request),
-            self._books.max_taught(request) if choice is not None and choice.teaches else 0,
             owner=request.owner,
         )
 

@@ -19,7 +19,6 @@ from outdraft.core.plan import StepStats
 from outdraft.server.client import Update
 from outdraft.server.decision_metrics import COUNTERS, GAUGES, KNOWN, observe_decisions
 from outdraft.server.messages import EngineInfo, Steps
-from outdraft.server.plain_speed import PlainSpeed
 from outdraft.server.series import Series, Table
 
 # vLLM's buckets, so that its dashboards' quantiles compare; the small ones are ours.
@@ -44,12 +43,9 @@ _GAUGES: Table = {
     "kv_cache_usage_perc": ((), "Share of the KV blocks in use, 0 to 1."),
     "estimated_tokens_per_second_without_speculation": (
         (),
-        "Estimate over recent steps, per second of step time: the tokens emitted / the seconds "
-        "they would have taken at one token per request and step. A step without drafts costs "
-        "the running average of such steps of the same batch size or, where there were none, "
-        "the measured step without its draft phase and without the measured cost of the "
-        "drafted rows. Low by the cost of drafted rows while the number of rows never varies. "
-        "Compare with generation_tokens_total over step_seconds_total. NaN before any token.",
+        "Estimate over recent steps without prompts: requests / seconds that the step would have "
+        "taken without drafts, as predicted; as measured without its draft phase where lengths are "
+        "fixed.",
     ),
 }
 _COUNTERS: Table = {
@@ -122,12 +118,21 @@ class LatencyWatcher(Protocol):
         ...
 
 
+PLAIN_WINDOW = 200  # steps; older ones count for less and less
+
+
+def plain_step_s(step: StepStats) -> float:
+    """Seconds that the step would have taken without drafts."""
+    prediction = step.decision.prediction if step.decision is not None else None
+    return prediction.plain_s if prediction is not None else step.step_s - step.times.draft_s
+
+
 class Metrics:
     """Owns a registry, and the numbers in it. For one thread: the front end's event loop."""
 
     def __init__(self, info: EngineInfo, model_name: str) -> None:
         self._watchers: list[LatencyWatcher] = []
-        self._plain_speed = PlainSpeed()
+        self._plain_tokens = self._plain_s = 0.0  # of recent steps
         known: dict[str, Sequence[object]] = {
             "phase": ("draft", "verify", "sample", "host"),
             "finished_reason": ("stop", "length", "abort", "error"),
@@ -151,7 +156,7 @@ class Metrics:
     @property
     def plain_tokens_per_s(self) -> float:
         """The estimated speed without speculation; NaN before the first token."""
-        return self._plain_speed.tokens_per_s
+        return self._plain_tokens / self._plain_s if self._plain_s else math.nan
 
     def watch(self, watcher: LatencyWatcher) -> None:
         """Tell it of the latencies that come."""
@@ -249,7 +254,10 @@ class Metrics:
                 self._series.add(name, count, value)
         for length in step.draft_lengths:
             self._series.observe("chosen_draft_length", length)
-        self._plain_speed.add(step)
+        if step.draft_lengths and step.num_rows == len(step.draft_lengths) + step.num_draft_tokens:
+            kept = 1 - 1 / PLAIN_WINDOW
+            self._plain_tokens = kept * self._plain_tokens + len(step.draft_lengths)
+            self._plain_s = kept * self._plain_s + plain_step_s(step)
         observe_decisions(self._series, step)
 
     def _estimate(self) -> None:

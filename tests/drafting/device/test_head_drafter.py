@@ -233,7 +233,7 @@ def test_more_drafts_than_heads_are_not_asked_for(drafter: Drafter):
 def test_levels_give_the_logits_behind_every_node_of_a_tree(drafter: Drafter):
     asks = asks_for([2, 0], [NUM_HEADS, NUM_HEADS])
     generator = torch.Generator().manual_seed(4)
-    levels, _ = drafter.proposer().drafter.levels(asks, TEXTS_SL, NUM_HEADS)
+    levels = drafter.proposer().drafter.levels(asks, TEXTS_SL, NUM_HEADS)
 
     first_BV = levels.first_logits()
 

@@ -122,7 +122,7 @@ def probs_behind(network: Network, ask: DraftModelAsk, path: Sequence[int]) -> T
     """[V]: what follows these drafts, read one by one."""
     with torch.inference_mode():
         drafter, asks = drafter_of(network), [replace(ask, num_drafts=len(path) + 1)]
-        start, _ = drafter.start(asks, drafter.unread(asks, TEXTS_SL))
+        start = drafter.start(asks, drafter.unread(asks, TEXTS_SL))
         levels = NetworkLevels(network[0], start, torch.tensor([len(path) + 1]))
         logits_V = levels.first_logits()[0]
         for place, token in enumerate(path):

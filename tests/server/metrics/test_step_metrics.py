@@ -98,6 +98,18 @@ def test_the_estimate_follows_the_steps():
     assert counted.plain_tokens_per_s == Exposed(counted).value(name)
 
 
+def test_the_estimate_is_what_was_predicted_of_plain_decoding_or_else_leaves_drafting_out():
+    drafted = step((2, 2), (2, 1), draft_s=0.5, verify_s=0.75, host_s=0.25)
+    fixed, chosen, beside_prompt = metrics(), metrics(), metrics()
+    fixed.observe_steps(report(drafted))
+    assert fixed.plain_tokens_per_s == pytest.approx(2 / 1.0)
+    decision = StepDecision("gain", 0.0, Prediction(0.5, 0.75, 0.25, 0.8, 5.0, 0.3))
+    chosen.observe_steps(report(replace(drafted, decision=decision)))
+    assert chosen.plain_tokens_per_s == pytest.approx(2 / 0.8)
+    beside_prompt.observe_steps(report(replace(drafted, num_rows=50)))
+    assert math.isnan(beside_prompt.plain_tokens_per_s)
+
+
 def made_up_steps(seed: int) -> list[StepStats]:
     """Steps of all reasons, with and without prediction and price."""
     rng, steps = random.Random(seed), list[StepStats]()

@@ -27,7 +27,6 @@ from outdraft.drafting.device.drawn_tree import DrawnTrees
 from outdraft.drafting.device.live_stop import LiveStops
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.ranked_tree import RankedTrees
-from outdraft.drafting.device.settled import SettledRows, with_settled
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.draft_ops import Frontier, Growth, ModelDrafts, TellsOdds, TreeLevels
 from outdraft.kernels.ops import Kernels
@@ -62,21 +61,15 @@ class LevelDrafter(ABC):
         token_ids_SL: Tensor,
         depth: int,
         shares: RequestShares = ALL_HERE,
-    ) -> tuple[TreeLevels, SettledRows | None]:
-        """What may follow this rank's texts, so many levels deep; what all ranks' can be compared
-        with."""
-
-    @abstractmethod
-    def first_logits(self, states_RD: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
-        """[Q, V]: of the first level, of those rows that are this rank's, from states that `levels`
-        returned for comparison."""
+    ) -> TreeLevels:
+        """Say what may follow this rank's texts, so many levels deep."""
 
     def draft(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
     ) -> ModelDrafts:
         """As `Drafter.draft`."""
-        levels, settled = self.levels(asks, token_ids_SL, growth.shape.depth, growth.shares)
-        return with_settled(compiled_grow(levels, growth), settled, self.first_logits, growth)
+        levels = self.levels(asks, token_ids_SL, growth.shape.depth, growth.shares)
+        return compiled_grow(levels, growth)
 
 
 def compiled_grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:

@@ -1,18 +1,16 @@
 """Drafts with heads on the target's last hidden state: Medusa and MLP speculators.
 
 Heads have no cache and read no text. For each request they get the state of the last row that the
-target computed, and the newest token, which the target chose behind that row. The last rows of the
-steps before are kept as well, for what they say of the heads when these draft again.
+target computed, and the newest token, which the target chose after that row.
 
 Head j drafts the token at position (length of the text) + j.
 
-Dimension key: B requests that draft, G those of all ranks that share the heads, R settled rows, W
+Dimension key: B requests that draft, G those of all ranks that share the heads, W
 works of a step, K levels, V vocabulary, S state rows (of a speculator's state too), L tokens of a
 text, D hidden of the target, E and F nodes of a level and of the next one.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,7 +22,6 @@ from outdraft.core.plan import ModelDrafting
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.drafting.device.grower import KnownLevels, LevelDrafter, frontier_of_all
 from outdraft.drafting.device.model_drafts import DraftModelAsk
-from outdraft.drafting.device.settled import SettledRows, settled_tokens
 from outdraft.drafting.device.state_window import StateWindow
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.draft_ops import Frontier
@@ -52,23 +49,11 @@ class LastHidden:
         to_ND, hidden_TD = self._window.features_NF, states.hidden_TD
         self._copy_rows(to_ND, states.last_places_W, hidden_TD, states.last_rows_W)
 
-    def find(
-        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor
-    ) -> tuple[Tensor, SettledRows | None]:
-        """[B, D]: the newest state of each text; what those before can be compared with."""
-        places = np.array([self._place(ask, 0) for ask in asks])
-        (places_B,) = to_device([places], token_ids_SL.device)
-        kept_ND = self._window.features_NF
-        tokens = settled_tokens(asks, [HEAD_WINDOW - 1] * len(asks))
-        if not tokens:
-            return kept_ND.index_select(0, places_B), None
-        before = [self._place(asks[owner], distance) for owner, distance in tokens]
-        settled = SettledRows.of(asks, tokens, before, kept_ND, token_ids_SL)
-        return kept_ND.index_select(0, places_B), settled
-
-    def _place(self, ask: DraftModelAsk, age: int) -> int:
-        """Where the state is that was the newest one so many tokens ago."""
-        return self._window.places(ask.state_row, ask.num_tokens - 2 - age, 1)[0]
+    def find(self, asks: Sequence[DraftModelAsk], device: torch.device) -> Tensor:
+        """[B, D]: the newest state of each text."""
+        places = [self._window.places(ask.state_row, ask.num_tokens - 2, 1)[0] for ask in asks]
+        (places_B,) = to_device([np.array(places)], device)
+        return self._window.features_NF.index_select(0, places_B)
 
 
 class MedusaDrafter(LevelDrafter):
@@ -93,14 +78,10 @@ class MedusaDrafter(LevelDrafter):
         token_ids_SL: Tensor,
         depth: int,
         shares: RequestShares = ALL_HERE,
-    ) -> tuple[KnownLevels, SettledRows | None]:
+    ) -> KnownLevels:
         """As `LevelDrafter`."""
-        hidden_GD, settled = self._last.find(asks, token_ids_SL)
-        return KnownLevels(self._heads.logits(hidden_GD, range(depth), shares)), settled
-
-    def first_logits(self, states_RD: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
-        """As `LevelDrafter`."""
-        return self._heads.logits(states_RD, range(1), shares)[:, 0]
+        hidden_GD = self._last.find(asks, token_ids_SL.device)
+        return KnownLevels(self._heads.logits(hidden_GD, range(depth), shares))
 
 
 class MLPSpeculatorDrafter(LevelDrafter):
@@ -125,7 +106,7 @@ class MLPSpeculatorDrafter(LevelDrafter):
         token_ids_SL: Tensor,
         depth: int,
         shares: RequestShares = ALL_HERE,
-    ) -> tuple["MLPSpeculatorLevels", SettledRows | None]:
+    ) -> "MLPSpeculatorLevels":
         """As `LevelDrafter`."""
         rows_G, num_tokens_G = to_device(
             [
@@ -135,15 +116,8 @@ class MLPSpeculatorDrafter(LevelDrafter):
             token_ids_SL.device,
         )
         newest_G = token_ids_SL[rows_G, num_tokens_G - 1]
-        hidden_GD, settled = self._last.find(asks, token_ids_SL)
-        if settled is not None:
-            states_RS = first_states(self._speculator, settled.states_RD, settled.ids_R)
-            settled = replace(settled, states_RD=states_RS)
-        return MLPSpeculatorLevels(self._speculator, hidden_GD, newest_G, shares), settled
-
-    def first_logits(self, states_RD: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
-        """As `LevelDrafter`."""
-        return self._speculator.logits(0, states_RD, shares)
+        hidden_GD = self._last.find(asks, token_ids_SL.device)
+        return MLPSpeculatorLevels(self._speculator, hidden_GD, newest_G, shares)
 
 
 def first_states(speculator: MLPSpeculator, hidden_RD: Tensor, ids_R: Tensor) -> Tensor:

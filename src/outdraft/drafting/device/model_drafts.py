@@ -26,8 +26,6 @@ class DraftModelAsk:
         num_skipped: tokens that its blocks leave out: their places are by so much smaller than in
             the text, but positions are those of the text.
         levels: rows of each level of its tree; (): a chain.
-        max_taught: most settled tokens that the drafter is compared with, the newest ones; it must
-            have the rows behind which they stand.
     """
 
     state_row: int
@@ -40,4 +38,3 @@ class DraftModelAsk:
     num_missing: int = 0
     num_skipped: int = 0
     levels: tuple[int, ...] = ()
-    max_taught: int = 0

@@ -22,7 +22,6 @@ from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.grower import compiled_grow, frontier_of_all
 from outdraft.drafting.device.model_drafts import DraftModelAsk
-from outdraft.drafting.device.settled import settled_rows, with_settled
 from outdraft.drafting.device.state_window import StateWindow
 from outdraft.drafting.device.text_reader import TextReader
 from outdraft.kernels.data.graph_sizes import rounded_grown_len
@@ -61,29 +60,22 @@ class NetworkDrafter:
         unread = self.unread(asks, token_ids_SL)
 
         def by_levels() -> ModelDrafts:
-            start, states_TD = self.start(asks, unread)
+            start = self.start(asks, unread)
             levels = NetworkLevels(self.network, start, growth.num_drafts_G, growth.shares)
-            drafts = compiled_grow(levels, growth)
-            return replace(drafts, states_TD=states_TD) if unread.wants_states else drafts
+            return compiled_grow(levels, growth)
 
-        drafts = self.network.draft(unread, growth, by_levels)
-        if drafts.states_TD is None:
-            return drafts
-        settled = settled_rows(asks, unread.spans, drafts.states_TD, token_ids_SL)
-        return with_settled(drafts, settled, self.network.logits, growth)
+        return self.network.draft(unread, growth, by_levels)
 
-    def start(
-        self, asks: Sequence[DraftModelAsk], unread: UnreadTexts
-    ) -> tuple[DraftStart, Tensor]:
-        """Read what is left of the texts; also the states of all rows, [T, D]."""
+    def start(self, asks: Sequence[DraftModelAsk], unread: UnreadTexts) -> DraftStart:
+        """Read what is left of the texts."""
         lag = self.network.lag
         contexts = [ask.num_tokens - ask.num_missing - ask.num_skipped - lag for ask in asks]
-        states_BD, states_TD, metadata, contexts_B = self._reader.read(unread, contexts)
+        states_BD, metadata, contexts_B = self._reader.read(unread, contexts)
         skipped_B: Tensor | None = None
         if any(ask.num_skipped for ask in asks):
             skipped = np.array([ask.num_skipped for ask in asks])
             (skipped_B,) = to_device([skipped], states_BD.device)
-        start = DraftStart(
+        return DraftStart(
             states_BD=states_BD,
             caches=self._reader.cache.layers,
             contexts_B=contexts_B,
@@ -95,7 +87,6 @@ class NetworkDrafter:
             ),
             num_skipped_B=skipped_B,
         )
-        return start, states_TD
 
 
 class NetworkLevels:

@@ -26,7 +26,6 @@ from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.grower import KnownLevels, LevelDrafter
 from outdraft.drafting.device.model_drafts import DraftModelAsk
-from outdraft.drafting.device.settled import SettledRows
 from outdraft.drafting.device.state_window import StateWindow
 from outdraft.drafting.device.text_reader import TextReader
 from outdraft.kv.cache import KVCache
@@ -84,17 +83,13 @@ class ParallelDrafter(LevelDrafter):
         token_ids_SL: Tensor,
         depth: int,
         shares: RequestShares = ALL_HERE,
-    ) -> tuple[KnownLevels, SettledRows | None]:
+    ) -> KnownLevels:
         """As `LevelDrafter`."""
         num_levels = [min(ask.num_drafts, depth) for ask in asks]
         masked = [
             replace(ask, masks=(self._mask,) * (number - 1))
             for ask, number in zip(asks, num_levels, strict=True)
         ]
-        states_GKD, settled = self._reader.read_masked(masked, token_ids_SL, num_levels)
+        states_GKD = self._reader.read_masked(masked, token_ids_SL, num_levels)
         logits_RV = self.network.logits(states_GKD.flatten(0, 1), shares)
-        return KnownLevels(logits_RV.unflatten(0, (-1, states_GKD.shape[1]))), settled
-
-    def first_logits(self, states_RD: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
-        """As `LevelDrafter`."""
-        return self.network.logits(states_RD, shares)
+        return KnownLevels(logits_RV.unflatten(0, (-1, states_GKD.shape[1])))

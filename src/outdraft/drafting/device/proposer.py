@@ -180,7 +180,7 @@ class DeviceProposer:
             number = self._kernels.num_grown(num_requests)
         copied = _to_copy(asks) if number > num_requests else None
         if copied is not None:
-            copy = replace(asks[copied], stop=None, max_taught=0)
+            copy = replace(asks[copied], stop=None)
             asks = [*asks, *[copy] * (number - num_requests)]
             sampling = sampling.with_copies(copied, number)
         drafts = self._grown(asks, token_ids_SL, sampling, num_host_rows, shares)
@@ -243,7 +243,6 @@ def _first(drafts: ModelDrafts, num_requests: int) -> ModelDrafts:
         probs_BKV=first(drafts.probs_BKV),
         is_sampled_BK=first(drafts.is_sampled_BK),
         margins_BL=first(drafts.margins_BL),
-        taught_B2=first(drafts.taught_B2),
     )
 
 

@@ -65,7 +65,7 @@ class SelfDrafter:
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
     ) -> ModelDrafts:
         """As `Drafter.draft`."""
-        own = [replace(ask, num_computed=ask.num_tokens - 1, max_taught=0) for ask in asks]
+        own = [replace(ask, num_computed=ask.num_tokens - 1) for ask in asks]
         if self._attended is not None:
             own = self._attended.narrowed(own)
         return self._drafter.draft(own, token_ids_SL, growth)

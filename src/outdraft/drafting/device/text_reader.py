@@ -21,7 +21,6 @@ from torch import Tensor
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.attention.rows import Span, lay_out, metadata_of, to_device
 from outdraft.drafting.device.model_drafts import DraftModelAsk
-from outdraft.drafting.device.settled import SettledRows, settled_rows
 from outdraft.drafting.device.state_window import StateWindow
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.draft_ops import UnreadTexts
@@ -89,31 +88,27 @@ class TextReader:
         """What is left to read in one pass; of long backlogs the rest is read now."""
         asks = self._caught_up(asks, token_ids_SL)
         spans = self._spans(asks, token_ids_SL)
-        unread = self._unread(asks, spans, token_ids_SL)
-        if any(ask.max_taught for ask in asks):
-            return replace(unread, wants_states=True)
-        return unread
+        return self._unread(asks, spans, token_ids_SL)
 
     def read(
         self, unread: UnreadTexts, sent: Sequence[int] = ()
-    ) -> tuple[Tensor, Tensor, AttentionMetadata, Tensor]:
-        """The states behind the texts, [B, D]; those of all rows of the pass that read their rest,
-        [T, D], and its batch; and the numbers `sent`, which travel with it."""
+    ) -> tuple[Tensor, AttentionMetadata, Tensor]:
+        """Read the rest of the texts: the states behind them, [B, D]; the batch of the pass; and
+        the numbers `sent`, which travel with it."""
         ends = list(itertools.accumulate([span.num_rows for span in unread.spans]))
         extra = [end - 1 for end in ends], sent
         states_TD, metadata, (rows_B, sent_B) = self._pass(unread, extra=extra)
         are_all = len(ends) == ends[-1]
         ends_BD = states_TD if are_all else states_TD.index_select(0, rows_B)
-        return ends_BD, states_TD, metadata, sent_B
+        return ends_BD, metadata, sent_B
 
     def read_masked(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, num_last: Sequence[int]
-    ) -> tuple[Tensor, SettledRows | None]:
-        """Read all that the network has not seen, and the mask tokens behind it.
+    ) -> Tensor:
+        """Read all that the network has not seen, and the mask tokens after it.
 
-        Returns the states behind the last rows of each request, [B, C, D], and what the network can
-        be compared with. C is the largest of `num_last`. Who wants fewer rows than C has the last
-        one repeated.
+        Returns the states of the last rows of each request, [B, C, D]. C is the largest of
+        `num_last`. A request with fewer rows than C has the last one repeated.
         """
         asks = self._caught_up(asks, token_ids_SL)
         spans = self._spans(asks, token_ids_SL)
@@ -123,10 +118,9 @@ class TextReader:
             rows += [num_rows - count + min(place, count - 1) for place in range(most)]
         unread = self._unread(asks, spans, token_ids_SL)
         states_TD, _, (rows_R,) = self._pass(unread, [ask.masks for ask in asks], [rows])
-        settled = settled_rows(asks, spans, states_TD, token_ids_SL)
         if rows != list(range(num_rows)):
             states_TD = states_TD.index_select(0, rows_R)
-        return states_TD.view(len(asks), most, -1), settled
+        return states_TD.view(len(asks), most, -1)
 
     def _num_unread(self, ask: DraftModelAsk) -> int:
         """Tokens of the text to read."""

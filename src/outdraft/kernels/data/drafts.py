@@ -52,7 +52,6 @@ class DraftBatch:
             since it may depend on what was drawn.
         margins_BL: float32, of the levels of the network that a live rule looked at, then NaN.
             None: there was no rule.
-        taught_B2: as in ModelDrafts.
     """
 
     token_ids_BN: Tensor
@@ -65,7 +64,6 @@ class DraftBatch:
     all_sampled: bool = False
     sampled_trees: bool = False
     margins_BL: Tensor | None = None
-    taught_B2: Tensor | None = None
     prob_rows_B: Tensor | None = None
 
     @classmethod

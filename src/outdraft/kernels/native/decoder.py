@@ -184,9 +184,8 @@ class NativeDecoder:
             assert isinstance(self._spec.head, PaddedProduct)
             num_outputs = self._spec.head.shard.num_tokens
         assert reads_as_many or num_outputs == growth.sampling.vocab_size
-        of_states = self._spec.embedding.size, self._dtype
         handle = self.handle(unread.caches)
-        return self._growth.draft(handle, unread, growth, *of_states, self._link)
+        return self._growth.draft(handle, unread, growth, self._dtype, self._link)
 
     def write_context(
         self,

@@ -7,7 +7,6 @@ import ctypes
 import functools
 from collections.abc import Callable
 from ctypes import POINTER, c_double, c_int64, c_void_p
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -179,7 +178,6 @@ class NativeGrowth:
         decoder: int,
         unread: UnreadTexts,
         growth: Growth,
-        size: int,
         dtype: torch.dtype,
         link: RankLink | None = None,
     ) -> ModelDrafts:
@@ -187,18 +185,13 @@ class NativeGrowth:
 
         Args:
             decoder: address of the `Decoder`.
-            size, dtype: D of its states, and their type.
+            dtype: of its states.
             link: to the other ranks of a decoder that is spread.
 
         Raises:
             RanksError: another rank did not answer.
         """
         task, texts = self.task(growth), UnreadArrays(unread, dtype)
-        states_TD = None
-        if unread.wants_states:
-            num_rows = sum([span.num_causal for span in unread.spans])
-            states_TD = torch.empty((num_rows, size), dtype=dtype)
-            texts.native.states = states_TD.data_ptr()
         shares = None if link is None else shares_of(growth)
         is_valid = self._draft(
             decoder, ctypes.byref(task.native), ctypes.byref(texts.native), shares
@@ -206,8 +199,7 @@ class NativeGrowth:
         if link is not None:
             link.settle()
         assert is_valid, "a token or a position is out of its table"
-        drafts = task.drafts()
-        return drafts if states_TD is None else replace(drafts, states_TD=states_TD)
+        return task.drafts()
 
     def grow(
         self,

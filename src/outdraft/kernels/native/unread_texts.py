@@ -12,7 +12,7 @@ import torch
 from outdraft.kernels.draft_ops import UnreadTexts
 from outdraft.kernels.native.arrays import address_of
 
-_UNREAD = ("spans", "places", "texts", "features", "block_table", "states")
+_UNREAD = ("spans", "places", "texts", "features", "block_table")
 
 
 class UnreadOf(ctypes.Structure):
@@ -48,7 +48,6 @@ class UnreadArrays:
             address_of(unread.token_ids_SL, torch.int64),
             None if features_NF is None else address_of(features_NF, dtype),
             blocks.buffer_info()[0],
-            None,
             table_width,
             unread.block_size,
         )

@@ -107,7 +107,7 @@ def _num_rows(rows_RX: Tensor, drafts: DraftBatch) -> int:
 
 def _bare(drafts: DraftBatch) -> DraftBatch:
     """The same without what verification does not look at."""
-    return replace(drafts, margins_BL=None, taught_B2=None)
+    return replace(drafts, margins_BL=None)
 
 
 def _first(verdict: Verdict, num_requests: int) -> Verdict:
