@@ -26,6 +26,7 @@ from outdraft.control.facts import (
     RequestFacts,
     ShadowOutcome,
     Shape,
+    StepFacts,
     StepOutcome,
     StopRule,
 )
@@ -418,6 +419,16 @@ class Chances:
     def observe_shadows(self, shadows: Iterable[ShadowOutcome]) -> None:
         for one in shadows:
             self.host(one.source).observe(one.match_length, one.drafted, one.accepted)
+
+    def are_doubted(self, facts: StepFacts) -> bool:
+        """Whether a network's chances may be better than few labels say."""
+        keys = {
+            (one.network, one.rule, shape)
+            for one in facts.requests
+            if one.network is not None
+            for shape in one.shapes
+        }
+        return any(self.network(*key).doubt > 0 for key in keys)
 
     def has_drafted(self, request: RequestFacts) -> bool:
         """Whether the request's network has shown anything of itself."""

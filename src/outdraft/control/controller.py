@@ -102,8 +102,8 @@ class Controller:
             self._hold = max(0, min(MAX_HOLD, int(most)) - 1)
             if not decision.grants and any(one.network for one in facts.requests):
                 self._hold = min(self._hold, max(0, self.probe.due_in - 1))
-            if self._plain_left:
-                self._hold = self._plain_left = 0
+            if self._plain_left:  # the rest of a burst of plain steps
+                self._hold, self._plain_left = self._plain_left, 0
         return decision
 
     def observe(self, outcome: StepOutcome) -> None:
@@ -148,7 +148,7 @@ class Controller:
             return self._decision(facts, prices, Reason.NETWORK_PROBE, plan)
         plan = self._best(facts, options, prices)
         has_network = any(one.network is not None for one in facts.requests)
-        if not plan.picks and has_network:
+        if not plan.picks and has_network and self.chances.are_doubted(facts):
             # A few unlucky labels do not end it: without drafts there would be hardly any more.
             # Nor do they keep it from beginning again where it nearly pays.
             hope = 1.0 if self._is_drafting else HOPE
