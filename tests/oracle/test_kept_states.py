@@ -128,10 +128,8 @@ class RandomAcceptance:
     def _watch(self, drafter: NetworkDrafter) -> None:
         start_of = drafter.start
 
-        def checked(
-            asks: Sequence[DraftModelAsk], unread: UnreadTexts
-        ) -> tuple[DraftStart, Tensor]:
-            found, states_TD = start_of(asks, unread)
+        def checked(asks: Sequence[DraftModelAsk], unread: UnreadTexts) -> DraftStart:
+            found = start_of(asks, unread)
             logits_BV = drafter.network.logits(found.states_BD)
             for ask, logits_V in zip(asks, logits_BV, strict=True):
                 [request] = [r for r in self.scheduler.running if r.slot == ask.state_row]
@@ -144,7 +142,7 @@ class RandomAcceptance:
                 torch.testing.assert_close(logits_V, fresh, rtol=0, atol=CLOSE)
                 self.num_drafter_checks += 1
                 self.num_gaps += ask.num_missing > 0
-            return found, states_TD
+            return found
 
         drafter.start = checked
 
