@@ -90,6 +90,21 @@ def test_the_live_rule_knows_the_chance_behind_a_margin():
         assert sigmoid(score) == pytest.approx(sigmoid(0.8 * margin - 0.5), abs=0.08)
 
 
+def test_the_live_rule_follows_what_is_doubted():
+    curve, rng = Curve(0.6, 2), np.random.default_rng(1)
+    for _ in range(400):
+        margins, chances = live_world(rng, 2)
+        curve.observe([DraftOutcome("a", 2, draft(rng, chances), tuple(margins))])
+    before, chance = curve.stop_rule("b", 2), curve.chances[0]
+    curve.doubt_all(1.0)
+    after = curve.stop_rule("b", 2)
+    moved = math.log(curve.chances[0] / (1 - curve.chances[0])) - math.log(chance / (1 - chance))
+    assert abs(moved) > 0.05
+    assert before is not None
+    assert after is not None
+    assert after.biases[0] - before.biases[0] == pytest.approx(moved)
+
+
 def mean_estimate(seed, *, tells_the_end):
     """The first level's chance as learned while a live rule leaves out what is below 0.6."""
     curve, rng, estimates = Curve(0.6, 2), np.random.default_rng(seed), []

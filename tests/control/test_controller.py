@@ -261,11 +261,11 @@ def test_plain_decoding_is_tried_while_drafts_pay():
 def test_a_network_is_due_while_its_drafts_pay_and_not_for_a_probe():
     controller = Controller(table(0.001, 0.001), 5)
     facts = StepFacts((request(network="eagle3"),))
-    assert controller.network_due_in(1) > 0
+    assert controller.network_due_in() > 0
     run(controller, facts, 60, lambda grant: grant.levels)
-    assert controller.network_due_in(1) == 0
+    assert controller.network_due_in() == 0
     run(controller, facts, 300, lambda grant: 0, draft_s=9.0)
-    assert controller.network_due_in(1) > 0
+    assert controller.network_due_in() > 0
 
 
 def test_a_hard_request_is_drafted_for_at_its_own_rate_however_fast_others_were():

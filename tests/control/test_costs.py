@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from outdraft.control.corrections import LONG, Costs
+from outdraft.control.corrections import LONG, SPAN, Costs
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost, monotone
 from outdraft.control.facts import (
     Decision,
@@ -205,3 +205,10 @@ def test_a_step_with_drafts_takes_the_host_longer_by_the_same_share_for_all_requ
     assert costs.host_s(11) == pytest.approx(2e-4)
     assert costs.drafting_s(11) == pytest.approx(1e-4)
     assert CostTable.from_json(table.to_json()) == table
+
+
+def test_a_step_of_more_rows_than_are_kept_at_hand_is_no_surprise():
+    costs = Costs(TABLE)
+    for _ in range(20):
+        costs.observe(step(2 * SPAN, float(LINE.at(np.array(2 * SPAN)))))
+    assert at(costs, 1) == pytest.approx(1.0)

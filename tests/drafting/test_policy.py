@@ -157,7 +157,7 @@ class Scripted:
         self.asked_to_hold.append((num_requests, prompt_rows, may_offer))
         return None if may_offer and self.looks_first else self.held
 
-    def network_due_in(self, num_running: int) -> int:
+    def network_due_in(self) -> int:
         return self.due_in
 
     def forget(self, request_id: str) -> None:
@@ -413,6 +413,17 @@ def test_where_the_host_looks_in_vain_the_decision_holds():
     assert (len(proposer.asked), ours.num_asked) == (2, 0)
 
 
+def test_steps_that_follow_a_refused_offer_are_told_too():
+    control = Scripted()
+    ours = policy(ngram(a=draft(2)), control=control)
+    one = request("a")
+    for is_held in (False, True):
+        control.held = control.decided if is_held else None
+        assert ours.choose([one], 1, ROOM) == {}
+        ours.observe([booking(one, None)], stats(1))
+    assert [told.is_held for told in control.outcomes] == [False, True]
+
+
 def test_an_offer_is_decided_on_although_a_decision_holds():
     control = Scripted(lambda _: [Grant("a", "ngram", 2, 2, 2)])
     ours = policy(ngram(a=draft(2)), control=control)
@@ -665,7 +676,7 @@ def test_a_request_is_followed_while_the_network_may_soon_draft_for_it(
     one = request("a", num_prompt=10, **params)
     may_follow = ours.may_follow(running)
     assert (may_follow and ours.follows(one)) == is_followed
-    assert ours.reads_prompts(running) == (due_in == 0)
+    assert ours.reads_prompts() == (due_in == 0)
 
 
 class Priced(Scripted):

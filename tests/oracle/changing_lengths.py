@@ -31,7 +31,7 @@ class ChangingLengths:
         self.num_observed = self.num_held = self.num_shadows = 0
         self.shapes: set[Shape] = set()  # of the network's drafts
 
-    def network_due_in(self, num_running: int) -> int:
+    def network_due_in(self) -> int:
         return 0
 
     def hold(

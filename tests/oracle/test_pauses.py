@@ -37,7 +37,7 @@ class Pausing(ChangingLengths):
         self._left, self._is_off = 0, True
         self.num_pauses = 0
 
-    def network_due_in(self, num_running: int) -> int:
+    def network_due_in(self) -> int:
         return self._due_in if self._is_off else 0
 
     def hold(

@@ -24,7 +24,6 @@ from outdraft.control.corrections import Costs
 from outdraft.control.facts import (
     DraftOutcome,
     RequestFacts,
-    ShadowOutcome,
     Shape,
     StepFacts,
     StepOutcome,
@@ -33,7 +32,7 @@ from outdraft.control.facts import (
 from outdraft.control.search import Option
 from outdraft.core.draft import MAX_DRAFTS, MAX_MARGIN, DraftSource
 
-KEEP = 0.997  # of the labels, for each step that brings new ones: 200 steps count
+KEEP = 0.997  # of the labels, for each step that brings new ones: 333 steps count
 LEAN = 6.0  # labels that the level above counts as
 PRIOR = 0.6  # chance of a network's first level before anything was seen
 # The same of a host's first token, by match length: 1, 2-3, 4-7, ... tokens. A token that is
@@ -180,6 +179,7 @@ class Curve:
                 self._chances.append(above)
             self._logits = [logit(one) for one in self._chances]
             self._usual = _survivals(self._logits, 0.0)
+            self._stop_parts = None
         return self._chances
 
     @property
@@ -207,8 +207,8 @@ class Curve:
         """What the drafter judges its next token by; None: margins have taught nothing yet."""
         if self._live[0].num_labels < LIVE_LABELS:
             return None
+        _ = self.chances
         if self._stop_parts is None:
-            _ = self.chances
             known = [one.num_labels >= LIVE_LABELS for one in self._live]
             parts = list(zip(known, self._live, self._logits, strict=True))
             self._stop_parts = (
@@ -223,7 +223,6 @@ class Curve:
 
     def observe(self, drafts: Iterable[DraftOutcome], *, has_offsets: bool = True) -> float:
         """Learn from a step's drafts; how much better they fared than predicted, in tokens."""
-        self._stop_parts = None
         if self._unseen:  # what was learned before says less about it now
             keep = 1 / (1 + self._unseen * self._information)
             self._labels = [keep * one for one in self._labels]
@@ -413,12 +412,9 @@ class Chances:
             for other, curve in self._networks.items():
                 if other[:2] == key[:2] and other != key:
                     curve.miss()
-        self.observe_shadows(outcome.shadows)
+        for shadow in outcome.shadows:
+            self.host(shadow.source).observe(shadow.match_length, shadow.drafted, shadow.accepted)
         return excess
-
-    def observe_shadows(self, shadows: Iterable[ShadowOutcome]) -> None:
-        for one in shadows:
-            self.host(one.source).observe(one.match_length, one.drafted, one.accepted)
 
     def are_doubted(self, facts: StepFacts) -> bool:
         """Whether a network's chances may be better than few labels say."""

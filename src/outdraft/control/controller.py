@@ -129,7 +129,7 @@ class Controller:
         self.chances.forget(request_id)
         self._hold = 0
 
-    def network_due_in(self, num_running: int) -> int:
+    def network_due_in(self) -> int:
         """Count the steps until the network may draft again; 0 while drafts pay and it makes them,
         or did a few steps ago."""
         if self._is_drafting and self.probe.idle_steps < LINGERING:

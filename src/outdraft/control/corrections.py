@@ -135,10 +135,10 @@ class Costs:
         network, pass_rows, lag = self._read(outcome)
         beside_s = self.beside_s(network) if network else 0.0
         if not is_probe:
-            self.observe_plain(
-                len(lengths), outcome.num_rows, sum(lengths), outcome.target_s - beside_s
-            )
-            self.observe_host(len(lengths), outcome.host_s, drafts=bool(decision.grants))
+            self._observe_target(outcome, sum(lengths), outcome.target_s - beside_s)
+            drafts = bool(decision.grants)
+            factor = self._drafting_host if drafts else self._host
+            factor.observe(self.table.booking_s(len(lengths), drafts=drafts), outcome.host_s)
         if network and not facts.prompt_rows:
             cost, times_N = self.drafter(network), self._pass_N[network]
             table_s = cost.step_s(lengths) + sum(times_N[min(one, SPAN - 1)] for one in pass_rows)
@@ -147,12 +147,14 @@ class Costs:
                 table_s += self._table_catch_up_s(network, lag)
             self._networks[network].observe(table_s * self._machine.value, outcome.draft_s)
 
-    def observe_plain(
-        self, num_requests: int, num_rows: int, context: int, target_s: float
-    ) -> None:
+    def _observe_target(self, outcome: StepOutcome, context: int, target_s: float) -> None:
         """Learn what a pass of the target took."""
-        table_s = self._target_N[min(num_rows, SPAN - 1)] + self._beside_s(context, num_requests)
-        bucket = self._bucket_N[min(num_rows, SPAN - 1)]
+        num_rows, target = outcome.num_rows, self.table.target
+        bucket = target.bucket(num_rows)
+        table_s = (
+            self._target_N[num_rows] if num_rows < SPAN else float(target.at(np.array(num_rows)))
+        )
+        table_s += self._beside_s(context, len(outcome.facts.requests))
         table_s *= self._own_factors[bucket]
         surprise = self._machine.observe(table_s, target_s)
         near = NEAR ** np.abs(np.arange(len(self._own)) - bucket)
@@ -160,10 +162,6 @@ class Costs:
         gain = max(OWN_GAIN, 0.5 / self._num_own[bucket])
         self._own += (CHANGE if abs(surprise) > SURPRISE else gain) * surprise * near
         self._own_factors = np.exp(self._own).tolist()
-
-    def observe_host(self, num_requests: int, host_s: float, *, drafts: bool) -> None:
-        factor = self._drafting_host if drafts else self._host
-        factor.observe(self.table.booking_s(num_requests, drafts=drafts), host_s)
 
     def _network(self, network: str) -> float:
         return self._networks[network].value * self._machine.value
@@ -178,10 +176,8 @@ class Costs:
             grant = grants[draft.request_id]
             if grant.source not in self.table.drafters:
                 continue
-            network, passes = (
-                grant.source,
-                min(self.drafter(grant.source).max_passes, draft.num_passes),
-            )
+            network = grant.source
+            passes = min(self.drafter(network).max_passes, draft.num_passes)
             if not outcome.is_held:  # the first step of a decision caught up
                 lag += requests[draft.request_id].lag_tokens
             pass_rows += [0] * (passes - len(pass_rows))

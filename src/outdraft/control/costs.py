@@ -1,6 +1,6 @@
 """What a step costs, as it was measured: passes of the target and of networks, and the host.
 
-Tables are frozen and travel as JSON. What they say is corrected while the engine runs: drift.py.
+Tables are frozen and travel as JSON. While the engine runs, corrections.py corrects what they say.
 """
 
 import json

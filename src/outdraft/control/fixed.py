@@ -35,7 +35,7 @@ class FixedLength:
     def forget(self, request_id: str) -> None:
         """Know no request."""
 
-    def network_due_in(self, num_running: int) -> int:
+    def network_due_in(self) -> int:
         """Draft in each step or never."""
         return 0 if self.num_drafts else NEVER
 

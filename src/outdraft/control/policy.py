@@ -34,7 +34,7 @@ class LengthPolicy(Protocol):
         """Drop what is known of a request that ended; unknown ids are fine."""
         ...
 
-    def network_due_in(self, num_running: int) -> int:
-        """Count the steps until a network may draft again for so many requests, as far as is known;
-        0 while it does in earnest, and reads prompts as they pass by."""
+    def network_due_in(self) -> int:
+        """Count the steps until a network may draft again, as far as is known; 0 while it does in
+        earnest, and reads prompts as they pass by."""
         ...

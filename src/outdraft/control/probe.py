@@ -158,7 +158,7 @@ def _plan(
     added_s = draft_s + prices.drafting_s + prices.target_N[rows] - prices.target_N[0]
     fixed_s = sum(pick.option.fixed_s for pick in picks)
     tokens = sum(pick.tokens for pick in picks)
-    return Plan(tuple(picks), deepest, rows, tokens, draft_s, fixed_s, added_s + fixed_s)
+    return Plan(tuple(picks), deepest, rows, tokens, draft_s, added_s + fixed_s)
 
 
 def _lost_s(plan: Plan, prices: Prices) -> float:

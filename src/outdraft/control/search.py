@@ -101,8 +101,8 @@ class Plan(NamedTuple):
         rows: of all drafts.
         tokens: F.
         draft_s: passes of the network, and what it takes beside them.
-        fixed_s: shares of catching up.
-        added_s: T minus the plain step's: drafting, more rows of the target, the host.
+        added_s: T minus the plain step's: drafting, more rows of the target, the host, and shares
+            of catching up.
         is_trimmed: levels of networks' chains were left out for their survival.
     """
 
@@ -111,7 +111,6 @@ class Plan(NamedTuple):
     rows: int = 0
     tokens: float = 0.0
     draft_s: float = 0.0
-    fixed_s: float = 0.0
     added_s: float = 0.0
     is_trimmed: bool = False
 
@@ -264,7 +263,6 @@ def _best_of(
         sum([one[4] for one in taken]),
         sum([one[6] for one in taken]),
         draft_s,
-        sum([one[7] for one in taken]),
         added_s,
         any(one[3] and one[2] < depth and not chosen[one[1]][1].shape for one in own[end:]),
     )

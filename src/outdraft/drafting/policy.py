@@ -82,7 +82,7 @@ class DraftPolicy:
         self._translator = Translator(drafter, self._known)
         self._shadows = Shadows()
         self._running: _Step | None = None  # what the step that runs was decided by
-        self._newest: _Step | None = None  # that was decided without offers, and may be held
+        self._newest: _Step | None = None  # what was decided last, which may be held
         self._learning_s = 0.0  # from the latest step
         self.decided: StepDecision | None = None
         self.granted: dict[str, DraftChoice] = {}
@@ -148,8 +148,7 @@ class DraftPolicy:
         self.decided, self.granted = explained(decision), self._translator.choices(decision, drafts)
         deciding_s = perf_counter() - started_s
         self._running = _Step(facts, decision, self.granted, deciding_s)
-        if not drafts:
-            self._newest = self._running
+        self._newest = self._running
         return self.granted
 
     def _hold(
@@ -190,14 +189,14 @@ class DraftPolicy:
         """Whether the network should be able to draft for any request in one of the next steps."""
         if not self._has_network or self._is_disabled(num_running):
             return False
-        return self.control.network_due_in(num_running) <= WARM_UP_STEPS
+        return self.control.network_due_in() <= WARM_UP_STEPS
 
-    def reads_prompts(self, num_running: int) -> bool:
+    def reads_prompts(self) -> bool:
         """Whether a network that reads states should read prompts as they pass by.
 
         That takes as long as several steps. Else it begins with the states of the newest tokens.
         """
-        return self.control.network_due_in(num_running) == 0
+        return self.control.network_due_in() == 0
 
     def follows(self, request: Request) -> bool:
         """Whether it should for this one, if it should for any."""

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from outdraft.core.decided import Alarm, AlarmKind, StepDecision
 from outdraft.core.plan import drafted_levels
 from outdraft.core.scheduled import BookedWork
+from outdraft.drafting.explained import DISABLED, NOT_WANTED
 from outdraft.engine.fall import FallWatch
 
 _logger = logging.getLogger(__name__)
 
 IDLE_STEPS = 10_000  # without a draft, probes aside, before a source is said never to draft
 FRUITLESS_STEPS = 500  # in a row with drafts of a source, none of which brought a token
-NO_CHOICE, PROBE = ("disabled", "not_wanted"), "network_probe"  # reasons of decisions
+PROBE = "network_probe"  # the reason of decisions to try a network
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class SourceAlarms:
         Args:
             decision: about the step; None: nothing was to decide.
         """
-        if decision is None or decision.reason in NO_CHOICE:
+        if decision is None or decision in (DISABLED, NOT_WANTED):
             return ()
         drafts = [
             Drafted(str(work.drafts.source), request.id, levels, len(outcome.accepted_rows))

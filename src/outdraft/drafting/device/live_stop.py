@@ -93,7 +93,7 @@ class KeptRules:
     ) -> StopRules | None:
         """As `stop_rules`."""
         if not any(ask.stop for ask in asks):
-            return None  # lessons come back to the rules that are kept
+            return None  # later steps come back to the rules that are kept
         key = device, num_host_rows, [(ask.stop, ask.num_drafts) for ask in asks]
         if key != self._key:
             self._rules = stop_rules(asks, num_host_rows, device)
