@@ -221,7 +221,7 @@ def test_sources_of_the_host_look_before_a_decision_holds():
 
 
 def test_sources_of_the_host_are_not_asked_while_refusals_hold():
-    controller = Controller(table(0.9, offer_s=0.05), 5)
+    controller = Controller(table(0.9), 5)
     facts = StepFacts((request(offers=(HostOffer("suffix", 5, 1),)),))
     asked = 0
     for number in range(300):

@@ -174,14 +174,6 @@ def test_a_network_that_is_off_follows_the_machine():
     assert before * 1.4**0.2 < costs.pass_N("eagle3", 2, [0])[1] < before * 1.45
 
 
-def test_what_a_network_adds_to_the_targets_pass_is_no_news_of_plain_steps():
-    drafter = replace(TABLE.drafters["eagle3"], beside_s=0.5)
-    costs = Costs(replace(TABLE, drafters={"eagle3": drafter}))
-    for _ in range(100):
-        costs.observe(step(2, 1.1 + 0.5, network="eagle3", passes=1, draft_s=0.13))
-    assert at(costs, 1) == pytest.approx(1.0, rel=0.02)
-
-
 def test_a_table_is_wrong_if_passes_differ_by_more_than_half_for_long_and_not_for_a_while():
     def costs_after(factor, count):
         costs = Costs(TABLE)

@@ -404,13 +404,13 @@ def test_where_the_host_looks_in_vain_the_decision_holds():
     ours.choose([one], 1, ROOM)
     ours.observe([booking(one, None)], stats(1))
     assert control.asked_to_hold[-2:] == [(1, 5, True), (1, 5, False)]
-    assert (len(proposer.asked), ours.num_asked) == (2, 1)
+    assert len(proposer.asked) == 2
     assert len(control.facts) == 1
     assert control.outcomes[1].is_held
     assert 0 < control.outcomes[1].deciding_s < 1
     control.looks_first = False
     ours.choose([one], 1, ROOM)
-    assert (len(proposer.asked), ours.num_asked) == (2, 0)
+    assert len(proposer.asked) == 2
 
 
 def test_steps_that_follow_a_refused_offer_are_told_too():

@@ -13,7 +13,7 @@ from outdraft.core.outputs import RequestOutput
 from outdraft.core.plan import StepPlan
 from outdraft.core.sampling import SamplingParams
 from outdraft.distributed.process_groups import ProcessTransport
-from outdraft.engine.cost_steps import Samples, ScratchSteps, Step
+from outdraft.engine.dummy_steps import DummyStep, DummySteps
 from outdraft.engine.llm import LLM
 from outdraft.engine.loading import LoadedModels
 from outdraft.kernels.choose import has_library
@@ -239,8 +239,8 @@ def test_measured_steps_draft_in_all_groups(draft_size: int, owners: list[int]) 
         runner, plans = llm.engine.runner, list[StepPlan]()
         launch = runner.launch
         runner.launch = lambda plan: plans.append(plan) or launch(plan)
-        steps = ScratchSteps(runner, llm.config.scheduler, 64)
-        steps.run(Step(4, 12, is_network=True), Samples())
+        steps = DummySteps(runner, llm.config.scheduler, 64)
+        steps.run(DummyStep(4, 12, is_network=True))
     assert [[work.owner for work in plan.works] for plan in plans] == [owners]
 
 

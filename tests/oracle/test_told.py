@@ -21,7 +21,6 @@ CHEAP = CostTable(
     },
     host_s=0.0,
     host_request_s=0.0,
-    offer_s=0.0,
 )
 
 

@@ -129,13 +129,12 @@ class Simulator:
                 rows_left, prompt_rows = rows_left - rows, prompt_rows + rows
             else:
                 decoding.append(request)
-        has_looked, count = False, len(decoding)
+        count = len(decoding)
         decision = self.policy.hold(count, prompt_rows, may_offer=world.host is not None)
         facts = None
         if decision is None:
             offers = [_offers(one, world.host, self.scenario.max_drafts) for one in decoding]
-            has_looked = world.host is not None
-            if has_looked and not any(offers):
+            if world.host is not None and not any(offers):
                 decision = self.policy.hold(count, prompt_rows)
         if decision is None:
             pairs = zip(decoding, offers, strict=True)
@@ -143,7 +142,6 @@ class Simulator:
             decision = self.policy.decide(facts)
             self._decided = facts, decision
         host_s = world.table.booking_s(count, drafts=bool(decision.grants))
-        host_s += world.table.offer_s * count * has_looked
         self._execute(world, decoding, prompt_rows, host_s, facts, decision)
 
     def _facts(

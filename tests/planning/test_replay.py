@@ -37,7 +37,6 @@ TABLE = CostTable(
     },
     host_s=0.02,
     host_request_s=0.003,
-    offer_s=0.0005,
 )
 CHAINS = {"method": "draft_model", "model": "recorded"}
 

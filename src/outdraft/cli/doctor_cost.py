@@ -21,8 +21,9 @@ MOST_ROWS = 256  # prompts have more; they are not measured
 def show_costs(console: Console, config: "EngineConfig") -> None:
     """Measure what is not known yet, and print all of it."""
     from outdraft.engine.build import build_engine
-    from outdraft.engine.cost_table import cost_file, cost_table, roofline
+    from outdraft.engine.cost_table import cost_file, cost_table
     from outdraft.engine.loading import load_models
+    from outdraft.engine.prior_costs import roofline
 
     if not config.speculation.sources:
         raise ConfigError("--cost is about speculation: name a method in --speculative-config")
@@ -48,7 +49,6 @@ def show_costs(console: Console, config: "EngineConfig") -> None:
         )
         numbers = {
             "in each step in which it drafts": f"{_ms(cost.start_s)} ms",
-            "more in the target's pass behind it": f"{_ms(cost.beside_s)} ms",
             "to catch up with so many tokens": f"{lags} ms",
             "each token of a context": f"{cost.context_s * 1e6:.2f} us a pass",
             "passes of a draft": f"at most {cost.max_passes}",
@@ -58,12 +58,12 @@ def show_costs(console: Console, config: "EngineConfig") -> None:
             numbers[f"each token of a text of more than {cost.max_context}"] = looking
         console.print(pairs_of(numbers.items()), "")
     kept = cost_file(config, models, runner).path if config.cost_table == "auto" else None
-    console.print(f"kept in {kept}" if kept else f"as told: {config.cost_table}", markup=False)
+    console.print(f"kept in {kept}" if kept else f"read from {config.cost_table}", markup=False)
 
 
 def _machine(models: "LoadedModels") -> "tuple[Machine, bool]":
     """What this machine does at most, and whether that was measured."""
-    from outdraft.engine.cost_table import default_machine
+    from outdraft.engine.prior_costs import default_machine
     from outdraft.kernels.choose import machine_limits
 
     limits = machine_limits(models.target.dtype) if models.device.type == "cpu" else None
@@ -96,7 +96,6 @@ def _beside_rows(table: "CostTable", limits: "CostTable") -> dict[str, str]:
         f"(prior {limits.host_request_s * 1e6:.0f})",
         "a step with drafts, more": f"{table.host_draft_s * 1e6:.0f} us "
         f"(prior {limits.host_draft_s * 1e6:.0f})",
-        "the host's sources": f"{table.offer_s * 1e6:.0f} us for each request",
     }
 
 

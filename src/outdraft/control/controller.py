@@ -213,7 +213,7 @@ class Controller:
         if network is not None:
             pass_N = costs.pass_N(network, 1 + count + most, lengths)
             max_passes = costs.drafter(network).max_passes
-            start_s = costs.start_s(network, lengths) + costs.beside_s(network)
+            start_s = costs.start_s(network, lengths)
         alone_s += costs.host_s(count)
         drafting_s = costs.drafting_s(count)
         return Prices(count, alone_s, target_N, pass_N, max_passes, start_s, drafting_s)
@@ -256,7 +256,6 @@ class Controller:
         free = edge - first_row if edge is not None else rows
         used = [one for one in plan.picks if one.option.is_network]
         network = used[0].option.source if used else ""
-        beside_s = costs.beside_s(network) if network else 0.0
         lag = sum(facts.requests[one.request].lag_tokens for one in used)
         catch_up_s = costs.catch_up_s(network, lag) if lag else 0.0
         served = frozenset(one.request for one in plan.picks if not one.option.is_network)
@@ -265,8 +264,8 @@ class Controller:
             price,
             min(rows, facts.max_rows, free),
             reason,
-            max(0.0, plan.draft_s - beside_s) + catch_up_s,
-            target_s + beside_s,
+            plan.draft_s + catch_up_s,
+            target_s,
             host_s + prices.drafting_s,
             host_s + prices.target_N[0],
             count + plan.tokens,

@@ -105,10 +105,6 @@ class Costs:
         """What a network's drafts of a step take beside its passes."""
         return self.drafter(network).step_s(lengths) * self._network(network)
 
-    def beside_s(self, network: str) -> float:
-        """How much longer the target's pass takes in a step in which the network drafts."""
-        return self.drafter(network).beside_s * self._network(network)
-
     def catch_up_s(self, network: str, num_tokens: int) -> float:
         """Reading so many tokens, beside those of a usual step."""
         if not num_tokens:
@@ -133,9 +129,8 @@ class Costs:
         lengths = [request.context_tokens for request in facts.requests]
         is_probe = decision.reason is Reason.NETWORK_PROBE
         network, pass_rows, lag = self._read(outcome)
-        beside_s = self.beside_s(network) if network else 0.0
         if not is_probe:
-            self._observe_target(outcome, sum(lengths), outcome.target_s - beside_s)
+            self._observe_target(outcome, sum(lengths))
             drafts = bool(decision.grants)
             factor = self._drafting_host if drafts else self._host
             factor.observe(self.table.booking_s(len(lengths), drafts=drafts), outcome.host_s)
@@ -147,7 +142,7 @@ class Costs:
                 table_s += self._table_catch_up_s(network, lag)
             self._networks[network].observe(table_s * self._machine.value, outcome.draft_s)
 
-    def _observe_target(self, outcome: StepOutcome, context: int, target_s: float) -> None:
+    def _observe_target(self, outcome: StepOutcome, context: int) -> None:
         """Learn what a pass of the target took."""
         num_rows, target = outcome.num_rows, self.table.target
         bucket = target.bucket(num_rows)
@@ -156,7 +151,7 @@ class Costs:
         )
         table_s += self._beside_s(context, len(outcome.facts.requests))
         table_s *= self._own_factors[bucket]
-        surprise = self._machine.observe(table_s, target_s)
+        surprise = self._machine.observe(table_s, outcome.target_s)
         near = NEAR ** np.abs(np.arange(len(self._own)) - bucket)
         self._num_own[bucket] += 1
         gain = max(OWN_GAIN, 0.5 / self._num_own[bucket])

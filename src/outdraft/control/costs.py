@@ -89,8 +89,6 @@ class DrafterCost:
         start_s: more in each step in which it drafts, for however many requests.
         context_s: more for each token of the contexts, in each pass.
         max_passes: most passes of a draft, however deep it is.
-        beside_s: more that the target's pass takes in a step in which the network drafts: weights
-            of both may not fit into the caches.
         max_context: most tokens of a text that a pass attends to; None: all.
         look_s: more in each step in which it drafts, for each token of texts that are longer than
             that: it looks for what is attended to in all of them.
@@ -101,7 +99,6 @@ class DrafterCost:
     start_s: float = 0.0
     context_s: float = 0.0
     max_passes: int = 63
-    beside_s: float = 0.0
     max_context: int | None = None
     look_s: float = 0.0
 
@@ -127,11 +124,10 @@ class CostTable:
             what follows until ids are chosen.
         context_s: more for each token of the contexts, and
         request_s: for each further request that the rows belong to.
-        host_s: the host's time in a step of one request, and
+        host_s: the host's time in a step of one request, searches for drafts left aside, and
         host_request_s: in a step for each further one.
         host_draft_s: more in a step in which one request drafts; with further requests as many
             times more.
-        offer_s: what the sources of the host take to make offers to one request.
     """
 
     target: CostCurve
@@ -141,7 +137,6 @@ class CostTable:
     host_s: float = 0.0
     host_request_s: float = 0.0
     host_draft_s: float = 0.0
-    offer_s: float = 0.0
 
     def booking_s(self, num_requests: int, *, drafts: bool) -> float:
         """The host's time in a step; `drafts`: somebody drafts. Without searches for offers."""

@@ -63,7 +63,6 @@ class DraftPolicy:
         control: decides; may be exchanged while no request runs.
         decided: about the newest step; None: nothing was to decide.
         granted: what each request of that step was to verify.
-        num_asked: requests for which sources of the host looked for drafts in that step.
     """
 
     def __init__(
@@ -86,7 +85,6 @@ class DraftPolicy:
         self._learning_s = 0.0  # from the latest step
         self.decided: StepDecision | None = None
         self.granted: dict[str, DraftChoice] = {}
-        self.num_asked = 0
 
     @property
     def sources(self) -> tuple[DraftSource, ...]:
@@ -117,7 +115,7 @@ class DraftPolicy:
             num_running: how many requests run, or may begin to run in this step.
         """
         self._running = self.decided = None
-        self.granted, self.num_asked = {}, 0
+        self.granted = {}
         if not requests or not self.config.sources:
             return {}
         if self._is_disabled(num_running):
@@ -133,7 +131,7 @@ class DraftPolicy:
         started_s = perf_counter()
         drafts: dict[str, Drafts] = {}
         if may_offer:
-            drafts, self.num_asked = self._host.drafts(wanting, num_running), len(wanting)
+            drafts = self._host.drafts(wanting, num_running)
             if not drafts and self._hold(requests, room, looking_s=perf_counter() - started_s):
                 return self.granted
         facts = StepFacts(

@@ -6,15 +6,14 @@ is left out: there the prior stands in, stretched as the next smaller measured s
 """
 
 import time
-from collections.abc import Callable, Sequence
-from itertools import chain
-from statistics import median
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
 from outdraft.control.roofline import ROWS
-from outdraft.engine.cost_steps import SHORT, Samples, ScratchSteps, Step
+from outdraft.engine.dummy_steps import SHORT, DummyStep, DummySteps, PhaseSeconds
 
 TURNS = 5
 MOST_READY_S = 15.0  # beside the budget, in which kernels are compiled and graphs are made
@@ -25,32 +24,18 @@ REQUESTS = (1, 2, 4, 8, 16, 32)
 LAGS = (16, 64, 256)  # tokens
 DEPTH = 4  # levels of a measured chain
 
-
-class Measured:
-    """What steps took; None for a step that was not measured."""
-
-    def __init__(self, samples: dict[Step, Samples]) -> None:
-        self.samples = samples
-
-    def draft_s(self, step: Step) -> float | None:
-        return self._usual(step, lambda samples: samples.draft_s)
-
-    def target_s(self, step: Step) -> float | None:
-        return self._usual(step, lambda samples: samples.target_s)
-
-    def host_s(self, step: Step) -> float | None:
-        return self._usual(step, lambda samples: samples.host_s)
-
-    def _usual(self, step: Step, part: Callable[[Samples], list[float]]) -> float | None:
-        samples = self.samples.get(step)
-        if samples is None or not samples.draft_s:
-            return None
-        times_s = sorted(part(samples))
-        return times_s[(len(times_s) - 1) // 4]
+PLAIN, LONG_TEXT = DummyStep(1, 1), DummyStep(1, 1, is_long=True)
+LAGGING = [DummyStep(1, 2, is_network=True, is_long=True, lag=lag) for lag in (0, *LAGS)]
+Measured = dict[DummyStep, PhaseSeconds]  # without the steps that there was no time for
 
 
-def take_turns(
-    runner: ScratchSteps, wanted: Sequence[Step], prior: CostCurve, budget_s: float
+def request_counts(steps: DummySteps) -> list[int]:
+    """Numbers of requests that measured steps have, ascending from 1."""
+    return [count for count in REQUESTS if count <= steps.max_requests]
+
+
+def measure(
+    steps: DummySteps, wanted: Sequence[DummyStep], prior: CostCurve, budget_s: float
 ) -> Measured:
     """Run the steps that there is room for in turns, until the budget is spent.
 
@@ -58,242 +43,147 @@ def take_turns(
 
     prior: of the target's pass; from it follows whether a step fits into what is left.
     """
-    end_s, slowdown, texts = time.perf_counter() + budget_s, 1.0, (0, False)
-    ready_s = runner.ready_s
-    last_s: dict[Step, float] = {}
-    samples = {step: Samples() for step in wanted if runner.fits(step)}
+    end_s, slowdown, ready_s = time.perf_counter() + budget_s, 1.0, steps.ready_s
+    runs: dict[DummyStep, list[PhaseSeconds]] = {step: [] for step in wanted if steps.fits(step)}
     for _ in range(TURNS):
-        for step, own in samples.items():
+        for step, own in runs.items():
             prior_s = float(prior.at(np.array(step.num_rows)))
-            more_s = min(runner.ready_s - ready_s, MOST_READY_S)
-            if time.perf_counter() + last_s.get(step, slowdown * prior_s) > end_s + more_s:
+            expected_s = sum(own[-1]) if own else slowdown * prior_s
+            more_s = min(steps.ready_s - ready_s, MOST_READY_S)
+            if time.perf_counter() + expected_s > end_s + more_s:
                 continue
-            seconds = runner.run(step, own)
-            if seconds < QUICK_S:
-                if texts != (texts := (step.num_requests, step.is_long)):
-                    runner.run(step, Samples())  # other texts are in no cache yet
-                seconds = _run_on(runner, step, own)
-            slowdown = min(slowdown, seconds / prior_s) if last_s else seconds / prior_s
-            last_s[step] = seconds
-    return Measured(samples)
+            found = [steps.run(step)]
+            if sum(found[0]) < QUICK_S:  # the first run met the caches of the step before
+                found = [steps.run(step) for _ in range(IN_A_ROW - 1)]
+            own += found
+            slowdown = sum(found[-1]) / prior_s
+    return {
+        step: PhaseSeconds(*np.quantile(own, 0.25, axis=0, method="lower").tolist())
+        for step, own in runs.items()
+        if own
+    }
 
 
-def _run_on(runner: ScratchSteps, step: Step, samples: Samples) -> float:
-    """Run a short step again. Its first run is left out: it finds in the caches what the step
-    before it left there, and in an engine that is mostly a step like itself."""
-    samples.drop_last()
-    return min(runner.run(step, samples) for _ in range(IN_A_ROW - 1))
+def target_steps(counts: Sequence[int]) -> list[DummyStep]:
+    """Steps that no network drafts for, those of the same requests one after the other.
+
+    counts: of requests, ascending from 1.
+    """
+    steps = {*_points(counts).values(), *(DummyStep(count, count) for count in counts)}
+    return [*sorted(steps, key=lambda one: (one.num_requests, -one.num_rows)), LONG_TEXT]
 
 
-class TargetSteps:
-    """Steps that no network drafts for, and the table that follows from what they took.
+def fitted_target(
+    measured: Measured, counts: Sequence[int], num_long: int, prior: CostTable
+) -> CostTable:
+    """What the target and the host take as measured, and the prior where nothing was.
 
-    Attributes:
-        wanted: the runner keeps what it knows of a batch, so steps of the same one follow each
-            other, and plain ones, which tell the host's time, come last.
+    The host's time is what the runner takes, and what the prior says for the scheduler.
+    """
+    context_s, request_s = prior.context_s, prior.request_s
+    plain, points = measured.get(PLAIN), _points(counts)
+    if plain is not None and LONG_TEXT in measured:
+        more_s = measured[LONG_TEXT].target_s - plain.target_s
+        context_s = max(0.0, more_s) / (num_long - SHORT)
+    most = max(count for count in counts if count <= ROWS_OF_ONE)
+    several, alone = measured.get(DummyStep(most, most)), measured.get(points[most])
+    if most > 1 and several is not None and alone is not None:
+        more_s = several.target_s - alone.target_s - context_s * (most - 1) * SHORT
+        request_s = max(0.0, more_s) / (most - 1)
+    found_s = {
+        rows: measured[step].target_s
+        - context_s * step.num_requests * SHORT
+        - request_s * (step.num_requests - 1)
+        for rows, step in points.items()
+        if step in measured
+    }
+    table = replace(
+        prior, target=stretched(prior.target, found_s), context_s=context_s, request_s=request_s
+    )
+    if plain is None:
+        return table
+    # What the phase of drafting takes where no network drafts is the host's, too.
+    host_s = plain.draft_s + plain.host_s
+    host = {
+        count: measured[step].draft_s + measured[step].host_s - host_s
+        for count in counts
+        if (step := DummyStep(count, count)) in measured
+    }
+    drafting, most = measured.get(points[DEPTH], plain), max(host)
+    return replace(
+        table,
+        host_s=prior.host_s + host_s,
+        host_request_s=prior.host_request_s + max(0.0, host[most]) / max(1, most - 1),
+        host_draft_s=prior.host_draft_s + max(0.0, drafting.draft_s + drafting.host_s - host_s),
+    )
+
+
+def drafter_steps(
+    counts: Sequence[int], depth: int, *, reads_texts: bool, shares_cache: bool = False
+) -> list[DummyStep]:
+    """Steps that a network drafts for, those of one request first.
+
+    Args:
+        counts: of requests, ascending from 1.
+        depth: levels of its chains.
+        reads_texts: it attends to texts, and has to catch up with them unless
+        shares_cache: it finds them in the target's cache.
+    """
+    alone, *others = (
+        [DummyStep(count, count), _chain(count, depth), _chain(count, 1)] for count in counts
+    )
+    long = [_chain(1, depth)._replace(is_long=True)] if reads_texts else []
+    lagging = LAGGING if reads_texts and not shares_cache else []
+    return list(dict.fromkeys([*alone, *long, *lagging, *(step for own in others for step in own)]))
+
+
+def fitted_drafter(
+    measured: Measured, counts: Sequence[int], num_long: int, depth: int, prior: DrafterCost
+) -> DrafterCost:
+    """What a network takes as measured, and the prior where nothing was.
+
+    A chain of one level takes a pass and what comes with the first one, a deeper chain more passes.
     """
 
-    def __init__(self, counts: Sequence[int], num_long: int) -> None:
-        """
-        Args:
-            counts: of requests, ascending from 1.
-            num_long: tokens of the long text.
-        """
-        self._num_long = num_long
-        most = max(MOST_OF_FEW, ROWS_OF_ONE * counts[-1])
-        self._points = {rows: Step(_owners(rows, counts), rows) for rows in ROWS if rows <= most}
-        self._plain = {count: Step(count, count) for count in counts}
-        self._long = Step(1, 1, is_long=True)
-        self.wanted: list[Step] = []
-        for count, plain in self._plain.items():
-            own = [step for step in self._points.values() if step.num_requests == count]
-            self.wanted += [step for step in reversed(own) if step != plain] + [plain]
-        self.wanted.append(self._long)
-
-    def fitted(self, measured: Measured, prior: CostTable) -> CostTable:
-        """What was measured, and the prior where nothing was. The host's times are the runner's."""
-        context_s = prior.context_s
-        short_s, long_s = measured.target_s(self._plain[1]), measured.target_s(self._long)
-        if short_s is not None and long_s is not None:
-            context_s = max(0.0, long_s - short_s) / (self._num_long - SHORT)
-
-        def alone_s(step: Step, request_s: float) -> float | None:
-            """As if one request with an empty context had all rows."""
-            seconds, count = measured.target_s(step), step.num_requests
-            beside_s = context_s * count * SHORT + request_s * (count - 1)
-            return None if seconds is None else max(0.0, seconds - beside_s)
-
-        shares = list[float]()
-        for count, step in self._plain.items():
-            several_s, one_s = alone_s(step, 0.0), alone_s(self._points[count], 0.0)
-            if 1 < count <= ROWS_OF_ONE and several_s is not None and one_s is not None:
-                shares.append((several_s - one_s) / (count - 1))
-        request_s = max(0.0, median(shares)) if shares else prior.request_s
-        found = {rows: alone_s(step, request_s) for rows, step in self._points.items()}
-        return CostTable(
-            stretched(prior.target, {rows: s for rows, s in found.items() if s is not None}),
-            context_s,
-            request_s,
-            prior.drafters,
-            *self._host(measured, prior),
-            prior.offer_s,
-        )
-
-    def _host(self, measured: Measured, prior: CostTable) -> tuple[float, float, float]:
-        """In a step of one request, for each further one, and more in a step with drafts.
-
-        What the phase of drafting takes where nobody drafts is the host's, too.
-        """
-        found: dict[int, float] = {}
-        for count, step in self._plain.items():
-            if (host_s := self._host_s(measured, step)) is not None:
-                found[count] = host_s
-        if 1 not in found:
-            return prior.host_s, prior.host_request_s, prior.host_draft_s
-        most = max(found)
-        drafting_s = self._host_s(measured, self._points[DEPTH])
-        return (
-            found[1],
-            max(0.0, found[most] - found[1]) / max(1, most - 1),
-            prior.host_draft_s if drafting_s is None else max(0.0, drafting_s - found[1]),
-        )
-
-    def _host_s(self, measured: Measured, step: Step) -> float | None:
-        draft_s, host_s = measured.draft_s(step), measured.host_s(step)
-        return None if draft_s is None or host_s is None else draft_s + host_s
-
-
-class DrafterSteps:
-    """Steps that a network drafts for, and what of their time is the network's.
-
-    Attributes:
-        wanted: as TargetSteps.
-    """
-
-    def __init__(
-        self,
-        counts: Sequence[int],
-        num_long: int,
-        *,
-        depth: int,
-        tree: Sequence[int],
-        max_passes: int,
-        reads_texts: bool,
-        lags: bool = True,
-        looks: bool = False,
-    ) -> None:
-        """
-        Args:
-            counts, num_long: as TargetSteps.
-            depth: levels of the chains that the network is to draft.
-            tree: rows of each level of its trees; (): it has none.
-            max_passes: of a draft, however deep it is.
-            reads_texts: the network has to read what it drafts behind.
-            lags: it has texts to catch up with; else the target's cache has them.
-            looks: it looks at all of a long text before it drafts, and then reads a part of it.
-        """
-        self._counts, self._num_long = counts, num_long
-        self._num_passes = min(depth, max_passes)
-        # Rows of a tree's further passes for each request: those of the levels above.
-        self._further = tree[: max(0, min(len(tree), max_passes) - 1)]
-        rows = 1 + depth
-        self._plain = {count: Step(count, count) for count in counts}
-        self._hosted = Step(1, rows)  # the same without the network
-        self._first = {count: Step(count, 2 * count, is_network=True) for count in counts}
-        self._whole = {count: Step(count, count * rows, is_network=True) for count in counts}
-        size = 1 + sum(tree)
-        self._trees = {
-            count: Step(count, count * size, is_network=True, is_tree=True)
-            for count in (counts if self._further else ())
-        }
-        self._long = Step(1, rows, is_network=True, is_long=True)
-        self._first_long = Step(1, 2, is_network=True, is_long=True)
-        self._lags = {
-            lag: Step(1, 2, is_network=True, is_long=True, lag=lag)
-            for lag in ((0, *LAGS) if lags and reads_texts else ())
-        }
-        alone, *others = (
-            [
-                self._plain[count],
-                self._whole[count],
-                self._first[count],
-                *([self._trees[count]] if self._trees else []),
-            ]
-            for count in counts
-        )
-        alone.insert(1, self._hosted)
-        long = [*([self._long] if reads_texts else []), *self._lags.values()]
-        if looks:
-            long.insert(1, self._first_long)
-        self.wanted = list(dict.fromkeys(chain(alone, long, *others)))
-
-    def fitted(self, measured: Measured, prior: DrafterCost) -> DrafterCost:
-        """What was measured, and the prior where nothing was."""
-
-        def own_s(step: Step) -> float | None:
-            """Without what the host does in this phase anyway."""
-            draft_s = measured.draft_s(step)
-            host_s = measured.draft_s(self._plain[step.num_requests])
-            return None if draft_s is None or host_s is None else max(0.0, draft_s - host_s)
-
-        passes, starts = dict[int, float](), list[float]()
-        for count in self._counts:
-            whole_s, first_s = own_s(self._whole[count]), own_s(self._first[count])
-            if whole_s is None or first_s is None:
-                continue
-            if self._num_passes == 1:
-                passes[count] = whole_s
-                continue
-            pass_s = max(0.0, whole_s - first_s) / (self._num_passes - 1)
-            passes[count] = pass_s
-            starts.append(first_s - pass_s)
-            if self._trees and (tree_s := own_s(self._trees[count])) is not None:
-                number = len(self._further)
-                rows = round(count * sum(self._further) / number)
-                passes.setdefault(rows, max(0.0, tree_s - first_s) / number)
-        if not passes:
-            return prior
-        context_s, look_s = 0.0, prior.look_s
-        short_s, long_s = own_s(self._whole[1]), own_s(self._long)
-        if short_s is not None and long_s is not None:
-            more_s = max(0.0, long_s - short_s)
-            if prior.max_context is not None and prior.max_context < self._num_long:
-                looking_s = self._looking_s(own_s, more_s)
-                if looking_s is not None:
-                    look_s, more_s = looking_s / self._num_long, more_s - looking_s
-            num_more = prior.num_read([self._num_long]) - prior.num_read([SHORT])
-            context_s = more_s / self._num_passes / max(1, num_more)
-        beside_s = 0.0
-        behind_s, alone_s = measured.target_s(self._whole[1]), measured.target_s(self._hosted)
-        if behind_s is not None and alone_s is not None:
-            beside_s = max(0.0, behind_s - alone_s)
-        return DrafterCost(
-            stretched(prior.passes, passes),
-            _catch_up({lag: own_s(step) for lag, step in self._lags.items()}, prior),
-            max(0.0, median(starts)) if starts else 0.0,
-            context_s,
-            prior.max_passes,
-            beside_s,
-            prior.max_context,
-            look_s,
-        )
-
-    def _looking_s(self, own_s: Callable[[Step], float | None], more_s: float) -> float | None:
-        """What of the time that a draft of a long text takes longer is no pass's.
-
-        A draft of one pass takes the look and a pass longer, one of several as many passes.
-        """
-        short_s, long_s = own_s(self._first[1]), own_s(self._first_long)
-        if short_s is None or long_s is None or self._num_passes == 1:
+    def own_s(step: DummyStep) -> float | None:
+        """Without what the host does in this phase anyway."""
+        beside = measured.get(DummyStep(step.num_requests, step.num_requests))
+        if step not in measured or beside is None:
             return None
-        first_s = long_s - short_s
-        passes_s = max(0.0, more_s - first_s) * self._num_passes / (self._num_passes - 1)
-        return max(0.0, more_s - passes_s)
+        return max(0.0, measured[step].draft_s - beside.draft_s)
 
-
-def request_counts(runner: ScratchSteps) -> list[int]:
-    """How many requests the measured steps have."""
-    return [count for count in REQUESTS if count <= runner.max_requests]
+    num_passes = min(depth, prior.max_passes)
+    pass_s, start_s = dict[int, float](), list[float]()
+    for count in counts:
+        whole_s, first_s = own_s(_chain(count, depth)), own_s(_chain(count, 1))
+        if whole_s is None or first_s is None:
+            continue
+        pass_s[count] = whole_s
+        if num_passes > 1:
+            pass_s[count] = max(0.0, whole_s - first_s) / (num_passes - 1)
+            start_s.append(first_s - pass_s[count])
+    if not pass_s:
+        return prior
+    context_s = prior.context_s
+    short_s = own_s(_chain(1, depth))
+    long_s = own_s(_chain(1, depth)._replace(is_long=True))
+    if short_s is not None and long_s is not None:
+        look_s = prior.step_s([num_long]) - prior.start_s
+        num_more = prior.num_read([num_long]) - prior.num_read([SHORT])
+        context_s = max(0.0, long_s - short_s - look_s) / num_passes / max(1, num_more)
+    catch_up, usual_s = prior.catch_up, own_s(LAGGING[0])
+    lag_s = {step.lag: seconds for step in LAGGING[1:] if (seconds := own_s(step)) is not None}
+    if usual_s is not None and lag_s:
+        least = min(lag_s)
+        more_s = {lag: max(0.0, seconds - usual_s) for lag, seconds in lag_s.items()}
+        catch_up = curve({1: more_s[least] / least, **more_s})
+    return replace(
+        prior,
+        passes=stretched(prior.passes, pass_s),
+        catch_up=catch_up,
+        start_s=max(0.0, float(np.median(start_s))) if start_s else 0.0,
+        context_s=context_s,
+    )
 
 
 def curve(points: dict[int, float]) -> CostCurve:
@@ -312,8 +202,7 @@ def stretched(prior: CostCurve, points: dict[int, float]) -> CostCurve:
     than the prior says (below the first point: that one)."""
     if not points:
         return prior
-    measured = sorted(points)
-    found = dict(points)
+    measured, found = sorted(points), dict(points)
     for rows in prior.rows:
         if rows not in points:
             near = max((count for count in measured if count < rows), default=measured[0])
@@ -322,25 +211,15 @@ def stretched(prior: CostCurve, points: dict[int, float]) -> CostCurve:
     return curve(found)
 
 
-def _owners(rows: int, counts: Sequence[int]) -> int:
-    """Requests that so many rows belong to."""
-    return next((count for count in counts if count * ROWS_OF_ONE >= rows), counts[-1])
-
-
-def _catch_up(lags: dict[int, float | None], prior: DrafterCost) -> CostCurve:
-    """What a backlog adds to the pass that reads it. `lags`: 0 stands for a usual step. The longest
-    ones may not have been measured: these take so much longer than those that were as the prior
-    says."""
-    usual_s = lags.get(0)
-    found = {
-        lag: max(0.0, seconds - usual_s)
-        for lag, seconds in lags.items()
-        if lag and seconds is not None and usual_s is not None
+def _points(counts: Sequence[int]) -> dict[int, DummyStep]:
+    """Steps of the target's curve by rows, with as few requests as may own so many."""
+    most = max(MOST_OF_FEW, ROWS_OF_ONE * counts[-1])
+    return {
+        rows: DummyStep(next((c for c in counts if c * ROWS_OF_ONE >= rows), counts[-1]), rows)
+        for rows in ROWS
+        if rows <= most
     }
-    if not found:
-        return prior.catch_up
-    least, most = min(found), max(found)
-    more = [lag for lag in lags if lag > most]
-    for lag, prior_s in zip(more, prior.catch_up.at(np.array(more)).tolist(), strict=True):
-        found[lag] = found[most] + max(0.0, prior_s - float(prior.catch_up.at(np.array(most))))
-    return curve({1: found[least] / least, **found})
+
+
+def _chain(count: int, depth: int) -> DummyStep:
+    return DummyStep(count, count * (1 + depth), is_network=True)

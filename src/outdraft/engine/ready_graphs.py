@@ -9,11 +9,10 @@ parameters that filter or penalize tokens get theirs when they come.
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 from outdraft.config.engine import EngineConfig
 from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.engine.cost_steps import Samples, ScratchSteps, Step
+from outdraft.engine.dummy_steps import DummyStep, DummySteps
 from outdraft.kernels.data.graph_sizes import rounded_requests, rounded_rows
 from outdraft.runner.parallel_runner import StepRunner
 
@@ -29,19 +28,21 @@ def make_graphs(config: EngineConfig, runner: StepRunner) -> None:
     end_s = (started_s := time.perf_counter()) + MOST_S
     max_model_len, number = runner.state.row_len - 1, 0
     for temperature in (0.0, 1.0):
-        steps = ScratchSteps(
+        steps = DummySteps(
             runner, config.scheduler, max_model_len, most_long=1, temperature=temperature
         )
         for step in usual_steps(config, runner, steps):
             if time.perf_counter() > end_s:
                 _logger.info("no time is left for graphs: others are made when they are needed")
                 return
-            steps.run(step, Samples())
+            steps.run(step)
             number += 1
     _logger.info("made graphs for %d steps in %.1f s", number, time.perf_counter() - started_s)
 
 
-def usual_steps(config: EngineConfig, runner: StepRunner, scratch: ScratchSteps) -> Iterator[Step]:
+def usual_steps(
+    config: EngineConfig, runner: StepRunner, scratch: DummySteps
+) -> Iterator[DummyStep]:
     """Steps that there is room for: as many drafts as there may be grow for each number of requests
     up to MOST_REQUESTS, or for all but one, and as many rows are read by the target."""
     most, proposer = 0, runner.proposer
@@ -57,7 +58,7 @@ def usual_steps(config: EngineConfig, runner: StepRunner, scratch: ScratchSteps)
             yield step
     for count in counts:
         for rows in range(count, count * (1 + most) + 1):
-            step = Step(count, rows, is_network=proposer is not None and rows > count)
+            step = DummyStep(count, rows, is_network=proposer is not None and rows > count)
             if _sizes(step) not in passes and scratch.fits(step):
                 passes.add(_sizes(step))
                 yield step
@@ -65,26 +66,26 @@ def usual_steps(config: EngineConfig, runner: StepRunner, scratch: ScratchSteps)
 
 def _grown(
     config: EngineConfig, proposer: DeviceProposer | None, count: int, most: int
-) -> Iterator[Step]:
+) -> Iterator[DummyStep]:
     """A plain step of so many requests, and those with each number of drafts."""
-    yield Step(count, count)
+    yield DummyStep(count, count)
     for depth in range(1, most + 1):
-        step = Step(count, count * (1 + depth), is_network=proposer is not None)
+        step = DummyStep(count, count * (1 + depth), is_network=proposer is not None)
         yield step
         if proposer is not None and config.speculation.control != "fixed":
-            yield replace(step, tells_margins=True)
+            yield step._replace(tells_margins=True)
         if proposer is not None and count > 1:
-            yield replace(step, num_rows=step.num_rows - depth, num_idle=1)
+            yield step._replace(num_rows=step.num_rows - depth, num_idle=1)
     if proposer is None or not most:
         return
     # A network that reads states reads what was accepted, but no token whose successor is unknown.
     # Others read the newest one or two.
     for lag in range(1, most + 1) if proposer.drafter.state_window else (ALL_READ,):
-        yield Step(count, 2 * count, is_network=True, lag=lag)
+        yield DummyStep(count, 2 * count, is_network=True, lag=lag)
     if proposer.drafting.is_tree:
-        yield Step(count, count * (1 + proposer.max_drafts), is_network=True, is_tree=True)
+        yield DummyStep(count, count * (1 + proposer.max_drafts), is_network=True, is_tree=True)
 
 
-def _sizes(step: Step) -> tuple[int, int]:
+def _sizes(step: DummyStep) -> tuple[int, int]:
     """What the target's pass is rounded to."""
     return rounded_requests(step.num_requests), rounded_rows(step.num_rows)

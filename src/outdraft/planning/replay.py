@@ -161,7 +161,6 @@ class _Replay:
         self._policy = DraftPolicy(
             config, proposers, limits, _control(config, table), settings.max_num_seqs
         )
-        self._looks_up = len(proposers) > 0
         self._device = ReplayedDevice(table, network, limits)
         self._stats = StatsTotal()
         self._coming = deque(traffic.texts())
@@ -201,11 +200,10 @@ class _Replay:
         """As Engine.step."""
         scheduler, policy = self._scheduler, self._policy
         step = plan_step(scheduler, policy)
-        num_asked = policy.num_asked if self._looks_up else 0
         result = self._device.execute(step, self._texts)
         booked = scheduler.commit(step, result)
         step_s = result.times.draft_s + result.times.verify_s
-        step_s += self._device.host_s(step.plan, num_asked)
+        step_s += self._device.host_s(step.plan)
         self._now_s += step_s
         self._busy_s += step_s
         stats = step_stats(

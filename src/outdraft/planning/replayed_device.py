@@ -83,14 +83,13 @@ class ReplayedDevice:
         target_s += table.request_s * (count - 1)
         return StepResult(results, plan.num_rows, PhaseTimes(draft_s, target_s, 0.0))
 
-    def host_s(self, plan: StepPlan, num_asked: int) -> float:
-        """The host's part of a step; `num_asked` requests were looked up by its sources."""
+    def host_s(self, plan: StepPlan) -> float:
+        """The host's part of a step."""
         drafts = any(work.drafts is not None for work in plan.works)
-        booking_s = self._table.booking_s(len(plan.works), drafts=drafts)
-        return booking_s + self._table.offer_s * num_asked
+        return self._table.booking_s(len(plan.works), drafts=drafts)
 
     def _draft_s(self, step: ScheduledStep) -> float:
-        """The network's passes, its catching up, and what it adds to the target's pass."""
+        """The network's passes and its catching up."""
         cost, drafter = self._cost, self._drafter
         drafting = [
             (request, work.drafts)
@@ -101,7 +100,7 @@ class ReplayedDevice:
             return 0.0
         lengths = [request.num_tokens for request, _ in drafting]
         context = cost.num_read(lengths)
-        seconds, level = cost.step_s(lengths) + cost.beside_s, 0
+        seconds, level = cost.step_s(lengths), 0
         while rows := sum(_pass_rows(choice, level) for _, choice in drafting):
             if level < cost.max_passes:
                 seconds += float(cost.passes.at(np.array(rows))) + cost.context_s * context

@@ -1,13 +1,13 @@
-"""Steps of made-up texts, run by an idle engine's runner to see what they take.
+"""Steps of made-up texts, run by an idle engine's runner: to measure them, and to make graphs.
 
 The texts lie in the first blocks of the cache, which hold nothing yet, and no scheduler knows them.
 Their tokens differ: equal rows would all meet the same experts, where a network has any.
-Nothing is booked, so that a step can be repeated. What is measured is what the runner's clock tells
-of any step.
+Nothing is booked, so that a step can be repeated.
 """
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,24 +19,22 @@ from outdraft.runner.model_runner import PendingStep
 from outdraft.runner.parallel_runner import StepRunner
 
 SHORT, LONG = 16, 1024  # tokens of a text
-LOOKED_AT = 8192  # tokens of one that is looked at before drafts read a part
-MOST_DRAFTS = 63  # behind a short text
+MOST_DRAFTS = 63  # after a short text
 MOST_FIRST_TIMES = 4  # of a step, in which something is made ready
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class DummyStep(NamedTuple):
     """What to run. Drafts are spread over the requests that are not idle.
 
     Attributes:
         num_rows: newest tokens and drafts.
         is_network: the network drafts; else the drafts are the host's.
-        is_long: one request with a long text; else the texts are short.
         is_tree: the network drafts a tree, else a chain.
+        is_long: one request with a long text; else the texts are short.
+        lag: tokens that the network has not read, beyond the two of a step after one whose drafts
+            were all accepted. -1: one token is left.
         num_idle: requests at the end that have no drafts.
         tells_margins: the network says how sure it is of each level.
-        lag: tokens that the network has not read, beyond the two of a step behind one whose drafts
-            were all accepted. -1: one token is left.
     """
 
     num_requests: int
@@ -49,24 +47,18 @@ class Step:
     tells_margins: bool = False
 
     def num_drafts(self, index: int) -> int:
-        """How many drafts a request has, by its index."""
+        """Count the drafts of a request, by its index."""
         number = self.num_requests - self.num_idle
         share, more = divmod(self.num_rows - self.num_requests, number)
         return share + (index < more) if index < number else 0
 
 
-@dataclass(slots=True)
-class Samples:
-    """Seconds of the runs of a step: drafting; the target's pass until ids are chosen; the rest."""
+class PhaseSeconds(NamedTuple):
+    """Seconds of a step: drafting; the target's pass until ids are chosen; the runner's rest."""
 
-    draft_s: list[float] = field(default_factory=list[float])
-    target_s: list[float] = field(default_factory=list[float])
-    host_s: list[float] = field(default_factory=list[float])
-
-    def drop_last(self) -> None:
-        """Forget the latest run."""
-        for seconds in (self.draft_s, self.target_s, self.host_s):
-            seconds.pop()
+    draft_s: float
+    target_s: float
+    host_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +73,7 @@ class _Text:
         return len(self.admission.token_ids)
 
 
-class ScratchSteps:
+class DummySteps:
     """Runs steps; the runner must be idle, and its cache without any text.
 
     Attributes:
@@ -109,7 +101,7 @@ class ScratchSteps:
         self._runner, self._max_rows = runner, limits.max_num_batched_tokens
         self._max_len = max_model_len
         self.ready_s = 0.0
-        self._first_runs_count, self._known = first_runs_count, set[Step]()
+        self._first_runs_count, self._known = first_runs_count, set[DummyStep]()
         self._temperature = temperature
         size, num_blocks = runner.cache.block_size, runner.cache.num_blocks
         length = min(max_model_len, num_blocks * size)
@@ -127,7 +119,7 @@ class ScratchSteps:
             for cached in (layer.k_PSGC, layer.v_PSGE):
                 cached[: -(-self.num_long // size)].fill_(0.01)
 
-    def fits(self, step: Step) -> bool:
+    def fits(self, step: DummyStep) -> bool:
         """Whether there is room for it."""
         texts = self._long if step.is_long else self._short[: step.num_requests]
         if len(texts) < step.num_requests:
@@ -137,8 +129,8 @@ class ScratchSteps:
         has_room = text.num_tokens + step.num_drafts(0) < length
         return has_room and step.num_rows <= self._max_rows and text.num_tokens >= 2 + step.lag
 
-    def run(self, step: Step, samples: Samples) -> float:
-        """Run it once, after everything is ready that is made ready once; the seconds it took."""
+    def run(self, step: DummyStep) -> PhaseSeconds:
+        """Run it once, after everything is ready that is made ready once."""
         step_s, times = self._run(step)
         is_first = step not in self._known and not self._first_runs_count
         self._known.add(step)
@@ -149,12 +141,9 @@ class ScratchSteps:
             is_first = False
             step_s, times = self._run(step)
         target_s = times.verify_s + times.sample_s
-        samples.draft_s.append(times.draft_s)
-        samples.target_s.append(target_s)
-        samples.host_s.append(max(0.0, step_s - times.draft_s - target_s))
-        return step_s
+        return PhaseSeconds(times.draft_s, target_s, max(0.0, step_s - times.draft_s - target_s))
 
-    def _run(self, step: Step) -> tuple[float, PhaseTimes]:
+    def _run(self, step: DummyStep) -> tuple[float, PhaseTimes]:
         plan = self._plan(step)
         started_s = time.perf_counter()
         pending = self._runner.launch(plan)
@@ -162,7 +151,7 @@ class ScratchSteps:
         times = self._runner.collect(pending).times
         return time.perf_counter() - started_s, times
 
-    def _plan(self, step: Step) -> StepPlan:
+    def _plan(self, step: DummyStep) -> StepPlan:
         texts = self._long if step.is_long else self._short[: step.num_requests]
         works, admissions = list[Work](), list[Admission]()
         for index, text in enumerate(texts):
@@ -184,7 +173,7 @@ class ScratchSteps:
         keeps_states = step.is_network and reads_states
         return StepPlan(tuple(works), keeps_states, tuple(admissions))
 
-    def _choice(self, step: Step, index: int) -> DraftChoice | None:
+    def _choice(self, step: DummyStep, index: int) -> DraftChoice | None:
         count = step.num_drafts(index)
         if count == 0:
             return None
