@@ -83,7 +83,7 @@ def test_the_live_rule_knows_the_chance_behind_a_margin():
     for _ in range(2000):
         margins, chances = live_world(rng, 2)
         curve.observe([DraftOutcome("a", 2, draft(rng, chances), tuple(margins))])
-    rule = curve.stop_rule("a", 2)
+    rule = curve.live_stop("a", 2, 0.5, 9)
     assert rule is not None
     for margin in (0.5, 2.0, 4.0):
         score = rule.weights[0] * margin + rule.biases[0]
@@ -95,9 +95,9 @@ def test_the_live_rule_follows_what_is_doubted():
     for _ in range(400):
         margins, chances = live_world(rng, 2)
         curve.observe([DraftOutcome("a", 2, draft(rng, chances), tuple(margins))])
-    before, chance = curve.stop_rule("b", 2), curve.chances[0]
+    before, chance = curve.live_stop("b", 2, 0.5, 9), curve.chances[0]
     curve.doubt_all(1.0)
-    after = curve.stop_rule("b", 2)
+    after = curve.live_stop("b", 2, 0.5, 9)
     moved = math.log(curve.chances[0] / (1 - curve.chances[0])) - math.log(chance / (1 - chance))
     assert abs(moved) > 0.05
     assert before is not None
@@ -110,7 +110,7 @@ def mean_estimate(seed, *, tells_the_end):
     curve, rng, estimates = Curve(0.6, 2), np.random.default_rng(seed), []
     for step in range(3000):
         margins, chances = live_world(rng, 2)
-        rule = curve.stop_rule("a", 2) if step > 500 else None
+        rule = curve.live_stop("a", 2, 0.5, 9) if step > 500 else None
         drafted, survival = 2, 1.0
         for level in range(2 if rule is not None else 0):
             survival *= sigmoid(rule.weights[level] * margins[level] + rule.biases[level])
@@ -135,7 +135,7 @@ def test_levels_do_not_look_better_because_the_live_rule_left_poor_ones_out():
 def test_without_margins_there_is_no_live_rule():
     curve = Curve(0.6, 2)
     learn(curve, np.random.default_rng(0), (0.5, 0.5), 200)
-    assert curve.stop_rule("a", 2) is None
+    assert not curve.knows_margins
 
 
 def survivals(source: HostCurves, match_length: int, num_levels: int) -> list[float]:

@@ -11,12 +11,12 @@ from outdraft.control.costs import CostCurve, CostTable, DrafterCost
 from outdraft.control.facts import (
     DraftOutcome,
     HostOffer,
-    Reason,
     RequestFacts,
     ShadowOutcome,
     StepFacts,
     StepOutcome,
 )
+from outdraft.core.decision import Reason
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -91,7 +91,8 @@ def test_grants_keep_to_what_is_allowed(seed: int):
         facts = StepFacts(requests, int(rng.integers(3)) * 8, int(rng.integers(25)), 20)
         decision = controller.decide(facts)
         assert sum(grant.rows for grant in decision.grants) <= facts.max_rows
-        assert decision.row_cap <= facts.max_rows
+        stops = [grant.stop for grant in decision.grants if grant.stop is not None]
+        assert all(one.row_cap <= facts.max_rows for one in stops if one.may_end)
         known = {one.request_id: one for one in requests}
         assert len({g.shape for g in decision.grants if g.source == "eagle3"}) <= 1
         for grant in decision.grants:
@@ -162,7 +163,9 @@ def test_the_stairs_of_the_target_cap_the_rows():
     easy = ("a", "b")
     taught(controller, facts, lambda g: g.levels if g.request_id in easy else 0, 200)
     decision = controller.decide(facts)
-    assert decision.row_cap <= 4
+    stops = [grant.stop for grant in decision.grants if grant.stop is not None]
+    assert all(one.row_cap <= 4 for one in stops if one.may_end)
+    assert sum(grant.rows for grant in decision.grants) <= 4
     assert {grant.request_id for grant in decision.grants} <= set(easy)
 
 

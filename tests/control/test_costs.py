@@ -7,15 +7,8 @@ import pytest
 
 from outdraft.control.corrections import LONG, SPAN, Costs
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost, monotone
-from outdraft.control.facts import (
-    Decision,
-    DraftOutcome,
-    Grant,
-    Reason,
-    RequestFacts,
-    StepFacts,
-    StepOutcome,
-)
+from outdraft.control.facts import DraftOutcome, RequestFacts, StepFacts, StepOutcome
+from outdraft.core.decision import Decision, Grant, Reason
 from outdraft.core.errors import ConfigError
 
 LINE = CostCurve((1, 4, 8, 16), (1.0, 1.3, 2.0, 4.0))
@@ -82,7 +75,7 @@ def step(
     """A step of one request with a chain of so many levels, of which nothing was accepted."""
     facts = StepFacts((RequestFacts("a", 50, 9, 0, network=network or None),))
     grants = (Grant("a", network, passes, passes, 0.5),) if network else ()
-    decision = Decision(grants, 0, passes, Reason.GAIN, 0, 0, 0, 0, 0, 0)
+    decision = Decision(Reason.GAIN, grants)
     drafts = (DraftOutcome("a", passes, 0),) if network else ()
     return StepOutcome(facts, decision, drafts, rows, 1, draft_s, target_s, 0.1)
 

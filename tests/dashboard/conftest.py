@@ -11,7 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 
-from outdraft.core.decided import Prediction, StepDecision
+from outdraft.core.decision import Decision, Reason
 from outdraft.core.draft import DraftSource
 from outdraft.core.plan import PhaseTimes
 from outdraft.dashboard.feed import EngineFacts, LiveFeed
@@ -123,9 +123,9 @@ def _feed_with_history() -> LiveFeed:
         step,
         granted_lengths=(8, 8, 0),
         draft_levels=((DraftSource.SUFFIX, 4, 2), (DraftSource.SUFFIX, 4, 0)),
-        decision=StepDecision("gain", 0.25, Prediction(0.1, 0.6, 0.1, 0.5, 40.0, 0.5)),
+        decision=Decision(Reason.GAIN, (), 0.25, 0.1, 0.6, 0.1, 0.5, 40.0, 0.5),
     )
-    held = replace(stats(emitted=0), decision=StepDecision("no_gain"))
+    held = replace(stats(emitted=0), decision=Decision(Reason.NO_GAIN))
     feed.record([step, held], 3, 2, 0.25)
     for ttft_s in (0.02, 0.03, 0.2):
         feed.first_token(ttft_s)

@@ -13,10 +13,11 @@ from hypothesis.extra.numpy import arrays
 
 from outdraft.core.admission import Admission, TokenRules
 from outdraft.core.allowed import AllowedTokens
+from outdraft.core.decision import LiveStop
 from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.drafter_gap import DrafterGap
 from outdraft.core.errors import RanksError
-from outdraft.core.plan import DraftChoice, LiveStop, ModelDrafting, StepPlan, Work
+from outdraft.core.plan import DraftChoice, ModelDrafting, StepPlan, Work
 from outdraft.distributed.plan_bytes import (
     allowed_as_bytes,
     allowed_of_bytes,

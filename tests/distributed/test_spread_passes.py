@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from outdraft.core.decision import LiveStop
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import RanksError
-from outdraft.core.plan import LiveStop
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.tree_shape import TreeShape
 from outdraft.distributed.group import RankGroup, Ranks

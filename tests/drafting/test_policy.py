@@ -12,20 +12,10 @@ from outdraft.config.speculation import (
     SpeculationConfig,
     SuffixConfig,
 )
-from outdraft.control.facts import (
-    Decision,
-    DraftOutcome,
-    Grant,
-    HostOffer,
-    Reason,
-    ShadowOutcome,
-    StepFacts,
-    StepOutcome,
-    StopRule,
-)
+from outdraft.control.facts import DraftOutcome, HostOffer, ShadowOutcome, StepFacts, StepOutcome
 from outdraft.control.fixed import FixedLength
 from outdraft.control.policy import LengthPolicy
-from outdraft.core.decided import Prediction, StepDecision
+from outdraft.core.decision import Decision, Grant, LiveStop, Reason
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource
 from outdraft.core.errors import RequestError
 from outdraft.core.plan import (
@@ -145,7 +135,7 @@ class Scripted:
     def decide(self, facts: StepFacts) -> Decision:
         self.facts.append(facts)
         grants = tuple(self.grants(facts))
-        self.decided = Decision(grants, 0, 99, Reason.GAIN, 0, 0, 0, 0, 0, 0, self.shadows)
+        self.decided = Decision(Reason.GAIN, grants, shadows=self.shadows)
         return self.decided
 
     def observe(self, outcome: StepOutcome) -> None:
@@ -427,14 +417,14 @@ def test_steps_that_follow_a_refused_offer_are_told_too():
 def test_an_offer_is_decided_on_although_a_decision_holds():
     control = Scripted(lambda _: [Grant("a", "ngram", 2, 2, 2)])
     ours = policy(ngram(a=draft(2)), control=control)
-    control.held = Decision((), 0, 0, Reason.NO_GAIN, 0, 1, 0, 1, 1, 0)
+    control.held = Decision(Reason.NO_GAIN, target_s=1, plain_s=1, tokens=1)
     control.looks_first = True
     assert set(ours.choose([request("a")], 1, ROOM)) == {"a"}
 
 
 def test_only_the_step_that_was_decided_is_told_to_catch_up():
     grant = Grant("a", "draft_model", 4, 4, 2)
-    decided = Decision((grant,), 0, 99, Reason.GAIN, 7, 2, 1, 2, 5, 0.5, (), 6)
+    decided = Decision(Reason.GAIN, (grant,), 0, 7, 2, 1, 2, 5, 0.5, (), 6)
     control = Scripted()
     control.decide = lambda facts: decided
     ours = policy(drafter_max_len=100, control=control)
@@ -443,15 +433,18 @@ def test_only_the_step_that_was_decided_is_told_to_catch_up():
     for _ in range(3):
         ours.choose([one], 1, ROOM)
         assert ours.decided is not None
-        assert ours.decided.prediction is not None
-        predicted.append(ours.decided.prediction.draft_s)
+        predicted.append(ours.decided.draft_s)
         control.held = decided
     assert predicted == [7, 1, 1]
 
 
 @pytest.mark.parametrize(
     ("rule", "may_end"),
-    [(None, None), (StopRule(), False), (StopRule((1.0,) * 4, (0.0,) * 4), True)],
+    [
+        (None, None),
+        (LiveStop((0.0,) * 4, (0.0,) * 4, 0.0), False),
+        (LiveStop((1.0,) * 4, (0.0,) * 4, 0.5), True),
+    ],
 )
 def test_a_chain_tells_margins_or_ends_by_them_as_its_grant_says(rule, may_end):
     control = Scripted(lambda _: [Grant("a", "draft_model", 4, 4, 2, stop=rule)])
@@ -684,7 +677,7 @@ class Priced(Scripted):
 
     def decide(self, facts: StepFacts) -> Decision:
         grants = tuple(self.grants(facts))
-        return Decision(grants, 0.25, 9, Reason.GAIN, 0.1, 0.2, 0.3, 0.4, 5.0, 0.6, self.shadows)
+        return Decision(Reason.GAIN, grants, 0.25 if grants else None, 0.1, 0.2, 0.3, 0.4, 5.0, 0.6)
 
 
 def granted(levels: int) -> Callable[[StepFacts], list[Grant]]:
@@ -696,8 +689,8 @@ def granted(levels: int) -> Callable[[StepFacts], list[Grant]]:
 def test_what_was_decided_is_told_with_its_prediction_and_price():
     ours = policy(drafter_max_len=100, control=Priced(granted(3)))
     ours.choose([request()], 1, ROOM)
-    expected = Prediction(0.1, 0.2, 0.3, 0.4, 5.0, 0.6)
-    assert ours.decided == StepDecision("gain", 0.25, expected)
+    want = Decision(Reason.GAIN, (), 0.25, 0.1, 0.2, 0.3, 0.4, 5.0, 0.6)
+    assert ours.decided == want
 
 
 def test_where_nobody_drafts_there_is_no_price():
@@ -705,20 +698,20 @@ def test_where_nobody_drafts_there_is_no_price():
     ours.choose([request()], 1, ROOM)
     assert ours.decided is not None
     assert ours.decided.price is None
-    assert ours.decided.prediction is not None
+    assert ours.decided.is_predicted
 
 
 def test_fixed_lengths_predict_nothing():
     ours = policy(drafter_max_len=100)
     assert ours.choose([request()], 1, ROOM)
-    assert ours.decided == StepDecision("gain")
+    assert ours.decided == Decision(Reason.GAIN)
 
 
 def test_hard_rules_and_wishes_are_told_as_reasons():
     ours = policy(drafter_max_len=100, disable_by_batch_size=2)
     ours.choose([request()], 3, ROOM)
-    assert ours.decided == StepDecision("disabled")
+    assert ours.decided == Decision(Reason.DISABLED)
     ours.choose([request(enabled=False)], 1, ROOM)
-    assert ours.decided == StepDecision("not_wanted")
+    assert ours.decided == Decision(Reason.NOT_WANTED)
     ours.choose([], 1, ROOM)
     assert ours.decided is None

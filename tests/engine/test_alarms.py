@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outdraft.core.decided import StepDecision
+from outdraft.core.decision import Decision, Reason
 from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.plan import DraftChoice, Work, WorkResult
 from outdraft.core.request import Request
@@ -199,7 +199,7 @@ def booked(accepted: int = 0, drafted: int = 2) -> list[BookedWork]:
 
 def test_an_alarm_is_logged_and_told_once_when_it_begins(caplog):
     alarms = SourceAlarms(["suffix"])
-    decision = StepDecision("gain")
+    decision = Decision(Reason.GAIN)
     told = [one for _ in range(FRUITLESS_STEPS + 5) for one in alarms.watch(booked(), decision)]
     assert [(one.kind, one.source, one.is_on) for one in told] == [
         ("none_accepted", "suffix", True)
@@ -208,7 +208,7 @@ def test_an_alarm_is_logged_and_told_once_when_it_begins(caplog):
     assert line.startswith("alarm begins: none accepted of suffix: ")
 
 
-@pytest.mark.parametrize("decision", [None, StepDecision("disabled"), StepDecision("not_wanted")])
+@pytest.mark.parametrize("decision", [None, Decision(Reason.DISABLED), Decision(Reason.NOT_WANTED)])
 def test_steps_in_which_no_source_could_draft_count_for_no_alarm(decision):
     alarms = SourceAlarms(["suffix"])
     assert not any(alarms.watch(booked(drafted=0), decision) for _ in range(IDLE_STEPS + 5))
@@ -216,6 +216,6 @@ def test_steps_in_which_no_source_could_draft_count_for_no_alarm(decision):
 
 @pytest.mark.parametrize(("reason", "is_told"), [("network_probe", True), ("gain", False)])
 def test_a_source_that_drafts_in_probes_alone_never_drafts(reason, is_told):
-    alarms, decision = SourceAlarms(["suffix"]), StepDecision(reason)
+    alarms, decision = SourceAlarms(["suffix"]), Decision(Reason(reason))
     told = [one for _ in range(IDLE_STEPS + 5) for one in alarms.watch(booked(1), decision)]
     assert ("never_drafts" in [one.kind for one in told]) == is_told

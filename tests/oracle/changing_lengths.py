@@ -1,21 +1,15 @@
 """A policy of lengths that changes its mind at every step, and checks what it is told."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from outdraft.config.speculation import NETWORK_SOURCES
-from outdraft.control.facts import (
-    Decision,
-    Grant,
-    Reason,
-    RequestFacts,
-    Shape,
-    StepFacts,
-    StepOutcome,
-    StopRule,
-)
+from outdraft.control.facts import RequestFacts, StepFacts, StepOutcome
+from outdraft.core.decision import Decision, Grant, LiveStop, Reason, Shape
 from outdraft.core.draft import DraftSource
 
-PLAIN = Decision((), 0.0, 0, Reason.NO_GAIN, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0)
+PLAIN = Decision(Reason.NO_GAIN, target_s=1.0, plain_s=1.0, tokens=1.0)
 
 
 class ChangingLengths:
@@ -48,14 +42,17 @@ class ChangingLengths:
     def decide(self, facts: StepFacts) -> Decision:
         shapes = [shape for one in facts.requests if one.network for shape in one.shapes]
         shape = shapes[self._rng.integers(len(shapes))] if shapes else None  # one in a step
-        found = [self._grant(one, shape) for one in facts.requests]
+        price = float(self._rng.random())
+        found = [self._grant(one, shape, price) for one in facts.requests]
         grants = [grant for grant in found if grant is not None]
+        rows = int(sum(grant.rows for grant in grants) * self._rng.uniform(0.5, 1.5))
+        grants = [
+            replace(one, stop=replace(one.stop, row_cap=rows)) if one.stop is not None else one
+            for one in grants
+        ]
         offered = [one.request_id for one in facts.requests if one.offers]
         shadows = tuple(one for one in offered if self._rng.random() < 0.5)
-        rows = int(sum(grant.rows for grant in grants) * self._rng.uniform(0.5, 1.5))
-        price = float(self._rng.random())
-        times = (0.0,) * 6
-        self._decided = Decision(tuple(grants), price, rows, Reason.GAIN, *times, shadows)
+        self._decided = Decision(Reason.GAIN, tuple(grants), price, shadows=shadows)
         networks = {one.request_id: one.network for one in facts.requests}
         self._may_hold = all(grant.source == networks[grant.request_id] for grant in grants)
         return self._decided
@@ -83,7 +80,7 @@ class ChangingLengths:
     def forget(self, request_id: str) -> None:
         """It knows no request."""
 
-    def _grant(self, one: RequestFacts, network_shape: Shape | None) -> Grant | None:
+    def _grant(self, one: RequestFacts, network_shape: Shape | None, price: float) -> Grant | None:
         ways = [(offer.source, offer.length, offer.shape) for offer in one.offers]
         if one.network is not None and network_shape is not None:
             ways.append((one.network, one.most_levels(network_shape), network_shape))
@@ -97,6 +94,7 @@ class ChangingLengths:
         stop = None
         is_chain = source == one.network and not shape
         if is_chain and one.can_stop and self._rng.random() < 0.5:
-            stop = StopRule(*self._rng.normal(0.5, 0.5, (2, levels)).tolist())
+            weights, biases = self._rng.normal(0.5, 0.5, (2, levels)).tolist()
+            stop = LiveStop(tuple(weights), tuple(biases), price)
         source = DraftSource(source)
         return Grant(one.request_id, source, levels, rows, 0.0, 0, one.rule, shape, stop)

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outdraft.core.plan import DraftChoice, LiveStop, StepResult
+from outdraft.core.decision import LiveStop
+from outdraft.core.plan import DraftChoice, StepResult
 from outdraft.core.scheduled import ScheduledStep
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.engine.llm import LLM

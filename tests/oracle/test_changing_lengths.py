@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outdraft.control.facts import Decision, StepFacts, StepOutcome
+from outdraft.control.facts import StepFacts, StepOutcome
+from outdraft.core.decision import Decision
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import warm_up
 from tests.oracle.changing_lengths import ChangingLengths

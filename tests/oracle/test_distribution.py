@@ -19,7 +19,7 @@ import torch
 from scipy.stats import chisquare
 
 from outdraft.control.policy import LengthPolicy
-from outdraft.core.plan import LiveStop
+from outdraft.core.decision import LiveStop
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.proposer import DeviceProposer

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outdraft.core.plan import DraftChoice, LiveStop
+from outdraft.core.decision import LiveStop
+from outdraft.core.plan import DraftChoice
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device import live_stop
 from tests.oracle import forms

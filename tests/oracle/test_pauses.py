@@ -12,7 +12,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from outdraft.control.facts import Decision, StepFacts
+from outdraft.control.facts import StepFacts
+from outdraft.core.decision import Decision
 from outdraft.core.sampling import SamplingParams
 from tests.oracle.changing_lengths import PLAIN, ChangingLengths
 from tests.oracle.engines import COMBINED, NETWORKS, engine, ids, prompts_of, run, with_kernels

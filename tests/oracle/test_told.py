@@ -52,8 +52,8 @@ def test_a_trace_and_the_numbers_of_the_step_agree(method: str):
     decisions = {step.decision for step in steps}
     assert {step.decision for step in traced} <= decisions
     for step in steps:
-        if step.decision is not None and step.decision.prediction is not None:
+        if step.decision is not None and step.decision.is_predicted:
             assert method == "draft_model"
-            assert step.decision.prediction.step_s > 0
+            assert step.decision.step_s > 0
     if method == "draft_model":
         assert any(one is not None and one.price is not None for one in decisions)

@@ -14,10 +14,7 @@ import numpy as np
 
 from outdraft.control.costs import CostTable
 from outdraft.control.facts import (
-    CHAIN,
-    Decision,
     DraftOutcome,
-    Grant,
     HostOffer,
     RequestFacts,
     ShadowOutcome,
@@ -25,6 +22,7 @@ from outdraft.control.facts import (
     StepOutcome,
 )
 from outdraft.control.policy import LengthPolicy
+from outdraft.core.decision import CHAIN, Decision, Grant
 from tests.planning.worlds import NETWORK, Acceptance, HostTruth, Scenario, World
 
 MAX_MARGIN = 10.0
@@ -270,10 +268,10 @@ class _Drafts:
         lag = sum(min(self.requests[g.request_id].lag, scenario.window) for g in live)
         if live:
             self.seconds = times.start_s + times.catch_up[min(lag, MAX_ROWS - 1)]
-            self._draft(live, decision)
+            self._draft(live)
             self.seconds *= world.draft_factor
 
-    def _draft(self, live: list[Grant], decision: Decision) -> None:
+    def _draft(self, live: list[Grant]) -> None:
         survival = {grant.request_id: 1.0 for grant in live}
         level = 0
         while live:
@@ -286,10 +284,11 @@ class _Drafts:
                 margin = request.noise(request.num_tokens + level)[2]
                 if not grant.shape:
                     self._margins.setdefault(request.id, []).append(margin)
-                if grant.stop is not None and grant.stop.weights:
-                    score = grant.stop.weights[level] * margin + grant.stop.biases[level]
+                stop = grant.stop
+                if stop is not None and stop.may_end:
+                    score = stop.weights[level] * margin + stop.biases[level]
                     survival[request.id] /= 1 + math.exp(-score)
-                    if survival[request.id] < decision.price or self.num_rows >= decision.row_cap:
+                    if survival[request.id] < stop.price or self.num_rows >= stop.row_cap:
                         continue
                 self.levels[request.id] += 1
                 self.num_rows += _rows_at(grant, level)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from outdraft.control.costs import CostTable
-from outdraft.control.facts import Shape
+from outdraft.core.decision import Shape
 
 NETWORK = "network"  # the source of a simulated network's drafts
 

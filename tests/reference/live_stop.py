@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from outdraft.core.plan import LiveStop
+from outdraft.core.decision import LiveStop
 
 
 def live_lengths(

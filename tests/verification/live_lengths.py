@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from outdraft.core.plan import LiveStop
+from outdraft.core.decision import LiveStop
 from outdraft.drafting.device.live_stop import LiveStops, stop_rules
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 

@@ -19,18 +19,15 @@ import torch
 from outdraft.control.controller import Controller
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
 from outdraft.control.facts import (
-    Decision,
     DraftOutcome,
-    Grant,
     HostOffer,
-    Reason,
     RequestFacts,
     ShadowOutcome,
     StepFacts,
     StepOutcome,
 )
 from outdraft.control.probe import BURST
-from outdraft.core.plan import LiveStop
+from outdraft.core.decision import Decision, Grant, Reason
 from outdraft.drafting.device.live_stop import margins_B
 from outdraft.kernels.reference.verification import reject_tokens, traverse
 from tests.reference.verification import all_sequences, completed, joint
@@ -155,8 +152,8 @@ def lengths_of(decision: Decision, texts: tuple[Text, Text], chains) -> tuple[in
     if not networks:
         return tuple(wanted)
     stops = [
-        LiveStop(one.stop.weights, one.stop.biases, decision.price, decision.row_cap)
-        if (one := live[at]) is not None and one.stop is not None and one.stop.weights
+        one.stop
+        if (one := live[at]) is not None and one.stop is not None and one.stop.may_end
         else None
         for at in networks
     ]
@@ -221,7 +218,7 @@ def taught(
     facts = StepFacts(requests)
     for step in range(num_steps):
         grants = tuple(Grant(one.request_id, "net", DEPTH, DEPTH, 1.0) for one in requests)
-        decision = Decision(grants, 0.0, 4, Reason.GAIN, 2 * pass_s, 1.0, 0.0, 1.0, 3.0, 0.5)
+        decision = Decision(Reason.GAIN, grants, 0.0, 2 * pass_s, 1.0, 0.0, 1.0, 3.0, 0.5)
         count = accepted[step % len(accepted)]
         drafts = tuple(
             DraftOutcome(name, DEPTH, count, (0.5 + count, 0.2 + count)) for name in ("x", "y")
@@ -233,7 +230,7 @@ def taught(
                 facts, decision, drafts, 6, 2 + 2 * count, 2 * pass_s, target_s, 0.0, shadows
             )
         )
-    plain = Decision((), 0.0, 0, Reason.PLAIN_PROBE, 0.0, 1.0, 0.0, 1.0, 2.0, 0.0)
+    plain = Decision(Reason.PLAIN_PROBE, target_s=1.0, plain_s=1.0, tokens=2.0)
     controller.observe(StepOutcome(facts, plain, (), 2, 2, 0.0, 1 + slope, 0.0))
     controller.forget("x")
     controller.forget("y")
@@ -265,7 +262,7 @@ def case(controller: Controller, sources: tuple[str, str]) -> Case:
     decision = controller.decide(facts)
     if len(decision.grants) < 2:
         grants = tuple(Grant(name, "net", 1, 1, 0.5) for name in IDS)
-        decision = replace(decision, grants=grants, reason=Reason.GAIN, row_cap=2)
+        decision = replace(decision, grants=grants, reason=Reason.GAIN)
     return Case(controller, decision, facts, sources)
 
 

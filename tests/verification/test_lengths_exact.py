@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 
+from outdraft.core.decision import LiveStop
 from outdraft.core.draft import Draft
-from outdraft.core.plan import LiveStop
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.reference.verification import match
 from tests.reference.verification import all_sequences, completed, joint

@@ -21,15 +21,9 @@ from dataclasses import dataclass
 
 from outdraft.control.change import ChangeDetector
 from outdraft.control.corrections import Costs
-from outdraft.control.facts import (
-    DraftOutcome,
-    RequestFacts,
-    Shape,
-    StepFacts,
-    StepOutcome,
-    StopRule,
-)
+from outdraft.control.facts import DraftOutcome, RequestFacts, StepFacts, StepOutcome
 from outdraft.control.search import Option
+from outdraft.core.decision import LiveStop, Shape
 from outdraft.core.draft import MAX_DRAFTS, MAX_MARGIN, DraftSource
 
 KEEP = 0.997  # of the labels, for each step that brings new ones: 333 steps count
@@ -203,10 +197,13 @@ class Curve:
             return self._usual[:num_levels]
         return _survivals(self._logits[:num_levels], offset)
 
-    def stop_rule(self, request_id: str, num_levels: int) -> StopRule | None:
-        """What the drafter judges its next token by; None: margins have taught nothing yet."""
-        if self._live[0].num_labels < LIVE_LABELS:
-            return None
+    @property
+    def knows_margins(self) -> bool:
+        """Whether margins say anything about the first level yet."""
+        return self._live[0].num_labels >= LIVE_LABELS
+
+    def live_stop(self, request_id: str, num_levels: int, price: float, row_cap: int) -> LiveStop:
+        """What the drafter judges its next token by."""
         _ = self.chances
         if self._stop_parts is None:
             known = [one.num_labels >= LIVE_LABELS for one in self._live]
@@ -217,9 +214,8 @@ class Curve:
             )
         weights, biases = self._stop_parts
         offset = self._offset(request_id)
-        return StopRule(
-            tuple(weights[:num_levels]), tuple([offset + one for one in biases[:num_levels]])
-        )
+        shifted = tuple([offset + one for one in biases[:num_levels]])
+        return LiveStop(tuple(weights[:num_levels]), shifted, price, row_cap)
 
     def observe(self, drafts: Iterable[DraftOutcome], *, has_offsets: bool = True) -> float:
         """Learn from a step's drafts; how much better they fared than predicted, in tokens."""

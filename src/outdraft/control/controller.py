@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from outdraft.control.chances import Chances
 from outdraft.control.corrections import Costs
 from outdraft.control.costs import CostTable
-from outdraft.control.facts import Decision, Grant, Reason, StepFacts, StepOutcome, StopRule
+from outdraft.control.facts import StepFacts, StepOutcome
 from outdraft.control.probe import Probe
-from outdraft.control.search import PLAIN, Option, Plan, Prices, best_plan
+from outdraft.control.search import PLAIN, Option, Pick, Plan, Prices, best_plan
+from outdraft.core.decision import Decision, Grant, LiveStop, Reason
 
 MARGIN = 0.01  # gain over plain decoding that is needed to leave it
 HOPE = 0.5  # share of the doubt about chances that drafts begin with
@@ -28,9 +29,6 @@ FIRST_PLAIN, PLAIN_EVERY, PLAIN_BURST = 32, 256, 2
 SLEEPY = 8  # decisions in a row that refused all offers, after which one holds without a look
 SHADOWS = 8  # requests of a step whose unused offers are compared with the text
 LONG_RUN = 1 / 32  # of the latest step in the long run's averages
-
-
-TELL_MARGINS = StopRule()
 
 
 class Controller:
@@ -244,30 +242,25 @@ class Controller:
         """What a plan means for the engine."""
         count, costs = prices.num_requests, self.costs
         host_s, target_s = costs.host_s(count), prices.target_N[plan.rows]
+        plain_s = host_s + prices.target_N[0]
         if not plan.picks:
             shadows = _shadows(facts, frozenset(), self._num_steps)
-            plain_s = host_s + target_s
-            return Decision((), 0.0, 0, reason, 0.0, target_s, host_s, plain_s, count, 0.0, shadows)
+            return Decision(reason, (), None, 0.0, target_s, host_s, plain_s, count, 0.0, shadows)
         price = plan.row_price(prices, plan.rate(prices)) if reason is Reason.GAIN else 0.0
-        grants = self._grants(facts, plan, price)
-        rows = sum(grant.rows for grant in grants)
-        first_row = count + facts.prompt_rows
-        edge = costs.table.target.edge(first_row + plan.rows)
-        free = edge - first_row if edge is not None else rows
-        used = [one for one in plan.picks if one.option.is_network]
-        network = used[0].option.source if used else ""
-        lag = sum(facts.requests[one.request].lag_tokens for one in used)
+        network = next((one.option.source for one in plan.picks if one.option.is_network), "")
+        lag = sum(
+            facts.requests[one.request].lag_tokens for one in plan.picks if one.option.is_network
+        )
         catch_up_s = costs.catch_up_s(network, lag) if lag else 0.0
         served = frozenset(one.request for one in plan.picks if not one.option.is_network)
         return Decision(
-            grants,
-            price,
-            min(rows, facts.max_rows, free),
             reason,
+            self._grants(facts, plan, price),
+            price,
             plan.draft_s + catch_up_s,
             target_s,
             host_s + prices.drafting_s,
-            host_s + prices.target_N[0],
+            plain_s,
             count + plan.tokens,
             plan.rate(prices) / prices.plain_rate - 1,
             _shadows(facts, served, self._num_steps),
@@ -275,31 +268,46 @@ class Controller:
         )
 
     def _grants(self, facts: StepFacts, plan: Plan, price: float) -> tuple[Grant, ...]:
+        most = [self._most_levels(facts, plan, one, price) for one in plan.picks]
+        rows = sum(
+            one.option.num_rows(levels) for one, levels in zip(plan.picks, most, strict=True)
+        )
+        first_row = len(facts.requests) + facts.prompt_rows
+        edge = self.costs.table.target.edge(first_row + plan.rows)
+        row_cap = min(rows, facts.max_rows, rows if edge is None else edge - first_row)
         grants = list[Grant]()
-        has_room = len(plan.picks) * max(one.levels for one in plan.picks) <= facts.max_rows
-        for index, option, levels in plan.picks:
-            request, stop, most = facts.requests[index], None, levels
-            can_stop = option.is_network and not option.shape and request.can_stop
-            if price > 0 and can_stop:
-                most = min(plan.depth, 1 + 2 * levels, len(option.survivals))
-                curve = self.chances.network(option.source, request.rule, ())
-                stop = curve.stop_rule(request.request_id, most)
-                # A chain that goes well may become longer than planned.
-                most = most if stop is not None and has_room else levels
+        for (index, option, levels), deepest in zip(plan.picks, most, strict=True):
+            request, stop = facts.requests[index], None
+            if option.is_network and not option.shape and request.can_stop:
+                curve = self.chances.network(option.source, request.rule, option.shape)
+                if price > 0 and curve.knows_margins:
+                    stop = curve.live_stop(request.request_id, deepest, price, row_cap)
+                else:  # margins are told, to learn from
+                    stop = LiveStop((0.0,) * deepest, (0.0,) * deepest, price=0.0)
             grants.append(
                 Grant(
                     request.request_id,
                     option.source,
-                    most,
-                    option.num_rows(most),
+                    deepest,
+                    option.num_rows(deepest),
                     sum(option.survivals[:levels]),
                     option.match_length,
                     request.rule,
                     option.shape,
-                    TELL_MARGINS if stop is None and can_stop else stop,
+                    stop,
                 )
             )
         return tuple(grants)
+
+    def _most_levels(self, facts: StepFacts, plan: Plan, pick: Pick, price: float) -> int:
+        """How far the live rule may let a chain go: if it goes well, deeper than planned."""
+        request, option = facts.requests[pick.request], pick.option
+        if price <= 0 or not option.is_network or option.shape or not request.can_stop:
+            return pick.levels
+        has_room = len(plan.picks) * max(one.levels for one in plan.picks) <= facts.max_rows
+        if not has_room or not self.chances.network(option.source, request.rule, ()).knows_margins:
+            return pick.levels
+        return min(plan.depth, 1 + 2 * pick.levels, len(option.survivals))
 
 
 def _shadows(facts: StepFacts, served: frozenset[int], turn: int) -> tuple[str, ...]:

@@ -17,7 +17,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from outdraft.control.costs import CostTable, DrafterCost
-from outdraft.control.facts import Reason, StepOutcome
+from outdraft.control.facts import StepOutcome
+from outdraft.core.decision import Reason
 
 GAIN = 1 / 12  # of a surprise
 SURPRISE = 0.25  # of a logarithm: the most that counts of one step

@@ -1,27 +1,13 @@
-"""What the engine tells the controller before and after a step, and what it is told: plain data.
+"""What the engine tells the controller before and after a step: plain data.
 
-A request says which sources could draft for it now. The decision says who drafts, how far, and why.
+A request says which sources could draft for it now; core/decision.py is the answer.
 Times are seconds, lengths are tokens, a level is a depth of a draft (the first one is 1).
 """
 
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import field
 
+from outdraft.core.decision import CHAIN, Decision, Shape
 from outdraft.core.record import record
-
-Shape = tuple[int, ...]
-CHAIN: Shape = ()  # one row a level, as many levels as are granted
-
-
-class Reason(StrEnum):
-    """Why a step drafts as it does."""
-
-    GAIN = "drafts bring more tokens a second"
-    NO_GAIN = "no draft would bring more tokens a second"
-    NOTHING_OFFERED = "no source can draft"
-    NO_ROOM = "no rows or slots are free"
-    NETWORK_PROBE = "plain decoding, but the network is tried on a few requests"
-    PLAIN_PROBE = "drafts pay, but this step measures plain decoding"
 
 
 @record
@@ -117,76 +103,6 @@ class StepFacts:
     @property
     def max_rows(self) -> int:
         return min(self.free_rows, self.free_slots)
-
-
-@dataclass(frozen=True, slots=True)
-class StopRule:
-    """Chances of acceptance from a network's confidence, level by level.
-
-    The chance at level i is sigmoid(weights[i] * margin + biases[i]). The margin is the distance
-    between the two largest logits of that level, as `LiveStop` of core/plan.py says, known before
-    its token is drawn. Without levels no chain ends: margins are told, to learn from.
-    """
-
-    weights: tuple[float, ...] = ()
-    biases: tuple[float, ...] = ()
-
-
-@record
-class Grant:
-    """What one request may draft in this step.
-
-    Attributes:
-        levels: how deep. The live rule may end a network's chain earlier.
-        rows: how many rows at most: what the scheduler reserves.
-        expected_tokens: accepted drafts that it is expected to bring.
-        stop: the live rule; None: draft all levels, and tell no margins.
-    """
-
-    request_id: str
-    source: str
-    levels: int
-    rows: int
-    expected_tokens: float
-    match_length: int = 0
-    rule: str = ""
-    shape: Shape = CHAIN
-    stop: StopRule | None = None
-
-
-@record
-class Decision:
-    """How the step speculates, and why.
-
-    Attributes:
-        grants: of requests that draft, in batch order; the others draft nothing.
-        price: a network's chain goes on while its live survival is at least this.
-        row_cap: most rows of all drafts together, granted in (pass, request) order.
-        shadows: ids of requests whose unused offers should be compared with the text to come.
-        draft_s, target_s, host_s: predicted time by phase.
-        plain_s: predicted time of the step without drafts.
-        tokens: predicted number of tokens, those of plain decoding included.
-        gain: predicted tokens a second against plain decoding, minus 1, prompts left aside.
-        catch_up_s: the part of draft_s in which networks read the tokens that they lag behind: if
-            the decision holds for several steps, the first one alone takes it.
-    """
-
-    grants: tuple[Grant, ...]
-    price: float
-    row_cap: int
-    reason: Reason
-    draft_s: float
-    target_s: float
-    host_s: float
-    plain_s: float
-    tokens: float
-    gain: float
-    shadows: tuple[str, ...] = ()
-    catch_up_s: float = 0.0
-
-    @property
-    def step_s(self) -> float:
-        return self.draft_s + self.target_s + self.host_s
 
 
 @record

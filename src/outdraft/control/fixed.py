@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from outdraft.control.facts import Decision, Grant, Reason, RequestFacts, StepFacts, StepOutcome
+from outdraft.control.facts import RequestFacts, StepFacts, StepOutcome
+from outdraft.core.decision import Decision, Grant, Reason
 
 NEVER = 1 << 30  # steps
 
@@ -26,8 +27,9 @@ class FixedLength:
 
     def decide(self, facts: StepFacts) -> Decision:
         """Grant the same number of levels to each request that may draft."""
-        grants = [self._grant(request) for request in facts.requests]
-        return _decision(tuple(grant for grant in grants if grant is not None))
+        found = [self._grant(request) for request in facts.requests]
+        grants = tuple(grant for grant in found if grant is not None)
+        return Decision(Reason.GAIN, grants) if grants else PLAIN
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn nothing."""
@@ -60,9 +62,4 @@ class FixedLength:
         )
 
 
-def _decision(grants: tuple[Grant, ...]) -> Decision:
-    reason = Reason.GAIN if grants else Reason.NOTHING_OFFERED
-    return Decision(grants, 0.0, sum(one.rows for one in grants), reason, 0, 0, 0, 0, 0, 0)
-
-
-PLAIN = _decision(())
+PLAIN = Decision(Reason.NOTHING_OFFERED)

@@ -2,7 +2,8 @@
 
 from typing import Protocol
 
-from outdraft.control.facts import Decision, StepFacts, StepOutcome
+from outdraft.control.facts import StepFacts, StepOutcome
+from outdraft.core.decision import Decision
 
 
 class LengthPolicy(Protocol):

@@ -16,7 +16,7 @@ stairs.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from outdraft.control.facts import CHAIN, Shape
+from outdraft.core.decision import CHAIN, Shape
 
 FREE_ROW = 0.2  # tokens; where rows cost less, no chain is ended by its confidence
 

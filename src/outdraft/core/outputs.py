@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeVar
 
-from outdraft.core.decided import StepDecision
+from outdraft.core.decision import Decision
 
 Item = TypeVar("Item")
 
@@ -56,7 +56,7 @@ class DraftTrace:
     # tokens that it was granted before the step was planned
     granted: int = field(default=0, compare=False)
     # about the engine's step; None: there was nothing to decide
-    decision: StepDecision | None = field(default=None, compare=False)
+    decision: Decision | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from outdraft.core.admission import Admission
-from outdraft.core.decided import Alarm, StepDecision
+from outdraft.core.decision import Alarm, Decision, LiveStop
 from outdraft.core.draft import Draft, DraftSource, depths_of
 from outdraft.core.drafter_gap import DrafterGap
 from outdraft.core.record import record
@@ -47,46 +47,6 @@ class ModelDrafting:
 
 
 MODEL_CHAIN = ModelDrafting()
-NO_CAP = 1 << 30  # rows
-
-
-@record
-class LiveStop:
-    """Where a chain that a network drafts ends: a rule that is made of finished steps.
-
-    Level i is drafted if all levels above it were, and if the product of
-
-        sigmoid(weights[j] * margin_j + biases[j])    over the levels j <= i
-
-    is at least the price. The margin of a level is the distance between its two largest logits as
-    the level's token is drawn from them: behind all that a request's parameters change, temperature
-    and cuts included (at temperature 0 there is neither), but before any noise. It is at most
-    MAX_MARGIN, which it is too where only one token has mass. A network with a head for it tells
-    log-odds instead, from the row of the level and the token above it. Either is known before the
-    token is drawn, and what was decided is never taken back. That makes such lengths exact: see
-    docs/design/0012.
-
-    Attributes:
-        weights, biases: of each level that the network drafts, the first one first.
-        price: of finished steps.
-        row_cap: most rows of all drafts of the step. The network's rows count level by level, in
-            batch order within a level, after those of the host. A request with such a rule ends
-            where there is no row left.
-    """
-
-    weights: tuple[float, ...]
-    biases: tuple[float, ...]
-    price: float
-    row_cap: int = NO_CAP
-
-    @property
-    def may_end(self) -> bool:
-        """False: it only looks."""
-        return self.price > 0 or self.row_cap < NO_CAP
-
-    def __post_init__(self) -> None:
-        if len(self.weights) != len(self.biases):
-            raise ValueError(f"{len(self.weights)} weights but {len(self.biases)} biases")
 
 
 @record
@@ -346,7 +306,7 @@ class StepStats:
     draft_lengths: tuple[int, ...] = ()
     granted_lengths: tuple[int, ...] = ()
     draft_levels: tuple[tuple[DraftSource, int, int], ...] = ()
-    decision: StepDecision | None = None
+    decision: Decision | None = None
     alarms: tuple[Alarm, ...] = ()
 
     @property

@@ -86,9 +86,9 @@ class DecisionTotal:
         if decision.price is not None:
             self.num_priced += 1
             self.price += decision.price
-        if decision.prediction is not None:
+        if decision.is_predicted:
             self.num_predicted += 1
-            self.predicted_s += decision.prediction.step_s
+            self.predicted_s += decision.step_s
             self.measured_s += step.step_s
 
     def to_json(self) -> dict[str, Any]:

@@ -17,18 +17,11 @@ from msgspec.msgpack import Decoder, Encoder
 
 from outdraft.core.admission import Admission, TokenRules
 from outdraft.core.allowed import AllowedTokens
+from outdraft.core.decision import LiveStop
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftSource
 from outdraft.core.drafter_gap import DrafterGap
 from outdraft.core.errors import RanksError
-from outdraft.core.plan import (
-    MODEL_CHAIN,
-    NO_DRAFT,
-    DraftChoice,
-    LiveStop,
-    ModelDrafting,
-    StepPlan,
-    Work,
-)
+from outdraft.core.plan import MODEL_CHAIN, NO_DRAFT, DraftChoice, ModelDrafting, StepPlan, Work
 
 Value = TypeVar("Value")
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from outdraft.config.speculation import SpeculationConfig
-from outdraft.control.facts import CHAIN, HostOffer
+from outdraft.control.facts import HostOffer
+from outdraft.core.decision import CHAIN
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource
 from outdraft.core.request import FinishReason, Request
 from outdraft.core.sampling import SamplingParams

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from outdraft.config.speculation import SpeculationConfig
-from outdraft.control.facts import CHAIN, RequestFacts, Shape
+from outdraft.control.facts import RequestFacts
+from outdraft.core.decision import CHAIN, Shape
 from outdraft.core.draft import MAX_DRAFTS
 from outdraft.core.plan import MODEL_CHAIN, ModelDrafting
 from outdraft.core.request import Request

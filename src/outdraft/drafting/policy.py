@@ -10,22 +10,15 @@ from dataclasses import replace
 from time import perf_counter
 
 from outdraft.config.speculation import SpeculationConfig
-from outdraft.control.facts import (
-    Decision,
-    DraftOutcome,
-    ShadowOutcome,
-    StepFacts,
-    StepOutcome,
-)
+from outdraft.control.facts import DraftOutcome, ShadowOutcome, StepFacts, StepOutcome
 from outdraft.control.policy import LengthPolicy
-from outdraft.core.decided import StepDecision
+from outdraft.core.decision import Decision, Reason
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import RequestError
 from outdraft.core.plan import DraftChoice, StepRoom, StepStats, drafted_levels
 from outdraft.core.record import record
 from outdraft.core.request import Request
 from outdraft.core.scheduled import BookedWork
-from outdraft.drafting.explained import DISABLED, NOT_WANTED, explained
 from outdraft.drafting.host.proposer import HostProposer
 from outdraft.drafting.host_sources import Drafts, HostSources
 from outdraft.drafting.known_requests import DrafterLimits, KnownRequests
@@ -61,7 +54,8 @@ class DraftPolicy:
 
     Attributes:
         control: decides; may be exchanged while no request runs.
-        decided: about the newest step; None: nothing was to decide.
+        decided: about the newest step, without its grants, which `granted` says; None: nothing was
+            to decide.
         granted: what each request of that step was to verify.
     """
 
@@ -83,7 +77,7 @@ class DraftPolicy:
         self._running: _Step | None = None  # what the step that runs was decided by
         self._newest: _Step | None = None  # what was decided last, which may be held
         self._learning_s = 0.0  # from the latest step
-        self.decided: StepDecision | None = None
+        self.decided: Decision | None = None
         self.granted: dict[str, DraftChoice] = {}
 
     @property
@@ -119,14 +113,14 @@ class DraftPolicy:
         if not requests or not self.config.sources:
             return {}
         if self._is_disabled(num_running):
-            self.decided = DISABLED
+            self.decided = Decision(Reason.DISABLED)
             return {}
         may_offer = self._host.may_find(requests)
         if self._hold(requests, room, may_offer=may_offer):
             return self.granted
         wanting = [request for request in requests if self._known.may_draft(request)]
         if not wanting:
-            self.decided = NOT_WANTED
+            self.decided = Decision(Reason.NOT_WANTED)
             return {}
         started_s = perf_counter()
         drafts: dict[str, Drafts] = {}
@@ -143,7 +137,7 @@ class DraftPolicy:
         decision = self.control.decide(facts)
         if decision.shadows:
             self._cast_shadows(requests, decision, drafts)
-        self.decided, self.granted = explained(decision), self._translator.choices(decision, drafts)
+        self.decided, self.granted = _shown(decision), self._translator.choices(decision, drafts)
         deciding_s = perf_counter() - started_s
         self._running = _Step(facts, decision, self.granted, deciding_s)
         self._newest = self._running
@@ -161,7 +155,7 @@ class DraftPolicy:
         decision = self.control.hold(len(requests), room.prompt_rows, may_offer=may_offer)
         if decision is None:
             return False
-        self.decided = explained(decision, is_held=True)
+        self.decided = _shown(decision, is_held=True)
         newest = self._newest
         if newest is not None and newest.decision is decision:
             self.granted = self._fitting(requests, newest.choices)
@@ -283,3 +277,9 @@ class DraftPolicy:
             step.deciding_s + self._learning_s,
             step.is_held,
         )
+
+
+def _shown(decision: Decision, *, is_held: bool = False) -> Decision:
+    """What metrics and traces show of a decision. is_held: it was made for an earlier step."""
+    draft_s = decision.draft_s - (decision.catch_up_s if is_held else 0.0)
+    return replace(decision, grants=(), shadows=(), draft_s=draft_s, catch_up_s=0.0)

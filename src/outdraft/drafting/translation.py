@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from outdraft.control.facts import CHAIN, Decision, Grant
+from outdraft.core.decision import CHAIN, Decision, Grant
 from outdraft.core.draft import DraftSource
-from outdraft.core.plan import DraftChoice, LiveStop
+from outdraft.core.plan import DraftChoice
 from outdraft.drafting.host_sources import Drafts
 from outdraft.drafting.known_requests import DrafterLimits, KnownRequests
 
@@ -20,7 +20,7 @@ class Translator:
         """Say what each request verifies; `drafts`: at hand, by request."""
         return self._with_room(
             {
-                grant.request_id: self._choice(grant, decision, drafts.get(grant.request_id, {}))
+                grant.request_id: self._choice(grant, drafts.get(grant.request_id, {}))
                 for grant in decision.grants
             }
         )
@@ -42,16 +42,12 @@ class Translator:
                 fitting[id_] = own
         return fitting
 
-    def _choice(self, grant: Grant, decision: Decision, drafts: Drafts) -> DraftChoice:
+    def _choice(self, grant: Grant, drafts: Drafts) -> DraftChoice:
         source = DraftSource(grant.source)
         if source in drafts:
             return DraftChoice(source, drafts[source].first_levels(grant.levels))
         assert self._drafter is not None
-        drafting, stop = self._drafter.drafting, None
+        drafting = self._drafter.drafting
         if grant.shape == CHAIN and self._drafter.chain is not None:
             drafting = self._drafter.chain
-        if grant.stop is not None and grant.stop.weights:
-            stop = LiveStop(grant.stop.weights, grant.stop.biases, decision.price, decision.row_cap)
-        elif grant.stop is not None:
-            stop = LiveStop((0.0,) * grant.levels, (0.0,) * grant.levels, price=0.0)
-        return DraftChoice(source, num_model_drafts=grant.rows, model=drafting, stop=stop)
+        return DraftChoice(source, num_model_drafts=grant.rows, model=drafting, stop=grant.stop)

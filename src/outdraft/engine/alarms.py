@@ -7,17 +7,15 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from outdraft.core.decided import Alarm, AlarmKind, StepDecision
+from outdraft.core.decision import Alarm, AlarmKind, Decision, Reason
 from outdraft.core.plan import drafted_levels
 from outdraft.core.scheduled import BookedWork
-from outdraft.drafting.explained import DISABLED, NOT_WANTED
 from outdraft.engine.fall import FallWatch
 
 _logger = logging.getLogger(__name__)
 
 IDLE_STEPS = 10_000  # without a draft, probes aside, before a source is said never to draft
 FRUITLESS_STEPS = 500  # in a row with drafts of a source, none of which brought a token
-PROBE = "network_probe"  # the reason of decisions to try a network
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +78,13 @@ class SourceAlarms:
         news, self._news = tuple(self._news), []
         return news
 
-    def watch(
-        self, booked: Sequence[BookedWork], decision: StepDecision | None
-    ) -> tuple[Alarm, ...]:
+    def watch(self, booked: Sequence[BookedWork], decision: Decision | None) -> tuple[Alarm, ...]:
         """Count a step, and log the alarms that begin or end, which are returned.
 
         Args:
             decision: about the step; None: nothing was to decide.
         """
-        if decision is None or decision in (DISABLED, NOT_WANTED):
+        if decision is None or decision.reason in (Reason.DISABLED, Reason.NOT_WANTED):
             return ()
         drafts = [
             Drafted(str(work.drafts.source), request.id, levels, len(outcome.accepted_rows))
@@ -97,7 +93,7 @@ class SourceAlarms:
             and outcome.is_finite
             and (levels := drafted_levels(work.drafts, outcome))
         ]
-        alarms = self.step(drafts, is_probe=decision.reason == PROBE)
+        alarms = self.step(drafts, is_probe=decision.reason is Reason.NETWORK_PROBE)
         for alarm in alarms:
             what, state = alarm.kind.replace("_", " "), "begins" if alarm.is_on else "ends"
             level = logging.WARNING if alarm.is_on else logging.INFO

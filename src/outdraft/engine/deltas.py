@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 
-from outdraft.core.decided import StepDecision
+from outdraft.core.decision import Decision
 from outdraft.core.deltas import RequestDelta, SequenceDelta
 from outdraft.core.draft import DraftSource
 from outdraft.core.outputs import DraftTrace, TokenOrigin
@@ -24,7 +24,7 @@ class StepTold:
     """
 
     seconds: float
-    decision: StepDecision | None
+    decision: Decision | None
     granted: Mapping[str, DraftChoice]
 
 

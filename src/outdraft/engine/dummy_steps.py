@@ -13,8 +13,9 @@ import numpy as np
 
 from outdraft.config.engine import SchedulerConfig
 from outdraft.core.admission import Admission, TokenRules
+from outdraft.core.decision import LiveStop
 from outdraft.core.draft import Draft, DraftSource
-from outdraft.core.plan import DraftChoice, LiveStop, PhaseTimes, StepPlan, Work
+from outdraft.core.plan import DraftChoice, PhaseTimes, StepPlan, Work
 from outdraft.runner.model_runner import PendingStep
 from outdraft.runner.parallel_runner import StepRunner
 

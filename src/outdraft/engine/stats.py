@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from outdraft.core.decided import StepDecision
+from outdraft.core.decision import Decision
 from outdraft.core.draft import DraftSource
 from outdraft.core.plan import (
     DraftChoice,
@@ -24,7 +24,7 @@ def step_stats(
     num_waiting: int,
     kv_usage: float,
     granted: Mapping[str, DraftChoice] = MappingProxyType({}),
-    decision: StepDecision | None = None,
+    decision: Decision | None = None,
 ) -> StepStats:
     """One step in numbers.
 

@@ -2,15 +2,14 @@
 
 from collections.abc import Sequence
 
-from outdraft.core.decided import AlarmKind
+from outdraft.core.decision import AlarmKind, Reason
 from outdraft.core.plan import StepStats
-from outdraft.drafting.explained import REASONS
 from outdraft.server.series import Series, Table
 
 PARTS = ("draft", "target", "host")
 # Values of labels.
 KNOWN: dict[str, Sequence[object]] = {
-    "reason": REASONS,
+    "reason": tuple(Reason),
     "part": PARTS,
     "alarm": tuple(AlarmKind),
 }
@@ -74,10 +73,10 @@ def observe_decisions(series: Series, step: StepStats) -> None:
     series.set("spec_decode_is_drafting", int(any(step.granted_lengths)))
     if decision.price is not None:
         series.set("spec_decode_price", decision.price)
-    if (expected := decision.prediction) is None:
+    if not decision.is_predicted:
         return
-    series.set("spec_decode_predicted_gain", expected.gain)
-    predicted = (expected.draft_s, expected.target_s, expected.host_s)
+    series.set("spec_decode_predicted_gain", decision.gain)
+    predicted = (decision.draft_s, decision.target_s, decision.host_s)
     measured = (step.times.draft_s, step.times.verify_s + step.times.sample_s, step.host_s)
     for part, predicted_s, measured_s in zip(PARTS, predicted, measured, strict=True):
         series.add("predicted_step_seconds", predicted_s, part)

@@ -123,8 +123,9 @@ PLAIN_WINDOW = 200  # steps; older ones count for less and less
 
 def plain_step_s(step: StepStats) -> float:
     """Seconds that the step would have taken without drafts."""
-    prediction = step.decision.prediction if step.decision is not None else None
-    return prediction.plain_s if prediction is not None else step.step_s - step.times.draft_s
+    if step.decision is not None and step.decision.is_predicted:
+        return step.decision.plain_s
+    return step.step_s - step.times.draft_s
 
 
 class Metrics:

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outdraft.core.decision import LiveStop
 from outdraft.core.draft import DraftSource
-from outdraft.core.plan import LiveStop
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.tree_shape import TreeShape
 from outdraft.drafting.device.block_drafter import BlockDrafter, num_spare_blocks

@@ -8,8 +8,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from outdraft.core.decision import LiveStop
 from outdraft.core.draft import MAX_MARGIN, DraftSource
-from outdraft.core.plan import LiveStop
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.tree_shape import TreeShape
 from outdraft.drafting.device.grower import grow

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from outdraft.core.decision import LiveStop
 from outdraft.core.draft import DraftSource
-from outdraft.core.plan import LiveStop
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.tree_shape import TreeShape
 from outdraft.drafting.device.draft_network import DraftNetwork

@@ -7,7 +7,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from outdraft.core.decided import Prediction, StepDecision
+from outdraft.core.decision import Decision, Reason
 from outdraft.core.outputs import (
     CompletionOutput,
     DraftTrace,
@@ -277,8 +277,8 @@ def test_a_trace_tells_of_every_token_and_draft(client):
 
 
 def test_a_trace_tells_why_a_step_drafted_as_it_did():
-    expected = Prediction(0.1, 0.2, 0.3, 0.5, 4.0, 0.25)
-    priced, held = StepDecision("gain", 0.5, expected), StepDecision("no_gain")
+    priced = Decision(Reason.GAIN, (), 0.5, 0.1, 0.2, 0.3, 0.5, 4.0, 0.25)
+    held = Decision(Reason.NO_GAIN)
     steps = [
         DraftTrace((), (), (), (), 1, granted=granted, decision=decision)
         for granted, decision in ((4, priced), (0, held), (0, None))
@@ -333,10 +333,10 @@ def test_a_trace_is_summed_up_by_level(parents, accepted_rows, num_emitted, leve
 
 def test_a_trace_is_summed_up_by_reason():
     decisions = [
-        StepDecision("gain", 0.5, Prediction(0.1, 0.2, 0.3, 0.5, 4.0, 0.25)),
-        StepDecision("gain", 0.3, Prediction(0.1, 0.2, 0.3, 0.5, 4.0, 0.75)),
-        StepDecision("no_gain", None, Prediction(0.0, 0.2, 0.3, 0.5, 1.0, 0.0)),
-        StepDecision("no_gain"),
+        Decision(Reason.GAIN, (), 0.5, 0.1, 0.2, 0.3, 0.5, 4.0, 0.25),
+        Decision(Reason.GAIN, (), 0.3, 0.1, 0.2, 0.3, 0.5, 4.0, 0.75),
+        Decision(Reason.NO_GAIN, (), None, 0.0, 0.2, 0.3, 0.5, 1.0, 0.0),
+        Decision(Reason.NO_GAIN),
         None,
     ]
     steps = [DraftTrace((), (), (), (), 1, decision=decision) for decision in decisions]

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from outdraft.core.decided import Alarm, AlarmKind, Prediction, StepDecision
+from outdraft.core.decision import Alarm, AlarmKind, Decision, Reason
 from outdraft.core.draft import DraftSource
 from outdraft.core.plan import StepStats
-from outdraft.drafting.explained import REASONS
 from tests.server.metrics.scripted import INFO, Exposed, metrics, report, step
 
 
@@ -103,7 +102,7 @@ def test_the_estimate_is_what_was_predicted_of_plain_decoding_or_else_leaves_dra
     fixed, chosen, beside_prompt = metrics(), metrics(), metrics()
     fixed.observe_steps(report(drafted))
     assert fixed.plain_tokens_per_s == pytest.approx(2 / 1.0)
-    decision = StepDecision("gain", 0.0, Prediction(0.5, 0.75, 0.25, 0.8, 5.0, 0.3))
+    decision = Decision(Reason.GAIN, (), 0.0, 0.5, 0.75, 0.25, 0.8, 5.0, 0.3)
     chosen.observe_steps(report(replace(drafted, decision=decision)))
     assert chosen.plain_tokens_per_s == pytest.approx(2 / 0.8)
     beside_prompt.observe_steps(report(replace(drafted, num_rows=50)))
@@ -119,11 +118,12 @@ def made_up_steps(seed: int) -> list[StepStats]:
         times = {f"{phase}_s": rng.random() for phase in ("draft", "verify", "sample", "host")}
         source = rng.choice((DraftSource.SUFFIX, DraftSource.MODEL))
         made = step(lengths, accepted, source=source, **times)
-        expected = Prediction(*(rng.random() for _ in range(6)))
-        decision = StepDecision(
-            rng.choice(REASONS),
+        expected = [rng.random() for _ in range(6)]
+        decision = Decision(
+            rng.choice(list(Reason)),
+            (),
             rng.choice((None, rng.random())),
-            rng.choice((None, expected)),
+            *rng.choice(((), expected)),
         )
         pairs = zip(lengths, accepted, strict=True)
         levels = tuple((source, length, kept) for length, kept in pairs if length)
@@ -145,15 +145,15 @@ def test_what_was_decided_is_the_sum_of_the_steps(seed: int):
     counted.observe_steps(report(*steps[:20]))
     counted.observe_steps(report(*steps[20:]))
     exposed = Exposed(counted)
-    for reason in REASONS:
+    for reason in Reason:
         expected = sum(one.decision is not None and one.decision.reason == reason for one in steps)
         assert exposed.value("spec_decode_steps_total", reason=reason) == expected
     granted = [length for one in steps for length in one.granted_lengths]
     assert exposed.histogram("granted_draft_length") == (len(granted), sum(granted))
     known = [
-        (one, one.decision.prediction)
+        (one, one.decision)
         for one in steps
-        if one.decision is not None and one.decision.prediction is not None
+        if one.decision is not None and one.decision.is_predicted
     ]
     for name, part, expected_s in (
         ("predicted", "draft", sum(said.draft_s for _, said in known)),

@@ -5,7 +5,7 @@ Dimension key: K drafts, S state rows, L tokens.
 
 from collections.abc import Sequence
 
-from outdraft.core.plan import LiveStop
+from outdraft.core.decision import LiveStop
 from outdraft.core.record import record
 
 

@@ -281,10 +281,9 @@ def _decision(step: DraftTrace) -> dict[str, Any]:
     told: dict[str, Any] = {"reason": step.decision.reason, "granted": step.granted}
     if step.decision.price is not None:
         told["price"] = step.decision.price
-    expected = step.decision.prediction
-    if expected is not None:
-        told["predicted_seconds"] = expected.step_s
-        told["predicted_gain"] = expected.gain
+    if step.decision.is_predicted:
+        told["predicted_seconds"] = step.decision.step_s
+        told["predicted_gain"] = step.decision.gain
     return told
 
 
