@@ -11,7 +11,7 @@ is drafted, the engine itself compares its live survival with the decision's pri
 
 from collections.abc import Callable, Sequence
 
-from outdraft.control.chances import Chances
+from outdraft.control.chances import Chances, Curve
 from outdraft.control.corrections import Costs
 from outdraft.control.costs import CostTable
 from outdraft.control.facts import StepFacts, StepOutcome
@@ -268,29 +268,35 @@ class Controller:
         )
 
     def _grants(self, facts: StepFacts, plan: Plan, price: float) -> tuple[Grant, ...]:
-        most = [self._most_levels(facts, plan, one, price) for one in plan.picks]
-        rows = sum(
-            one.option.num_rows(levels) for one, levels in zip(plan.picks, most, strict=True)
-        )
+        has_room = len(plan.picks) * max(one.levels for one in plan.picks) <= facts.max_rows
+        found = list[tuple[Pick, Curve | None, int]]()  # with what tells margins, and the levels
+        for pick in plan.picks:
+            request, option, levels = facts.requests[pick.request], pick.option, pick.levels
+            curve = None
+            if option.is_network and not option.shape and request.can_stop:
+                curve = self.chances.network(option.source, request.rule, option.shape)
+                if has_room and price > 0 and curve.knows_margins:
+                    # A chain that goes well may become longer than planned.
+                    levels = min(plan.depth, 1 + 2 * levels, len(option.survivals))
+            found.append((pick, curve, levels))
+        rows = sum([pick.option.num_rows(levels) for pick, _, levels in found])
         first_row = len(facts.requests) + facts.prompt_rows
         edge = self.costs.table.target.edge(first_row + plan.rows)
         row_cap = min(rows, facts.max_rows, rows if edge is None else edge - first_row)
         grants = list[Grant]()
-        for (index, option, levels), deepest in zip(plan.picks, most, strict=True):
-            request, stop = facts.requests[index], None
-            if option.is_network and not option.shape and request.can_stop:
-                curve = self.chances.network(option.source, request.rule, option.shape)
-                if price > 0 and curve.knows_margins:
-                    stop = curve.live_stop(request.request_id, deepest, price, row_cap)
-                else:  # margins are told, to learn from
-                    stop = LiveStop((0.0,) * deepest, (0.0,) * deepest, price=0.0)
+        for pick, curve, levels in found:
+            request, option, stop = facts.requests[pick.request], pick.option, None
+            if curve is not None and price > 0 and curve.knows_margins:
+                stop = curve.live_stop(request.request_id, levels, price, row_cap)
+            elif curve is not None:  # margins are told, to learn from
+                stop = LiveStop((0.0,) * levels, (0.0,) * levels, price=0.0)
             grants.append(
                 Grant(
                     request.request_id,
                     option.source,
-                    deepest,
-                    option.num_rows(deepest),
-                    sum(option.survivals[:levels]),
+                    levels,
+                    option.num_rows(levels),
+                    pick.tokens,
                     option.match_length,
                     request.rule,
                     option.shape,
@@ -298,16 +304,6 @@ class Controller:
                 )
             )
         return tuple(grants)
-
-    def _most_levels(self, facts: StepFacts, plan: Plan, pick: Pick, price: float) -> int:
-        """How far the live rule may let a chain go: if it goes well, deeper than planned."""
-        request, option = facts.requests[pick.request], pick.option
-        if price <= 0 or not option.is_network or option.shape or not request.can_stop:
-            return pick.levels
-        has_room = len(plan.picks) * max(one.levels for one in plan.picks) <= facts.max_rows
-        if not has_room or not self.chances.network(option.source, request.rule, ()).knows_margins:
-            return pick.levels
-        return min(plan.depth, 1 + 2 * pick.levels, len(option.survivals))
 
 
 def _shadows(facts: StepFacts, served: frozenset[int], turn: int) -> tuple[str, ...]:

@@ -243,9 +243,10 @@ def _best_of(
         if not own:
             continue
         if 0 < depth < prices.max_passes and len(chosen) > 1:
-            tokens = sum([one[6] for one in own if one[3] == depth])
-            if tokens <= rate * least_s:
-                break  # less than this pass costs; deeper ones bring even less
+            # What a pass brings must beat the best rate so far; deeper ones bring even less.
+            bar = rate if best is None or long_run is not None else max(rate, best[0])
+            if sum([one[6] for one in own if one[3] == depth]) <= bar * least_s:
+                break
         found = _best_prefix(own, prices, long_run)
         if best is None or found[0] > best[0]:
             best = *found, own

@@ -25,7 +25,7 @@ from outdraft.engine.loading import LoadedModels
 from outdraft.engine.machine import installed_version, processor
 from outdraft.models.quantized.gguf_file import open_gguf
 
-FORMAT, MOST_FILES = 8, 128
+FORMAT, MOST_FILES = 9, 128
 MODEL_FILES = (".json", ".safetensors")
 Key = dict[str, Any]
 _logger = logging.getLogger(__name__)
