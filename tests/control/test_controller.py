@@ -1,9 +1,8 @@
 """What the controller grants, and why, in single steps."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from msgspec import structs
 
 from outdraft.control.controller import PLAIN_BURST, Controller
 from outdraft.control.corrections import LONG
@@ -178,7 +177,7 @@ def run(controller, facts, num_steps, accepted=lambda grant: 0, **times):
         if decision is None:
             decision = controller.decide(facts)
         told = outcome(facts, decision, accepted)
-        controller.observe(replace(told, is_held=held[-1], **times))
+        controller.observe(structs.replace(told, is_held=held[-1], **times))
         decisions.append(decision)
     return decisions, held
 
@@ -234,7 +233,7 @@ def test_sources_of_the_host_are_not_asked_while_refusals_hold():
             decision, asked = controller.decide(facts), asked + (number >= 200)
         shadows = (ShadowOutcome("suffix", 1, 5, 0),) * len(decision.shadows)
         told = outcome(facts, decision, shadows=shadows)
-        controller.observe(replace(told, deciding_s=0.1, is_held=is_held))
+        controller.observe(structs.replace(told, deciding_s=0.1, is_held=is_held))
     assert asked == pytest.approx(10, abs=1)
 
 
@@ -246,7 +245,9 @@ def test_an_offer_that_pays_makes_looks_common_again():
     for _ in range(60):
         decision = controller.decide(short)
         shadows = (ShadowOutcome("suffix", 1, 5, 0), ShadowOutcome("suffix", 32, 5, 5))
-        controller.observe(replace(outcome(short, decision, shadows=shadows), deciding_s=0.1))
+        controller.observe(
+            structs.replace(outcome(short, decision, shadows=shadows), deciding_s=0.1)
+        )
     assert controller.hold(1, may_offer=True) is not None
     assert controller.decide(long).reason is Reason.GAIN
     assert controller.hold(1, may_offer=True) is None
@@ -294,10 +295,10 @@ def test_probes_take_a_hundredth_of_the_time():
             decision = controller.hold(1)
             is_held = decision is not None
             decision = decision or controller.decide(facts)
-            told = replace(outcome(facts, decision), is_held=is_held)
+            told = structs.replace(outcome(facts, decision), is_held=is_held)
             if decision.reason is Reason.NETWORK_PROBE:
                 more_s = factor * decision.step_s
-                told = replace(told, host_s=told.host_s + more_s - decision.step_s)
+                told = structs.replace(told, host_s=told.host_s + more_s - decision.step_s)
                 lost += more_s - 1 if number > 2000 else 0
             total += decision.plain_s if number > 2000 else 0
             controller.observe(told)
@@ -313,7 +314,7 @@ def test_wrong_costs_are_told_once():
     facts = StepFacts((request(),))
     for _ in range(2 * LONG):
         decision = controller.decide(facts)
-        controller.observe(replace(outcome(facts, decision), target_s=3.0))
+        controller.observe(structs.replace(outcome(facts, decision), target_s=3.0))
     assert told == ["wrong"]
 
 

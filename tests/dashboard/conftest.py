@@ -3,12 +3,13 @@
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from msgspec import structs
 from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 
 from outdraft.core.decision import Decision, Reason
@@ -119,13 +120,13 @@ def _feed_with_history() -> LiveFeed:
         times=PhaseTimes(0.1, 0.6, 0.1),
         host_s=0.2,
     )
-    step = replace(
+    step = structs.replace(
         step,
         granted_lengths=(8, 8, 0),
         draft_levels=((DraftSource.SUFFIX, 4, 2), (DraftSource.SUFFIX, 4, 0)),
         decision=Decision(Reason.GAIN, (), 0.25, 0.1, 0.6, 0.1, 0.5, 40.0, 0.5),
     )
-    held = replace(stats(emitted=0), decision=Decision(Reason.NO_GAIN))
+    held = structs.replace(stats(emitted=0), decision=Decision(Reason.NO_GAIN))
     feed.record([step, held], 3, 2, 0.25)
     for ttft_s in (0.02, 0.03, 0.2):
         feed.first_token(ttft_s)

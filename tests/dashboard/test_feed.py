@@ -3,12 +3,12 @@
 import asyncio
 import json
 import math
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from outdraft.core.decision import Decision, Reason
 from outdraft.core.draft import DraftSource
@@ -244,14 +244,14 @@ def test_closing_the_feed_ends_a_waiting_stream_at_once():
 
 
 def test_a_second_adds_up_what_was_decided():
-    drafting = replace(
+    drafting = structs.replace(
         stats(times=PhaseTimes(0.1, 0.3, 0.1), host_s=0.2),
         granted_lengths=(3, 0, 5),
         draft_levels=((DraftSource.SUFFIX, 3, 1), (DraftSource.MODEL, 2, 2)),
         decision=Decision(Reason.GAIN, (), 0.5, 0.1, 0.2, 0.3, 0.5, 4.0, 0.2),
     )
-    cheaper = replace(drafting, decision=Decision(Reason.GAIN, (), 0.25))
-    held = replace(stats(), granted_lengths=(0, 0), decision=Decision(Reason.NO_GAIN))
+    cheaper = structs.replace(drafting, decision=Decision(Reason.GAIN, (), 0.25))
+    held = structs.replace(stats(), granted_lengths=(0, 0), decision=Decision(Reason.NO_GAIN))
     second = Second(0)
     for step in (drafting, cheaper, held, stats()):
         second.add(step)

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from msgspec import structs
 
 from outdraft.core.allowed import AllowedTokens
 from outdraft.core.errors import ConfigError, EngineDeadError, RanksError
@@ -213,8 +214,8 @@ def test_ranks_that_part_end_the_engine_where_they_are_compared():
 
         def other(pending: PendingStep) -> StepResult:
             result = collect(pending)
-            odd = replace(result.works[0], token_ids=(0, *result.works[0].token_ids))
-            return replace(result, works=(odd, *result.works[1:]))
+            odd = structs.replace(result.works[0], token_ids=(0, *result.works[0].token_ids))
+            return structs.replace(result, works=(odd, *result.works[1:]))
 
         own.collect = other
 

@@ -1,8 +1,7 @@
 """A policy of lengths that changes its mind at every step, and checks what it is told."""
 
-from dataclasses import replace
-
 import numpy as np
+from msgspec import structs
 
 from outdraft.config.speculation import NETWORK_SOURCES
 from outdraft.control.facts import RequestFacts, StepFacts, StepOutcome
@@ -47,7 +46,9 @@ class ChangingLengths:
         grants = [grant for grant in found if grant is not None]
         rows = int(sum(grant.rows for grant in grants) * self._rng.uniform(0.5, 1.5))
         grants = [
-            replace(one, stop=replace(one.stop, row_cap=rows)) if one.stop is not None else one
+            structs.replace(one, stop=structs.replace(one.stop, row_cap=rows))
+            if one.stop is not None
+            else one
             for one in grants
         ]
         offered = [one.request_id for one in facts.requests if one.offers]

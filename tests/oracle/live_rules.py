@@ -1,11 +1,11 @@
 """Engines whose chains get random live rules, which change with every step."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from outdraft.core.decision import LiveStop
@@ -49,7 +49,6 @@ class RandomRules:
                 assert len(outcome.drafted_ids) == work.num_drafts
                 continue
             assert outcome.margins is not None
-            assert outcome.margins.dtype == np.float32
             num_left_out = work.num_drafts - len(outcome.drafted_ids)
             num_levels = work.drafts.num_model_drafts - num_left_out
             assert len(outcome.margins) == num_levels + (num_left_out > 0)
@@ -64,7 +63,7 @@ class RandomRules:
         weights, biases = self.rng.normal(0, 1, number), self.rng.normal(1, 1, number)
         price = float(self.rng.choice([0.0, 0.2, 0.5, 0.8]))
         stop = LiveStop(tuple(weights.tolist()), tuple(biases.tolist()), price, cap)
-        return replace(choice, stop=stop)
+        return structs.replace(choice, stop=stop)
 
 
 class LookingRules(RandomRules):
@@ -72,7 +71,7 @@ class LookingRules(RandomRules):
 
     def _with_rule(self, choice: DraftChoice, cap: int) -> DraftChoice:
         zeros = (0.0,) * choice.num_model_drafts
-        return replace(choice, stop=LiveStop(zeros, zeros, 0.0)) if zeros else choice
+        return structs.replace(choice, stop=LiveStop(zeros, zeros, 0.0)) if zeros else choice
 
 
 class ComparedRules(RandomRules):
@@ -123,4 +122,4 @@ class ComparedRules(RandomRules):
 
     def _with_all_margins(self, ask: DraftModelAsk) -> DraftModelAsk:
         zeros = (0.0,) * ask.num_drafts
-        return replace(ask, stop=LiveStop(zeros, zeros, 0.0))
+        return structs.replace(ask, stop=LiveStop(zeros, zeros, 0.0))

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from scipy.stats import chisquare
 
 from outdraft.control.policy import LengthPolicy
@@ -295,7 +296,7 @@ def ruled(propose: Callable[..., ModelDrafts], num_drafts: list[int]) -> Callabl
     stop = LiveStop((1.0, 0.8, 0.6), (0.4, 0.8, 0.8), 0.3)
 
     def wrapped(self: DeviceProposer, asks: Sequence[DraftModelAsk], *rest: Any) -> ModelDrafts:
-        drafts = propose(self, [replace(ask, stop=stop) for ask in asks], *rest)
+        drafts = propose(self, [structs.replace(ask, stop=stop) for ask in asks], *rest)
         num_drafts.extend(drafts.num_drafts_B.tolist())
         return drafts
 

@@ -3,10 +3,9 @@
 Rules are random, of some requests, and change with every step; the policy knows nothing of them.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
+from msgspec import structs
 
 from outdraft.core.decision import LiveStop
 from outdraft.core.plan import DraftChoice
@@ -105,7 +104,7 @@ class Stopping(RandomRules):
     def _with_rule(self, choice: DraftChoice, cap: int) -> DraftChoice:
         number = choice.num_model_drafts
         stop = LiveStop((0.0,) * number, (-5.0,) * number, price=0.5, row_cap=cap)
-        return replace(choice, stop=stop) if number else choice
+        return structs.replace(choice, stop=stop) if number else choice
 
 
 def test_a_grammar_holds_where_the_rule_leaves_no_draft():

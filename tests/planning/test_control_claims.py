@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from outdraft.control.controller import Controller
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
@@ -317,8 +318,8 @@ class Blind(Controller):
     """The same without live confidence."""
 
     def observe(self, outcome):
-        drafts = tuple(replace(draft, margins=()) for draft in outcome.drafts)
-        super().observe(replace(outcome, drafts=drafts))
+        drafts = tuple(structs.replace(draft, margins=()) for draft in outcome.drafts)
+        super().observe(structs.replace(outcome, drafts=drafts))
 
 
 def test_live_confidence_brings_more_where_lengths_are_trimmed():

@@ -11,8 +11,8 @@ Message = TypeVar("Message")
 
 
 def check_plain(value: object, where: str = "") -> None:
-    """Numbers, texts, arrays of numbers, and tuples of such things, and dataclasses: frozen, or
-    records, which only the type checker keeps from change."""
+    """Numbers, texts, arrays of numbers, and tuples of such things, and frozen
+    structs and dataclasses."""
     where = f"{where}.{type(value).__name__}"
     if value is None or type(value) in (bool, int, float, str) or isinstance(value, StrEnum):
         return
@@ -22,12 +22,16 @@ def check_plain(value: object, where: str = "") -> None:
         for part in value:
             check_plain(part, where)
     else:
-        assert is_dataclass(value), where
-        assert not isinstance(value, type), where
-        kind = value.__dataclass_params__
-        assert kind.frozen or kind.unsafe_hash, where
-        for one in fields(value):
-            check_plain(getattr(value, one.name), f"{where}.{one.name}")
+        if isinstance(value, msgspec.Struct):
+            is_frozen, names = value.__struct_config__.frozen, value.__struct_fields__
+        else:
+            assert is_dataclass(value), where
+            assert not isinstance(value, type), where
+            is_frozen = value.__dataclass_params__.frozen
+            names = tuple(one.name for one in fields(value))
+        assert is_frozen, where
+        for name in names:
+            check_plain(getattr(value, name), f"{where}.{name}")
 
 
 def as_bytes(message: object) -> bytes:

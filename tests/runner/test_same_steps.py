@@ -1,9 +1,8 @@
 """Ranks that part are found out on all ranks, in the step in which they did."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from msgspec import structs
 
 from outdraft.core.errors import PartedError
 from outdraft.core.plan import StepResult, WorkResult
@@ -32,7 +31,9 @@ def parted(ranks: Ranks, odd: StepResult, told: bytes) -> list[str]:
 
 @pytest.mark.parametrize("name", ["token_ids", "accepted_rows", "drafted_ids", "drafted_parents"])
 def test_ranks_that_choose_other_things_are_found_out_on_all_ranks(name: str):
-    odd = replace(RESULT, works=(replace(RESULT.works[0], **{name: (9,)}), RESULT.works[1]))
+    odd = structs.replace(
+        RESULT, works=(structs.replace(RESULT.works[0], **{name: (9,)}), RESULT.works[1])
+    )
     for errors in on_ranks(3, 1, lambda ranks: parted(ranks, odd, b"masks")):
         assert errors[0] == errors[2] == ""
         assert "in step 2 rank 2 chose something else than rank 0" in errors[1]

@@ -9,12 +9,13 @@ What both requests emit in two steps must have the joint law of plain decoding.
 
 from collections import defaultdict
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from outdraft.control.controller import Controller
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
@@ -262,7 +263,7 @@ def case(controller: Controller, sources: tuple[str, str]) -> Case:
     decision = controller.decide(facts)
     if len(decision.grants) < 2:
         grants = tuple(Grant(name, "net", 1, 1, 0.5) for name in IDS)
-        decision = replace(decision, grants=grants, reason=Reason.GAIN)
+        decision = structs.replace(decision, grants=grants, reason=Reason.GAIN)
     return Case(controller, decision, facts, sources)
 
 

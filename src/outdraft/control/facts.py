@@ -4,14 +4,12 @@ A request says which sources could draft for it now; core/decision.py is the ans
 Times are seconds, lengths are tokens, a level is a depth of a draft (the first one is 1).
 """
 
-from dataclasses import field
+from msgspec import Struct
 
 from outdraft.core.decision import CHAIN, Decision, Shape
-from outdraft.core.record import record
 
 
-@record
-class HostOffer:
+class HostOffer(Struct, frozen=True):
     """A draft that a source of the host has at hand, for which nothing was drawn.
 
     Attributes:
@@ -29,8 +27,7 @@ class HostOffer:
         return sum(self.shape[:num_levels]) if self.shape else num_levels
 
 
-@record
-class RequestFacts:
+class RequestFacts(Struct, frozen=True):
     """A request that samples in this step, as it stands before it.
 
     Attributes:
@@ -79,8 +76,7 @@ class RequestFacts:
         return levels
 
 
-@record
-class StepFacts:
+class StepFacts(Struct, frozen=True):
     """One step before it begins.
 
     Attributes:
@@ -88,25 +84,23 @@ class StepFacts:
         prompt_rows: rows of prompts that the step reads beside them.
         free_rows: rows that drafts may have.
         free_slots: places in the KV cache that drafts may have.
-        has_offers: whether a source of the host has a draft for anybody.
     """
 
     requests: tuple[RequestFacts, ...]
     prompt_rows: int = 0
     free_rows: int = 1 << 30
     free_slots: int = 1 << 30
-    has_offers: bool = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "has_offers", any(one.offers for one in self.requests))
+    @property
+    def has_offers(self) -> bool:
+        return any(one.offers for one in self.requests)
 
     @property
     def max_rows(self) -> int:
         return min(self.free_rows, self.free_slots)
 
 
-@record
-class DraftOutcome:
+class DraftOutcome(Struct, frozen=True):
     """How a granted draft fared.
 
     Attributes:
@@ -127,8 +121,7 @@ class DraftOutcome:
         return max(self.drafted, len(self.margins))
 
 
-@record
-class ShadowOutcome:
+class ShadowOutcome(Struct, frozen=True):
     """A draft that was not verified, compared with the text that came."""
 
     source: str
@@ -137,8 +130,7 @@ class ShadowOutcome:
     accepted: int
 
 
-@record
-class StepOutcome:
+class StepOutcome(Struct, frozen=True):
     """One step when it is over.
 
     Attributes:

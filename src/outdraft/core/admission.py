@@ -1,15 +1,14 @@
 """What the runner is told of a request that gets a slot: numbers and arrays only."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from outdraft.core.sampling import SamplingParams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenRules:
+class TokenRules(Struct, array_like=True, frozen=True, kw_only=True):
     """How the tokens of one request are chosen, and what is told of them.
 
     Attributes:
@@ -90,8 +89,7 @@ def token_rules(
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Admission:
+class Admission(Struct, array_like=True, frozen=True, eq=False):
     """A request gets a slot, and has it until the slot's next admission.
 
     The slot has no blocks yet, and its drafter no gap: works tell them.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from outdraft.core.record import record
+from msgspec import Struct
 
 Shape = tuple[int, ...]  # rows of each level
 CHAIN: Shape = ()  # one row a level, as many levels as are granted
@@ -23,8 +23,7 @@ class Reason(StrEnum):
     NOT_WANTED = "not_wanted"  # no request may draft, or none wants to
 
 
-@record
-class LiveStop:
+class LiveStop(Struct, array_like=True, frozen=True):
     """Where a chain that a network drafts ends: a rule that is made of finished steps.
 
     Level i is drafted if all levels above it were, and if the product of
@@ -62,8 +61,7 @@ class LiveStop:
             raise ValueError(f"{len(self.weights)} weights but {len(self.biases)} biases")
 
 
-@record
-class Grant:
+class Grant(Struct, frozen=True):
     """What one request may draft in this step.
 
     Attributes:
@@ -86,8 +84,7 @@ class Grant:
     stop: LiveStop | None = None
 
 
-@record
-class Decision:
+class Decision(Struct, frozen=True):
     """How a step speculates, and why.
 
     Attributes:

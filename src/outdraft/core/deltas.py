@@ -3,13 +3,13 @@
 Plain values only: they cross the wire as they are.
 """
 
+from msgspec import Struct
+
 from outdraft.core.outputs import DraftTrace, TokenOrigin
 from outdraft.core.plan import TokenLogprobs
-from outdraft.core.record import record
 
 
-@record
-class SequenceDelta:
+class SequenceDelta(Struct, frozen=True):
     """What one of a request's n sequences gained in a step.
 
     Attributes:
@@ -34,8 +34,7 @@ class SequenceDelta:
     error: str | None = None
 
 
-@record
-class RequestDelta:
+class RequestDelta(Struct, frozen=True):
     """What one request gained in a step; times and counts are those of the whole request so far."""
 
     request_id: str

@@ -8,8 +8,7 @@ from enum import StrEnum
 from operator import gt
 
 import numpy as np
-
-from outdraft.core.record import record
+from msgspec import Struct
 
 MAX_DRAFTS = 63  # rows of a draft fit in the bits of one int64 ancestor mask
 MAX_MARGIN = 10.0  # between two logits; wider ones count as so much
@@ -40,8 +39,7 @@ class DraftSource(StrEnum):
     SELF = "self"
 
 
-@record
-class Draft:
+class Draft(Struct, array_like=True, frozen=True):
     """A token tree in topological order.
 
     Row 0 is the last committed token; row i + 1 is token_ids[i]. parents[i] is the row that
@@ -112,8 +110,7 @@ def depths_of(parents: Iterable[int]) -> list[int]:
     return depths[1:]
 
 
-@record
-class DraftAsk:
+class DraftAsk(Struct, frozen=True):
     """One request that would like a draft. Read-only: proposers change no state but their own.
 
     Attributes:

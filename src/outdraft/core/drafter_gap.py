@@ -7,11 +7,11 @@ then, in the same blocks. Which text a drafter sees changes what it drafts, neve
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterGap:
+class DrafterGap(Struct, array_like=True, frozen=True):
     """All that the drafter lacks of one text, as one gap.
 
     Attributes:

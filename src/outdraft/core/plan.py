@@ -5,22 +5,19 @@ A plan and its result cross between processes: see docs/design/0013.
 Dimension key: B requests of the step, N the most drafts of one of them, K logprobs asked for.
 """
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
+from msgspec import Struct
 
 from outdraft.core.admission import Admission
 from outdraft.core.decision import Alarm, Decision, LiveStop
 from outdraft.core.draft import Draft, DraftSource, depths_of
 from outdraft.core.drafter_gap import DrafterGap
-from outdraft.core.record import record
 
 NO_DRAFT = Draft()
 
 
-@dataclass(frozen=True, slots=True)
-class ModelDrafting:
+class ModelDrafting(Struct, array_like=True, frozen=True):
     """What the engine must know of how a network drafts.
 
     Attributes:
@@ -49,8 +46,7 @@ class ModelDrafting:
 MODEL_CHAIN = ModelDrafting()
 
 
-@record
-class DraftChoice:
+class DraftChoice(Struct, array_like=True, frozen=True):
     """How one request speculates in this step.
 
     It is a draft from the host, or a number of drafts that a network makes on the device at the
@@ -105,8 +101,7 @@ class DraftChoice:
         )
 
 
-@record
-class StepRoom:
+class StepRoom(Struct, frozen=True):
     """What the next step leaves for drafts, as far as is known before it is planned.
 
     Attributes:
@@ -168,8 +163,7 @@ class Work(NamedTuple):
         return self.start + self.num_new
 
 
-@record
-class StepPlan:
+class StepPlan(Struct, array_like=True, frozen=True):
     """The requests of a step in batch order.
 
     Attributes:
@@ -186,8 +180,7 @@ class StepPlan:
         return sum(work.num_rows for work in self.works)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(Struct, frozen=True):
     """Log-probabilities of one position, from the target's raw logits."""
 
     token_id: int
@@ -197,8 +190,7 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...]
 
 
-@record
-class WorkResult:
+class WorkResult(Struct, frozen=True):
     """The result of one request's part of a step.
 
     Attributes:
@@ -213,7 +205,7 @@ class WorkResult:
             the request asked for log-probabilities and for a trace.
         is_finite: False: the target's logits behind the text are no numbers to choose by (NaN,
             infinite or all -inf).
-        margins: float32, one for each level of the network that a live rule looked at: one more
+        margins: one for each level of the network that a live rule looked at: one more
             than were drafted if the rule, or its cap on rows, ended the draft. None: no such rule.
     """
 
@@ -225,7 +217,7 @@ class WorkResult:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     drafted_logprobs: tuple[float, ...] = ()
     is_finite: bool = True
-    margins: np.ndarray | None = field(default=None, compare=False)
+    margins: tuple[float, ...] | None = None
 
 
 def drafted_levels(choice: DraftChoice, result: WorkResult) -> int:
@@ -235,8 +227,7 @@ def drafted_levels(choice: DraftChoice, result: WorkResult) -> int:
     return len(result.drafted_ids)
 
 
-@record
-class PhaseTimes:
+class PhaseTimes(Struct, frozen=True):
     """Where the device's part of a step went, in seconds.
 
     Attributes:
@@ -259,8 +250,7 @@ class PhaseTimes:
         return self.verify_s + self.sample_s - self.keep_s
 
 
-@record
-class StepResult:
+class StepResult(Struct, frozen=True):
     """Results in the order of the plan's works.
 
     Attributes:
@@ -269,11 +259,10 @@ class StepResult:
 
     works: tuple[WorkResult, ...]
     num_rows: int
-    times: PhaseTimes = field(default_factory=PhaseTimes)
+    times: PhaseTimes = PhaseTimes()
 
 
-@record
-class StepStats:
+class StepStats(Struct, frozen=True):
     """One step in numbers.
 
     Attributes:

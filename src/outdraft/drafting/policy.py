@@ -6,8 +6,10 @@ phase took; offers of the host that were not used are compared with the text tha
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from time import perf_counter
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from outdraft.config.speculation import SpeculationConfig
 from outdraft.control.facts import DraftOutcome, ShadowOutcome, StepFacts, StepOutcome
@@ -16,7 +18,6 @@ from outdraft.core.decision import Decision, Reason
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import RequestError
 from outdraft.core.plan import DraftChoice, StepRoom, StepStats, drafted_levels
-from outdraft.core.record import record
 from outdraft.core.request import Request
 from outdraft.core.scheduled import BookedWork
 from outdraft.drafting.host.proposer import HostProposer
@@ -32,8 +33,7 @@ WARM_UP_STEPS = 16
 Booked = Sequence[BookedWork]  # as Scheduler.commit returns it
 
 
-@record
-class _Step:
+class _Step(Struct, frozen=True):
     """What was decided for a step, or for several.
 
     Attributes:
@@ -253,9 +253,8 @@ class DraftPolicy:
             num_tokens += len(added)
             if work.drafts is not None and result.is_finite:
                 drafts_network |= work.drafts.num_model_drafts > 0
-                margins = () if result.margins is None else tuple(result.margins.tolist())
                 levels, accepted = drafted_levels(work.drafts, result), len(result.accepted_rows)
-                drafts.append(DraftOutcome(one.request_id, levels, accepted, margins))
+                drafts.append(DraftOutcome(one.request_id, levels, accepted, result.margins or ()))
         if prompt_rows != facts.prompt_rows:
             facts = replace(facts, prompt_rows=prompt_rows)
         times = stats.times

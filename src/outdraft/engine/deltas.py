@@ -3,19 +3,19 @@
 import time
 from collections.abc import Mapping
 
+from msgspec import Struct
+
 from outdraft.core.decision import Decision
 from outdraft.core.deltas import RequestDelta, SequenceDelta
 from outdraft.core.draft import DraftSource
 from outdraft.core.outputs import DraftTrace, TokenOrigin
 from outdraft.core.plan import DraftChoice, TokenLogprobs, WorkResult
-from outdraft.core.record import record
 from outdraft.core.scheduled import BookedWork
 
 _ORIGINS = {source: TokenOrigin(source) for source in DraftSource}
 
 
-@record
-class StepTold:
+class StepTold(Struct, frozen=True):
     """What a trace says of the engine's step.
 
     Attributes:

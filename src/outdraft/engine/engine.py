@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from msgspec import structs
+
 from outdraft.core.deltas import RequestDelta
 from outdraft.core.errors import RequestError
 from outdraft.core.plan import StepResult, StepStats
@@ -191,7 +193,7 @@ class Engine:
         )
         self.drafting.observe(booked, stats)
         if alarms := self._alarms.watch(booked, self.drafting.decided):
-            stats = replace(stats, alarms=alarms)
+            stats = structs.replace(stats, alarms=alarms)
         for sequence in ended:
             self._end_drafting(sequence)
         self._record(stats)

@@ -8,10 +8,10 @@ vocabulary.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from outdraft.attention.rows import to_device

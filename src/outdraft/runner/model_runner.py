@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
 
+from msgspec import Struct
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import Span, metadata_of
 from outdraft.core.allowed import AllowedTokens, Drafted
 from outdraft.core.plan import StepPlan, StepResult, Work
-from outdraft.core.record import record
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.data.drafts import DraftBatch, Rule
@@ -138,8 +138,7 @@ class LaunchedStep(NamedTuple):
     clock: PhaseClock
 
 
-@record
-class PendingStep:
+class PendingStep(Struct, frozen=True):
     """A step that was launched and verified; its tensors may not be computed yet.
 
     Attributes:

@@ -10,17 +10,16 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from outdraft.core.plan import StepPlan, TokenLogprobs, WorkResult
-from outdraft.core.record import record
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.step_ops import Choice, KnownChoice
 from outdraft.runner.logprobs import LogprobRows
 
 
-@record
-class VerifiedRows:
+class VerifiedRows(Struct, frozen=True):
     """What was decided about the drafts of a step.
 
     Attributes:
@@ -32,8 +31,7 @@ class VerifiedRows:
     drafts: DraftBatch
 
 
-@record
-class StepCopies:
+class StepCopies(Struct, frozen=True):
     """A copy that is under way, and how to split it again.
 
     Attributes:
@@ -153,7 +151,7 @@ class _Extras(NamedTuple):
         prompts: in the order of all works.
     """
 
-    margins: list[np.ndarray | None] | None = None
+    margins: list[tuple[float, ...] | None] | None = None
     emitted: list[list[TokenLogprobs]] | None = None
     prompts: list[list[TokenLogprobs]] | None = None
 
@@ -185,12 +183,12 @@ def _unpack(copies: StepCopies) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, copies.shapes, strict=True)]
 
 
-def _margins(margins_BL: np.ndarray) -> list[np.ndarray | None]:
-    """float32, those of each request; None: it has no rule."""
+def _margins(margins_BL: np.ndarray) -> list[tuple[float, ...] | None]:
+    """Those of each request; None: it has no rule."""
     if margins_BL.dtype == np.int64:  # the bits of what travelled in one piece
         margins_BL = margins_BL.view(np.float64).astype(np.float32)
-    counts = [sum([one == one for one in row]) for row in margins_BL.tolist()]
-    return [row[:count] if count else None for row, count in zip(margins_BL, counts, strict=True)]
+    found = [tuple([one for one in row if one == one]) for row in margins_BL.tolist()]
+    return [row or None for row in found]
 
 
 def _leading(row: Sequence[int]) -> tuple[int, ...]:

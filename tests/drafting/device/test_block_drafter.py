@@ -1,13 +1,14 @@
 """Drafts of blocks: those of one call against those of single levels."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from outdraft.core.decision import LiveStop
 from outdraft.core.draft import DraftSource
@@ -100,9 +101,11 @@ def propose(network: DFlashNetwork, case: Case) -> ModelDrafts:
         case.params, seeds=range(len(case.params)), vocab_size=VOCAB, device="cpu"
     )
     with torch.inference_mode():
-        earlier = [replace(ask, num_tokens=ask.num_tokens // 2 + 1, stop=None) for ask in asks]
+        earlier = [
+            structs.replace(ask, num_tokens=ask.num_tokens // 2 + 1, stop=None) for ask in asks
+        ]
         proposer.propose(earlier, TEXTS_SL, sampling)
-        later = [replace(ask, num_computed=ask.num_tokens // 2) for ask in asks]
+        later = [structs.replace(ask, num_computed=ask.num_tokens // 2) for ask in asks]
         return proposer.propose(later, TEXTS_SL, sampling)
 
 

@@ -1,12 +1,11 @@
 """Chains that end where their live rule says."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from outdraft.core.decision import LiveStop
 from outdraft.core.draft import MAX_MARGIN, DraftSource
@@ -135,7 +134,7 @@ def test_requests_that_have_ended_are_in_no_later_pass(kind: str, sampled: int, 
     texts_SL = torch.randint(1, VOCABULARY, (4, 12), generator=torch.Generator().manual_seed(3))
     params = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)]
     batch = [params[at < sampled] for at in range(4)]
-    for stops in ([None] * 4, [None, stopped, stopped, replace(stopped, price=0.6)]):
+    for stops in ([None] * 4, [None, stopped, stopped, structs.replace(stopped, price=0.6)]):
         for layer in cache.layers:
             layer.k_PSGC.fill_(0)
             layer.v_PSGE.fill_(0)

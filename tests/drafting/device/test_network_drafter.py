@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from torch import Tensor
 
 from outdraft.core.decision import LiveStop
@@ -121,7 +122,7 @@ class SingleLevels:
 def probs_behind(network: Network, ask: DraftModelAsk, path: Sequence[int]) -> Tensor:
     """[V]: what follows these drafts, read one by one."""
     with torch.inference_mode():
-        drafter, asks = drafter_of(network), [replace(ask, num_drafts=len(path) + 1)]
+        drafter, asks = drafter_of(network), [structs.replace(ask, num_drafts=len(path) + 1)]
         start = drafter.start(asks, drafter.unread(asks, TEXTS_SL))
         levels = NetworkLevels(network[0], start, torch.tensor([len(path) + 1]))
         logits_V = levels.first_logits()[0]
@@ -258,14 +259,14 @@ def test_no_request_rounds_up_a_batch_whose_rules_count_rows(network: Network, s
     proposer = DeviceProposer(kernels, drafter_of(network), None, samples=True)
     case = Case(TreeShape.chain(1), [GREEDY], [5], [1])
     sampling = batch_of_params(case.params, seeds=[0], vocab_size=VOCABULARY, device="cpu")
-    asks = [replace(case.asks()[0], stop=stop)]
+    asks = [structs.replace(case.asks()[0], stop=stop)]
     with (
         torch.inference_mode(),
         patch.object(proposer.drafter, "draft", wraps=proposer.drafter.draft) as draft,
     ):
         proposer.propose(asks, TEXTS_SL, sampling)
         assert draft.call_args[0][0] == asks
-        proposer.propose([replace(asks[0], stop=None)], TEXTS_SL, sampling)
+        proposer.propose([structs.replace(asks[0], stop=None)], TEXTS_SL, sampling)
         assert len(draft.call_args[0][0]) == 4
 
 

@@ -1,10 +1,9 @@
 """Finished texts against counting by scans, while they come and go."""
 
-from dataclasses import replace
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from outdraft.config.speculation import SuffixConfig
 from outdraft.core.draft import Draft, DraftAsk
@@ -119,7 +118,7 @@ def test_texts_that_come_and_go_in_pieces_are_counted_like_whole_ones(
                     one.match_length <= other.match_length
                     for one, other in zip(*found, strict=True)
                 )
-                found = [[replace(one, match_length=0) for one in made] for made in found]
+                found = [[structs.replace(one, match_length=0) for one in made] for made in found]
             assert found[0] == found[1]
         assert both[0].count_finished(9) == 0
         left = len(added[number - 1]) if number else 0

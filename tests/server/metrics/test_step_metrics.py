@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from outdraft.core.decision import Alarm, AlarmKind, Decision, Reason
 from outdraft.core.draft import DraftSource
@@ -103,9 +104,9 @@ def test_the_estimate_is_what_was_predicted_of_plain_decoding_or_else_leaves_dra
     fixed.observe_steps(report(drafted))
     assert fixed.plain_tokens_per_s == pytest.approx(2 / 1.0)
     decision = Decision(Reason.GAIN, (), 0.0, 0.5, 0.75, 0.25, 0.8, 5.0, 0.3)
-    chosen.observe_steps(report(replace(drafted, decision=decision)))
+    chosen.observe_steps(report(structs.replace(drafted, decision=decision)))
     assert chosen.plain_tokens_per_s == pytest.approx(2 / 0.8)
-    beside_prompt.observe_steps(report(replace(drafted, num_rows=50)))
+    beside_prompt.observe_steps(report(structs.replace(drafted, num_rows=50)))
     assert math.isnan(beside_prompt.plain_tokens_per_s)
 
 
@@ -129,7 +130,7 @@ def made_up_steps(seed: int) -> list[StepStats]:
         levels = tuple((source, length, kept) for length, kept in pairs if length)
         granted = tuple(length + rng.randint(0, 2) for length in lengths)
         steps.append(
-            replace(
+            structs.replace(
                 made,
                 decision=rng.choice((None, decision)),
                 granted_lengths=granted,
@@ -206,7 +207,7 @@ def test_an_alarm_counts_once_and_is_active_until_it_ends():
         ((replace(begins, is_on=False),), 0, 1),
         ((begins,), 1, 2),
     ):
-        counted.observe_steps(report(replace(step((0,)), alarms=alarms)))
+        counted.observe_steps(report(structs.replace(step((0,)), alarms=alarms)))
         exposed = Exposed(counted)
         assert exposed.value("spec_decode_alarm_active", **where) == active
         assert exposed.value("spec_decode_alarms_total", **where) == begun

@@ -9,10 +9,11 @@ C head size, P blocks of the longest text.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from outdraft.attention.rows import to_device

@@ -11,10 +11,10 @@ vocabulary.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from outdraft.attention.rows import to_device

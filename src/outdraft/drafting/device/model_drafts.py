@@ -5,12 +5,12 @@ Dimension key: K drafts, S state rows, L tokens.
 
 from collections.abc import Sequence
 
+from msgspec import Struct
+
 from outdraft.core.decision import LiveStop
-from outdraft.core.record import record
 
 
-@record
-class DraftModelAsk:
+class DraftModelAsk(Struct, frozen=True):
     """One request that the model drafts for.
 
     Attributes:

@@ -14,9 +14,9 @@ vocabulary, T rows, S state rows, L tokens, D state.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from outdraft.core.draft import MAX_DRAFTS, DraftSource

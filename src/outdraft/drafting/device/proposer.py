@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from outdraft.attention.rows import to_device
@@ -110,7 +111,7 @@ class DeviceProposer:
             # A network reads the accepted branch again, as it reads any token that it has not
             # seen: in the pass that it makes for the newest one anyway.
             kept, self.chain = drafter.drafting.max_kept, drafter.drafting
-            self.drafting = replace(
+            self.drafting = structs.replace(
                 self.chain, levels=tree.levels, max_kept=0 if kept is None else kept
             )
             self._shapes[tree.levels] = _first_levels(tree)
@@ -180,7 +181,7 @@ class DeviceProposer:
             number = self._kernels.num_grown(num_requests)
         copied = _to_copy(asks) if number > num_requests else None
         if copied is not None:
-            copy = replace(asks[copied], stop=None)
+            copy = structs.replace(asks[copied], stop=None)
             asks = [*asks, *[copy] * (number - num_requests)]
             sampling = sampling.with_copies(copied, number)
         drafts = self._grown(asks, token_ids_SL, sampling, num_host_rows, shares)

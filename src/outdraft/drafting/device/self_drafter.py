@@ -9,8 +9,8 @@ Dimension key: S state rows, L tokens of a text.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from outdraft.core.draft import DraftSource

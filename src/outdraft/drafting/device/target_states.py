@@ -6,9 +6,9 @@ Dimension key: T rows of the pass, D hidden of the target, K tapped layers, W wo
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec import Struct
 from torch import Tensor
 
-from outdraft.core.record import record
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 
 
@@ -25,8 +25,7 @@ class ChunkRead:
     first_row: int
 
 
-@record
-class TargetStates:
+class TargetStates(Struct, frozen=True):
     """The states of a step's rows, once it is known which of them became part of a text.
 
     All tensors are on the device, and the host has not waited for them.

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
@@ -194,7 +195,7 @@ class TextReader:
             self._pass(self._unread(read, chunks, token_ids_SL))
             for i, span in spans.items():
                 num_computed = current[i].num_computed + span.num_causal
-                current[i] = replace(current[i], num_computed=num_computed)
+                current[i] = structs.replace(current[i], num_computed=num_computed)
 
     def _pass(
         self,

@@ -1,7 +1,9 @@
 """Prompt lookup by scanning texts (Saxena 2023, "prompt lookup decoding")."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk
 from outdraft.kernels.reference.grown_tree import Path, grow

@@ -1,9 +1,10 @@
 """Suffix decoding by scanning texts (Oliaro et al. 2024, arXiv 2411.04975)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk
 from outdraft.kernels.reference.grown_tree import Path, grow

@@ -4,13 +4,13 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
+from msgspec.structs import replace
 
 from outdraft.server.engine_link import OnLoading, Result, first_info, unless_dead
 from outdraft.server.messages import Command, EngineInfo, Progress, Report
