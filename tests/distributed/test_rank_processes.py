@@ -14,8 +14,8 @@ import psutil
 import pytest
 from msgspec import structs
 
-from outdraft.core.allowed import AllowedTokens
 from outdraft.core.errors import ConfigError, EngineDeadError, RanksError
+from outdraft.core.grammar import AllowedTokens
 from outdraft.core.plan import StepResult, StepStats
 from outdraft.core.sampling import SamplingParams
 from outdraft.distributed.group import Ranks

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
 from outdraft.control.roofline import ROWS, Machine, PassSize, prior_table
-from outdraft.core.routed_weights import RoutedWeights
+from outdraft.core.weights import RoutedWeights
 from outdraft.engine.cost_measurement import (
     LAGS,
     curve,

@@ -9,9 +9,8 @@ import torch
 
 from outdraft.attention.base import AttentionForm, AttentionSizes
 from outdraft.config.engine import SchedulerConfig
-from outdraft.core.draft import STATE_WINDOW, Draft
+from outdraft.core.draft import STATE_WINDOW, Draft, TreeShape
 from outdraft.core.sampling import SamplingParams
-from outdraft.core.tree_shape import TreeShape
 from outdraft.distributed.group import RankGroup, gathered_sum
 from outdraft.engine import build, memory_plan
 from outdraft.engine.build import build_engine
@@ -35,9 +34,8 @@ from outdraft.kv.shapes import LayerCacheShape
 from outdraft.models.config import ModelConfig
 from outdraft.models.llama import CausalLM
 from outdraft.models.rope_config import RopeConfig
-from outdraft.runner.device_state import DeviceState
 from outdraft.runner.logprobs import PROMPT_ROWS
-from outdraft.runner.step_texts import StepTexts
+from outdraft.runner.state import DeviceState, StepTexts
 from outdraft.runner.verified_parts import PartToVerify, PartVerifier, joined, step_parts
 from outdraft.sampling.processors import Paths, process_logits
 from outdraft.verification.verifier import Verifier

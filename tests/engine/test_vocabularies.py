@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from outdraft.core.errors import ConfigError
-from outdraft.drafting.device.vocabulary_map import VocabularyMap
+from outdraft.drafting.device.translated_model import VocabularyMap
 from outdraft.engine.drafters import check_vocabularies
 from tests.oracle.engines import VOCAB_SIZE, models, pair
 

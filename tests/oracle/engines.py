@@ -18,10 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outdraft.config.engine import EngineConfig
-from outdraft.control.fixed import FixedLength
-from outdraft.core.deltas import RequestDelta
+from outdraft.control.policy import FixedLength
 from outdraft.core.draft import Draft, DraftSource
-from outdraft.core.outputs import RequestOutput
+from outdraft.core.outputs import RequestDelta, RequestOutput
 from outdraft.core.plan import DraftChoice, StepRoom
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.sampling import SamplingParams, SpeculationParams
-from outdraft.drafting.device.model_drafts import DraftModelAsk
+from outdraft.drafting.device.asks import DraftModelAsk
 from outdraft.drafting.device.self_drafter import SelfDrafter
 from outdraft.engine.llm import LLM
 from outdraft.engine.loading import load_models

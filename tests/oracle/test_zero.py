@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from outdraft.control.fixed import FixedLength
+from outdraft.control.policy import FixedLength
 from outdraft.core.plan import StepPlan
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine import loading

@@ -15,7 +15,7 @@ from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.core.outputs import RequestOutput, TokenOrigin
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.assembler import Assembler, checked
+from outdraft.engine.assembly import Assembler, checked
 from outdraft.engine.build import build_engine
 from outdraft.engine.device_memory import device_memory
 from outdraft.engine.engine import Engine

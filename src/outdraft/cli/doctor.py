@@ -155,7 +155,7 @@ def _used(device: "torch.device") -> Section:
     import torch
 
     from outdraft.bench.quantized_speed import LARGE, SMALL, advice, quantized_speeds
-    from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
+    from outdraft.core.weights import QUANTIZATIONS, WeightFormat
     from outdraft.engine.loading import choose_dtype
     from outdraft.kernels.choose import choose_kernels, kernels_options
     from outdraft.models.layers.linear import dtype_name

@@ -1,9 +1,10 @@
-"""What decides lengths: the controller, or a rule that never learns."""
+"""The controller's interface, and lengths that never change."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
-from outdraft.control.facts import StepFacts, StepOutcome
-from outdraft.core.decision import Decision
+from outdraft.control.facts import RequestFacts, StepFacts, StepOutcome
+from outdraft.core.decision import Decision, Grant, Reason
 
 
 class LengthPolicy(Protocol):
@@ -39,3 +40,63 @@ class LengthPolicy(Protocol):
         """Count the steps until a network may draft again, as far as is known; 0 while it does in
         earnest, and reads prompts as they pass by."""
         ...
+
+
+NEVER = 1 << 30  # steps
+
+
+@dataclass(slots=True)
+class FixedLength:
+    """Every request drafts the same number of levels in every step; 0 is plain decoding.
+
+    Where a source of the host has a draft, the first one that does is preferred if `prefers_host`;
+    else the network drafts where there is one. A request drafts no more than there is to offer.
+    """
+
+    num_drafts: int
+    prefers_host: bool = True
+
+    def hold(
+        self, num_requests: int, prompt_rows: int = 0, *, may_offer: bool = False
+    ) -> Decision | None:
+        """Plain decoding holds for ever; drafts are decided anew in each step."""
+        return None if self.num_drafts else PLAIN
+
+    def decide(self, facts: StepFacts) -> Decision:
+        """Grant the same number of levels to each request that may draft."""
+        found = [self._grant(request) for request in facts.requests]
+        grants = tuple(grant for grant in found if grant is not None)
+        return Decision(Reason.GAIN, grants) if grants else PLAIN
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Learn nothing."""
+
+    def forget(self, request_id: str) -> None:
+        """Know no request."""
+
+    def network_due_in(self) -> int:
+        """Draft in each step or never."""
+        return 0 if self.num_drafts else NEVER
+
+    def _grant(self, request: RequestFacts) -> Grant | None:
+        if request.max_drafts == 0:
+            return None
+        offer, match_length = request.offers[0] if request.offers else None, 0
+        if offer is not None and (self.prefers_host or request.network is None):
+            levels = min(self.num_drafts, offer.length)
+            source, rows, shape = offer.source, offer.num_rows(levels), offer.shape
+            match_length = offer.match_length
+        elif request.network is not None:
+            shape = request.shapes[0]
+            levels = min(self.num_drafts, request.most_levels(shape))
+            source, rows = request.network, sum(shape[:levels]) if shape else levels
+        else:
+            return None
+        if levels <= 0:
+            return None
+        return Grant(
+            request.request_id, source, levels, rows, 0.0, match_length, request.rule, shape
+        )
+
+
+PLAIN = Decision(Reason.NOTHING_OFFERED)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
-from outdraft.core.routed_weights import RoutedWeights
+from outdraft.core.weights import RoutedWeights
 
 ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)
 

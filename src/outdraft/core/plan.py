@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from outdraft.core.admission import Admission
+from outdraft.core.admission import Admission, DrafterGap
 from outdraft.core.decision import Alarm, Decision, LiveStop
 from outdraft.core.draft import Draft, DraftSource, depths_of
-from outdraft.core.drafter_gap import DrafterGap
 
 NO_DRAFT = Draft()
 

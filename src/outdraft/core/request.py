@@ -1,15 +1,19 @@
-"""One sequence being generated: its tokens, how far they are computed, when it ends."""
+"""One sequence being generated: its tokens, how far they are computed, when it ends.
+
+A step's requests stay on the scheduler's side; only the plan crosses to the runner.
+"""
 
 import time
 from collections.abc import Sequence
 from enum import StrEnum
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 
-from outdraft.core.admission import Admission, token_rules
-from outdraft.core.drafter_gap import NO_GAP
+from outdraft.core.admission import NO_GAP, Admission, token_rules
 from outdraft.core.grammar import GrammarMatcher
+from outdraft.core.plan import StepPlan, Work, WorkResult
 from outdraft.core.sampling import SamplingParams
 
 
@@ -154,3 +158,27 @@ class Request:
             if self.grammar.is_finished:  # also before min_tokens: nothing can follow
                 return FinishReason.STOP
         return FinishReason.LENGTH if self.num_tokens >= self.max_total else None
+
+
+class ScheduledStep(NamedTuple):
+    """A plan, and the requests of its works in the same order."""
+
+    plan: StepPlan
+    requests: tuple[Request, ...]
+
+    @property
+    def works(self) -> tuple[Work, ...]:
+        return self.plan.works
+
+
+class BookedWork(NamedTuple):
+    """What came of one request's part of a step.
+
+    Attributes:
+        added: the tokens that were really added to the request's output.
+    """
+
+    request: Request
+    work: Work
+    outcome: WorkResult
+    added: tuple[int, ...]

@@ -9,8 +9,8 @@ import numpy as np
 from msgspec import MsgspecError, Struct
 from msgspec.msgpack import Decoder, Encoder
 
-from outdraft.core.allowed import AllowedTokens
 from outdraft.core.errors import RanksError
+from outdraft.core.grammar import AllowedTokens
 from outdraft.core.plan import StepPlan
 
 

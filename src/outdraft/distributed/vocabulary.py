@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.shards import can_spread, shard_width
+from outdraft.core.weights import can_spread, shard_width
 from outdraft.distributed.group import RankGroup
 
 

@@ -5,7 +5,7 @@ forbids, it never sees as possible. After the step it is told how the drafts far
 phase took; offers of the host that were not used are compared with the text that came.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 
 from msgspec import Struct
@@ -14,17 +14,15 @@ from msgspec.structs import replace
 from outdraft.config.speculation import SpeculationConfig
 from outdraft.control.facts import DraftOutcome, ShadowOutcome, StepFacts, StepOutcome
 from outdraft.control.policy import LengthPolicy
-from outdraft.core.decision import Decision, Reason
+from outdraft.core.decision import CHAIN, Decision, Grant, Reason
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import RequestError
 from outdraft.core.plan import DraftChoice, StepRoom, StepStats, drafted_levels
-from outdraft.core.request import Request
-from outdraft.core.scheduled import BookedWork
+from outdraft.core.request import BookedWork, Request
 from outdraft.drafting.host.proposer import HostProposer
 from outdraft.drafting.host_sources import Drafts, HostSources
 from outdraft.drafting.known_requests import DrafterLimits, KnownRequests
 from outdraft.drafting.shadows import Shadows
-from outdraft.drafting.translation import Translator
 
 # Before a network may draft, the target's states are kept for so many steps, for it to read. With
 # 16 of them EAGLE-3 accepts nine tenths of what it accepts with the whole text (docs/log.md).
@@ -282,3 +280,47 @@ def _shown(decision: Decision, *, is_held: bool = False) -> Decision:
     """What metrics and traces show of a decision. is_held: it was made for an earlier step."""
     draft_s = decision.draft_s - (decision.catch_up_s if is_held else 0.0)
     return replace(decision, grants=(), shadows=(), draft_s=draft_s, catch_up_s=0.0)
+
+
+class Translator:
+    """Translates decisions."""
+
+    def __init__(self, drafter: DrafterLimits | None, known: KnownRequests) -> None:
+        self._drafter = drafter
+        self._known = known
+
+    def choices(self, decision: Decision, drafts: Mapping[str, Drafts]) -> dict[str, DraftChoice]:
+        """Say what each request verifies; `drafts`: at hand, by request."""
+        return self._with_room(
+            {
+                grant.request_id: self._choice(grant, drafts.get(grant.request_id, {}))
+                for grant in decision.grants
+            }
+        )
+
+    def _with_room(self, choices: dict[str, DraftChoice]) -> dict[str, DraftChoice]:
+        """Choices whose probabilities fit into memory: where a network draws for many requests at
+        once, each has fewer drafts, and past `most_drawn` requests the last ones have none."""
+        most = None if self._drafter is None else self._drafter.most_drawn
+        drafted = [id_ for id_, choice in choices.items() if choice.num_model_drafts]
+        if most is None or not any(self._known.draws(id_) for id_ in drafted):
+            return choices
+        counts = dict.fromkeys(drafted[:most], max(1, most // len(drafted)))
+        fitting = dict[str, DraftChoice]()
+        for id_, choice in choices.items():
+            own = choice
+            if choice.num_model_drafts:
+                own = choice.truncated(counts.get(id_, 0))
+            if own is not None:
+                fitting[id_] = own
+        return fitting
+
+    def _choice(self, grant: Grant, drafts: Drafts) -> DraftChoice:
+        source = DraftSource(grant.source)
+        if source in drafts:
+            return DraftChoice(source, drafts[source].first_levels(grant.levels))
+        assert self._drafter is not None
+        drafting = self._drafter.drafting
+        if grant.shape == CHAIN and self._drafter.chain is not None:
+            drafting = self._drafter.chain
+        return DraftChoice(source, num_model_drafts=grant.rows, model=drafting, stop=grant.stop)

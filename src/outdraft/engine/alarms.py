@@ -1,16 +1,171 @@
 """Alarms: a source of drafts does worse than it used to, or is of no use.
 
 Pure, and cheap: a step without drafts costs one comparison, a draft costs a few additions.
+
+A fall is found by a CUSUM over blocks of requests (Page, Biometrika 1954). A draft's levels are
+compared with what its source usually brings at each level, so that longer or shorter drafts are no
+news. Tokens of one request are alike, so evidence is counted in requests: a block is the drafts of
+a few of them that have ended. How far blocks usually stray from the history is measured, too: where
+requests differ much, more of them have to be poor. The sum says how far blocks fell short, in usual
+deviations, beyond SLACK a block.
 """
 
 import logging
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from outdraft.core.decision import Alarm, AlarmKind, Decision, Reason
 from outdraft.core.plan import drafted_levels
-from outdraft.core.scheduled import BookedWork
-from outdraft.engine.fall import FallWatch
+from outdraft.core.request import BookedWork
+
+LEVEL_TRIALS = 64  # of a level before more is expected of it than it brings
+BLOCK_REQUESTS, BLOCK_TRIALS = 4, 128  # at least, of a block
+LONG_REQUEST = 512  # trials after which a request counts as another one
+ROUGH_BLOCKS = 8  # whose deviations are not used yet: their history is too short
+FIRST_BLOCKS = 32  # of a history that can be fallen below
+MEMORY = 200  # blocks
+SLACK, LIMIT = 0.5, 12.0  # in usual deviations of a block
+RENEWAL = 100  # blocks after which what is new is usual
+
+
+class FallWatch:
+    """Watches one source.
+
+    Attributes:
+        is_on: acceptance is below its history.
+        evidence: why `is_on` changed, as a sentence; "" before that.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.evidence = ""
+        self._requests: dict[str, _Share] = {}
+        self._forget_history()
+
+    def observe(self, request_id: str, levels: int, accepted: int) -> None:
+        """A request's draft of so many levels was verified."""
+        reached = min(levels, accepted + 1)
+        self._outcomes[reached, accepted] += 1
+        mine = self._requests.get(request_id)
+        if mine is None:
+            mine = self._requests[request_id] = _Share()
+        known = len(self._expected) - 1
+        mine.reached += reached
+        mine.accepted += accepted if accepted < known else known
+        mine.expected += self._expected[reached if reached < known else known]
+        mine.trials += reached if reached < known else known
+        if mine.reached >= LONG_REQUEST:
+            self.finish(request_id)
+
+    def finish(self, request_id: str) -> None:
+        """A request ended; unknown ids are fine."""
+        mine = self._requests.pop(request_id, None)
+        if mine is None:
+            return
+        self._block.add(mine)
+        self._block_requests += 1
+        if self._block_requests >= BLOCK_REQUESTS and self._block.reached >= BLOCK_TRIALS:
+            self._end_block()
+
+    def _end_block(self) -> None:
+        block, self._block, self._block_requests = self._block, _Share(), 0
+        outcomes, self._outcomes = self._outcomes, Counter[tuple[int, int]]()
+        self._num_blocks += 1
+        excess, is_rough = block.excess, self._num_blocks <= ROUGH_BLOCKS
+        if self._num_blocks > FIRST_BLOCKS:
+            self._judge(block)
+        if self.is_on:
+            self._num_on += 1
+            if self._num_on >= RENEWAL:
+                self._forget_history()
+                self._switch(is_on=False, evidence="what was new has become usual")
+            return
+        if not is_rough:
+            count = min(self._num_blocks - ROUGH_BLOCKS, MEMORY)
+            self._variance += (excess**2 - self._variance) / count
+        self._learn(outcomes)
+
+    def _judge(self, block: "_Share") -> None:
+        """Add a block to the sum."""
+        usual = block.expected / max(1, block.trials)
+        least = usual * (1 - usual) / max(1, block.trials)  # were its tokens independent
+        deviation = math.sqrt(max(self._variance, least, 1e-12))
+        self._sum = max(0.0, self._sum - block.excess / deviation - SLACK)
+        if self._sum == 0.0:
+            self._lately = _Share()
+            self._switch(is_on=False, evidence="acceptance is back where it used to be")
+            return
+        self._lately.add(block)
+        if self._sum >= LIMIT:
+            self._sum = LIMIT
+            lately, trials = self._lately, max(1, self._lately.trials)
+            self._switch(
+                is_on=True,
+                evidence=f"{lately.accepted / trials:.0%} of {lately.trials} tokens were accepted "
+                f"lately, {lately.expected / trials:.0%} were before",
+            )
+
+    def _switch(self, *, is_on: bool, evidence: str) -> None:
+        if is_on != self.is_on:
+            self.is_on, self.evidence, self._num_on = is_on, evidence, 0
+
+    def _learn(self, outcomes: Counter[tuple[int, int]]) -> None:
+        """Make the drafts of a block part of the history: levels reached, levels accepted."""
+        keep = 1 - 1 / MEMORY
+        self._reached = [keep * count for count in self._reached]
+        self._accepted = [keep * count for count in self._accepted]
+        for (reached, accepted), count in outcomes.items():
+            missing = reached - len(self._reached)
+            self._reached += [0.0] * missing
+            self._accepted += [0.0] * missing
+            for level in range(reached):
+                self._reached[level] += count
+                self._accepted[level] += count if level < accepted else 0
+        self._expected = [0.0]
+        for right, trials in zip(self._accepted, self._reached, strict=True):
+            if trials < LEVEL_TRIALS:
+                break
+            self._expected.append(self._expected[-1] + right / trials)
+
+    def _forget_history(self) -> None:
+        self._reached: list[float] = []  # drafts by level, from 0
+        self._accepted: list[float] = []
+        self._expected = [0.0]  # accepted levels, by levels that were reached
+        self._variance = 0.0  # of blocks' excess a trial
+        self._num_blocks = self._num_on = self._block_requests = 0
+        self._sum = 0.0
+        self._block, self._lately = _Share(), _Share()
+        self._outcomes = Counter[tuple[int, int]]()  # of the block: levels reached, accepted
+        self._requests.clear()
+
+
+class _Share:
+    """Drafts of a request, or of several.
+
+    Attributes:
+        reached: levels of which it is known whether they were accepted: trials.
+        trials: those of levels that have a history; the other two count these only.
+    """
+
+    __slots__ = ("accepted", "expected", "reached", "trials")
+
+    def __init__(self) -> None:
+        self.reached = self.trials = self.accepted = 0
+        self.expected = 0.0
+
+    def add(self, other: "_Share") -> None:
+        self.reached += other.reached
+        self.trials += other.trials
+        self.accepted += other.accepted
+        self.expected += other.expected
+
+    @property
+    def excess(self) -> float:
+        """Accepted beyond what is usual, a trial."""
+        return (self.accepted - self.expected) / max(1, self.trials)
+
 
 _logger = logging.getLogger(__name__)
 

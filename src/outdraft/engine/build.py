@@ -5,8 +5,7 @@ from collections.abc import Callable
 from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation import DraftNetworkConfig, SpeculationConfig
 from outdraft.control.controller import Controller
-from outdraft.control.fixed import FixedLength
-from outdraft.control.policy import LengthPolicy
+from outdraft.control.policy import FixedLength, LengthPolicy
 from outdraft.core.draft import MAX_DRAFTS
 from outdraft.core.errors import ConfigError
 from outdraft.core.request import Request
@@ -34,10 +33,10 @@ from outdraft.kernels.data.logit_parts import most_drawn
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.block_pool import BlockPool
 from outdraft.models.base import LanguageModel
-from outdraft.runner.device_state import DeviceState
 from outdraft.runner.model_runner import ModelRunner
 from outdraft.runner.parallel_runner import StepRunner
 from outdraft.runner.sharded_runner import ShardedRunner
+from outdraft.runner.state import DeviceState
 from outdraft.scheduling.scheduler import Scheduler
 from outdraft.verification.typical import TypicalAcceptance
 from outdraft.verification.verifier import Verifier

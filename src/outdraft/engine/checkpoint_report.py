@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 
 from outdraft.config.engine import EngineConfig
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.engine.loading import choose_device, choose_dtype
 from outdraft.engine.transformers_report import DEQUANTISED, Kept, kept_weights
 from outdraft.kernels.choose import choose_kernels

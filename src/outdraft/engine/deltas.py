@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from outdraft.core.decision import Decision
-from outdraft.core.deltas import RequestDelta, SequenceDelta
 from outdraft.core.draft import DraftSource
-from outdraft.core.outputs import DraftTrace, TokenOrigin
+from outdraft.core.outputs import DraftTrace, RequestDelta, SequenceDelta, TokenOrigin
 from outdraft.core.plan import DraftChoice, TokenLogprobs, WorkResult
-from outdraft.core.scheduled import BookedWork
+from outdraft.core.request import BookedWork
 
 _ORIGINS = {source: TokenOrigin(source) for source in DraftSource}
 

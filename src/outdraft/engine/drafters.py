@@ -18,8 +18,9 @@ from outdraft.config.speculation import (
 )
 from outdraft.core.draft import HEAD_WINDOW, MAX_DRAFTS, STATE_WINDOW, DraftSource
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
+from outdraft.drafting.device.asks import StateWindow
 from outdraft.drafting.device.attended_blocks import AttendedBlocks, BlockBudget
 from outdraft.drafting.device.block_drafter import BlockDrafter, num_spare_blocks
 from outdraft.drafting.device.draft_network import DraftNetwork
@@ -28,9 +29,7 @@ from outdraft.drafting.device.network_drafter import NetworkDrafter
 from outdraft.drafting.device.parallel_drafting import ParallelDrafter, mask_token_id
 from outdraft.drafting.device.proposer import DeviceProposer, Drafter
 from outdraft.drafting.device.self_drafter import SPARSE_WINDOW, SelfDrafter
-from outdraft.drafting.device.state_window import StateWindow
-from outdraft.drafting.device.translated_model import DraftModel, TranslatedModel
-from outdraft.drafting.device.vocabulary_map import VocabularyMap
+from outdraft.drafting.device.translated_model import DraftModel, TranslatedModel, VocabularyMap
 from outdraft.drafting.host.ngram import NgramProposer
 from outdraft.drafting.host.proposer import HostProposer
 from outdraft.drafting.host.suffix import SuffixProposer

@@ -13,22 +13,19 @@ from typing import Protocol
 
 from msgspec import structs
 
-from outdraft.core.deltas import RequestDelta
 from outdraft.core.errors import RequestError
+from outdraft.core.outputs import RequestDelta
 from outdraft.core.plan import StepResult, StepStats
-from outdraft.core.request import Request
+from outdraft.core.request import Request, ScheduledStep
 from outdraft.core.sampling import SamplingParams
-from outdraft.core.scheduled import ScheduledStep
 from outdraft.drafting.policy import DraftPolicy
 from outdraft.engine.alarms import SourceAlarms
 from outdraft.engine.deltas import RequestDeltas, StepTold
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor, Prompt
 from outdraft.engine.stats import StatsTotal, step_stats
-from outdraft.engine.step_plan import plan_step
 from outdraft.runner.model_runner import LaunchedStep
 from outdraft.runner.parallel_runner import StepRunner
-from outdraft.scheduling.grammar_masks import allowed_tokens
-from outdraft.scheduling.scheduler import Scheduler
+from outdraft.scheduling.scheduler import Scheduler, allowed_tokens, plan_step
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation import BLOCK_SOURCES, OWN_SOURCES, DraftNetworkConfig
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ONE_RANK, Ranks
 from outdraft.engine.drafters import LoadedDrafter, load_drafter
 from outdraft.engine.generation_config import default_sampling

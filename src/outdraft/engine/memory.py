@@ -11,9 +11,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from outdraft.config.engine import CacheConfig, SchedulerConfig
-from outdraft.core.draft import MAX_DRAFTS
+from outdraft.core.draft import MAX_DRAFTS, TreeShape
 from outdraft.core.errors import ConfigError
-from outdraft.core.tree_shape import TreeShape
 from outdraft.engine.device_memory import DeviceMemory
 from outdraft.kernels.data.graph_sizes import GRAPH_BYTES, GRAPHED_FUNCTIONS, MOST_ROWS
 from outdraft.kernels.data.logit_parts import most_drawn, most_logit_rows

@@ -17,11 +17,11 @@ from typing import Never, TypeVar
 import torch
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not name it
 
+from outdraft.core import child_process
 from outdraft.core.errors import ConfigError, RanksError
 from outdraft.distributed.channel import Listener
 from outdraft.distributed.plan_bytes import allowed_of_bytes, plan_of_bytes
 from outdraft.distributed.process_groups import join_ranks
-from outdraft.engine import child_process
 from outdraft.engine.build import build_runner
 from outdraft.engine.cores import stay_on
 from outdraft.engine.loading import LoadedModels, choose_device, load_models
@@ -48,7 +48,7 @@ from outdraft.engine.rank_messages import (
 from outdraft.engine.signs_of_work import SignsOfWork
 from outdraft.kernels.choose import memory_transports
 from outdraft.runner.model_runner import LaunchedStep, ModelRunner, PendingStep
-from outdraft.runner.same_steps import SameSteps
+from outdraft.runner.parallel_runner import SameSteps
 
 Told = TypeVar("Told", bound=Order)
 _logger = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ import torch
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not name it
 
 from outdraft.config.engine import EngineConfig
-from outdraft.core.allowed import AllowedTokens
-from outdraft.core.endings import ending
+from outdraft.core.child_process import ending
 from outdraft.core.errors import ConfigError, PartedError, RanksError
+from outdraft.core.grammar import AllowedTokens
 from outdraft.core.plan import StepPlan
 from outdraft.distributed.channel import KEY_BYTES, Speaker
 from outdraft.distributed.group import ONE_RANK, Ranks
@@ -51,8 +51,7 @@ from outdraft.engine.rank_messages import (
 )
 from outdraft.kernels.choose import memory_transports
 from outdraft.runner.model_runner import ModelRunner
-from outdraft.runner.parallel_runner import ParallelRunner
-from outdraft.runner.same_steps import SameSteps
+from outdraft.runner.parallel_runner import ParallelRunner, SameSteps
 
 POLL_S = 0.1  # between two looks for a process that died, while an answer is awaited
 GRACE_S = 2.0  # for other ranks to end that lost the same one

@@ -5,7 +5,7 @@ from pathlib import Path
 from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation import DraftNetworkConfig
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.drafting.device.attended_blocks import attention_layers
 from outdraft.engine.drafters import LoadedDrafter
 from outdraft.models.base import LanguageModel

@@ -13,7 +13,7 @@ from outdraft.core.plan import (
     StepStats,
     drafted_levels,
 )
-from outdraft.core.scheduled import BookedWork
+from outdraft.core.request import BookedWork
 
 
 def step_stats(

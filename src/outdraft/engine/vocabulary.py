@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from outdraft.drafting.device.vocabulary_map import VocabularyMap
+from outdraft.drafting.device.translated_model import VocabularyMap
 from outdraft.engine.chat import special_tokens
 from outdraft.engine.token_pieces import BYTE_NAME, BYTE_OF
 from outdraft.models.shape import ModelShape

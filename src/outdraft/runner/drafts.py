@@ -14,12 +14,62 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import NO_DRAFT, StepPlan, Work
-from outdraft.drafting.device.model_drafts import DraftModelAsk
-from outdraft.kernels.data.drafts import DraftBatch
+from outdraft.drafting.device.asks import ChunkRead, DraftModelAsk
+from outdraft.kernels.data.drafts import DraftBatch, Verdict
 from outdraft.kernels.draft_ops import ModelDrafts
-from outdraft.runner.slots import RequestSlot
+from outdraft.kernels.ops import Kernels, PlacedRows
+from outdraft.kernels.step_ops import StatePlaces
+from outdraft.runner.state import RequestSlot, Slots
+
+
+def state_places(
+    rows: PlacedRows,
+    batch: AttentionMetadata,
+    verdict: Verdict | None,
+    row_len: int,
+    window: int,
+    kernels: Kernels,
+) -> StatePlaces:
+    """
+    Args:
+        batch: of these rows.
+        verdict: on the requests that sample; None: none does.
+        row_len: of the device state.
+        window: tokens of each text whose states the drafter keeps.
+    """
+    kept_rows_BN = rows.draft_slots_BN[:0] if verdict is None else verdict.rows_BN
+    index_T, roots_B = rows.state_index_T, rows.root_rows_B
+    return StatePlaces(
+        *kernels.place_states(batch, index_T, roots_B, kept_rows_BN, row_len, window)
+    )
+
+
+def spread_rows(states_RD: Tensor, rows_R: Tensor, num_rows: int) -> Tensor:
+    """[T, D]: the states in their rows of the pass, rising; zeros in all others."""
+    return states_RD.new_zeros((num_rows, states_RD.shape[1])).index_copy_(0, rows_R, states_RD)
+
+
+def chunk_reads(works: Sequence[Work], slots: Slots) -> list[ChunkRead]:
+    """What a drafter reads of the works now."""
+    reads: list[ChunkRead] = []
+    first = 0
+    for work in works:
+        if work.num_drafter_reads:
+            slot = slots[work.slot]
+            text = DraftModelAsk(
+                state_row=work.slot,
+                num_tokens=work.start + work.num_drafter_reads + 1,  # it reads ahead
+                num_computed=work.start,
+                num_drafts=0,
+                block_ids=slot.drafter_block_ids,
+                num_missing=slot.gap.num_tokens,
+            )
+            reads.append(ChunkRead(text, first))
+        first += work.num_rows
+    return reads
 
 
 def draft_ask(work: Work, slot: RequestSlot) -> DraftModelAsk:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.rows import to_device
-from outdraft.core.allowed import AllowedTokens
+from outdraft.core.grammar import AllowedTokens
 from outdraft.core.plan import Work
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.data.logit_parts import RequestPart
-from outdraft.runner.slots import Slots
+from outdraft.runner.state import Slots
 
 
 @dataclass(frozen=True, slots=True)

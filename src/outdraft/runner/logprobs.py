@@ -16,7 +16,7 @@ from outdraft.core.plan import Work
 from outdraft.kernels.data.drafts import DraftBatch, Verdict, row_index_BN1
 from outdraft.kernels.data.scores import Scores, concatenated
 from outdraft.kernels.ops import Kernels
-from outdraft.runner.slots import RequestSlot, Slots
+from outdraft.runner.state import RequestSlot, Slots
 
 PROMPT_ROWS = 32  # whose logits exist at the same time at most
 

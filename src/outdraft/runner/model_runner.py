@@ -9,33 +9,40 @@ Dimension key: B requests that sample in this step, N most drafts of one of them
 R rows whose logits are needed, D hidden, V vocabulary, L tokens, W words of a mask of its bits.
 """
 
-from collections.abc import Sequence
+import functools
+import operator
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
+import torch
 from msgspec import Struct
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import Span, metadata_of
-from outdraft.core.allowed import AllowedTokens, Drafted
-from outdraft.core.plan import StepPlan, StepResult, Work
+from outdraft.core.grammar import AllowedTokens, Drafted
+from outdraft.core.plan import PhaseTimes, StepPlan, StepResult, Work
+from outdraft.drafting.device.asks import TargetStates
 from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.data.drafts import DraftBatch, Rule
+from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.kernels.data.scores import Scores
 from outdraft.kernels.ops import PlacedRows
 from outdraft.kernels.step_ops import Choice, Chooser, DeviceChoice, StatesOf, StepRead, StepTask
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
-from outdraft.runner.device_state import DeviceState
 from outdraft.runner.drafts import (
     as_drafted,
+    chunk_reads,
     draft_ask,
     host_drafts,
     joined_drafts,
     num_host_rows,
+    spread_rows,
+    state_places,
 )
 from outdraft.runner.grammar_masks import (
     DraftedCopy,
@@ -43,7 +50,6 @@ from outdraft.runner.grammar_masks import (
     copy_of_drafted,
     masks_of,
 )
-from outdraft.runner.inferring import inferring
 from outdraft.runner.logprobs import (
     PROMPT_ROWS,
     LogprobRows,
@@ -53,11 +59,8 @@ from outdraft.runner.logprobs import (
     wants_prompt_logprobs,
 )
 from outdraft.runner.results import StepCopies, VerifiedRows, to_host, work_results
-from outdraft.runner.slots import RequestSlot
-from outdraft.runner.states import chunk_reads, spread_rows, state_places
+from outdraft.runner.state import DeviceState, RequestSlot, StepTexts
 from outdraft.runner.step_rows import read_by_parts, step_spans, with_logits
-from outdraft.runner.step_texts import StepTexts
-from outdraft.runner.timing import PhaseClock
 from outdraft.runner.verified_parts import (
     PartToVerify,
     PartVerifier,
@@ -68,6 +71,57 @@ from outdraft.runner.verified_parts import (
 )
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.verification.verifier import Verifier
+
+
+class PhaseClock:
+    """Marks in the order they were set; `times` after the device has passed them all.
+
+    On a GPU the marks are events that are read after the step has been collected, so taking the
+    time never waits for the device.
+    """
+
+    def __init__(self, device: torch.device, first_times: FirstTimes) -> None:
+        """`first_times`: of the kernels, told to be a part of the step if some come to pass."""
+        # The stream is asked for once: to look for it takes longer than to record an event.
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._marks: list[Any] = []  # seconds, or events of a GPU
+        self._first_times, self._number_before = first_times, first_times.number
+        self._is_first = False
+
+    def mark(self) -> None:
+        """A phase begins: drafting, the target's pass, what follows it, and of that, maybe, keeping
+        states; or the last one is over."""
+        if self._stream is None:
+            self._marks.append(time.perf_counter())
+        else:
+            self._marks.append(self._stream.record_event(torch.cuda.Event(enable_timing=True)))
+        self._is_first = self._first_times.number != self._number_before
+
+    def times(self) -> PhaseTimes:
+        """The phases between the marks."""
+        between = operator.sub if self._stream is None else _event_seconds
+        draft_s, verify_s, sample_s, *kept = map(between, self._marks[1:], self._marks)
+        keep_s = sum(kept)
+        return PhaseTimes(draft_s, verify_s, sample_s + keep_s, keep_s, self._is_first)
+
+
+def _event_seconds(stop: torch.cuda.Event, start: torch.cuda.Event) -> float:
+    return start.elapsed_time(stop) / 1000
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def inferring(method: Method) -> Method:
+    """As `torch.inference_mode()` where the caller is not in it: to enter takes 10 us of a step."""
+    entering = torch.inference_mode()(method)
+
+    @functools.wraps(method)
+    def run(*arguments: Any, **options: Any) -> Any:
+        is_in = torch.is_inference_mode_enabled()
+        return (method if is_in else entering)(*arguments, **options)
+
+    return cast(Method, run)
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import Work
-from outdraft.distributed.group import Ranks
-from outdraft.distributed.request_shares import RequestShares
+from outdraft.distributed.group import Ranks, RequestShares
+from outdraft.drafting.device.asks import TargetStates
 from outdraft.drafting.device.live_stop import with_part_of_cap
 from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
 from outdraft.kernels.data.logit_parts import request_parts
 from outdraft.kernels.data.scores import Scores
@@ -30,7 +29,6 @@ from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kernels.step_ops import Chooser, DeviceChoice
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
-from outdraft.runner.device_state import DeviceState
 from outdraft.runner.drafts import draft_ask, host_drafts, joined_drafts, num_host_rows
 from outdraft.runner.grammar_masks import GrammarMasks
 from outdraft.runner.logprobs import LogprobRows, most_logprobs, wants_logprobs
@@ -44,9 +42,8 @@ from outdraft.runner.shares import (
     packed_verdict,
     unpacked_verdict,
 )
-from outdraft.runner.slots import RequestSlot
 from outdraft.runner.spread_scores import joined_logprobs, joined_scores
-from outdraft.runner.step_texts import StepTexts
+from outdraft.runner.state import DeviceState, RequestSlot, StepTexts
 from outdraft.runner.verified_parts import (
     PartToVerify,
     PartVerifier,

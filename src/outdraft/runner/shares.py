@@ -18,7 +18,7 @@ from torch import Tensor
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import Work
 from outdraft.distributed.group import Ranks
-from outdraft.drafting.device.target_states import ChunkRead, TargetStates
+from outdraft.drafting.device.asks import ChunkRead, TargetStates
 from outdraft.kernels.data.drafts import Verdict
 from outdraft.kernels.draft_ops import ModelDrafts
 

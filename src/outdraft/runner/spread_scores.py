@@ -17,7 +17,7 @@ from outdraft.kernels.data.scores import Scores
 from outdraft.kernels.ops import Kernels
 from outdraft.runner.logprobs import LogprobRows
 from outdraft.runner.shares import Shares
-from outdraft.runner.slots import RequestSlot
+from outdraft.runner.state import RequestSlot
 
 
 def joined_scores(

@@ -17,9 +17,8 @@ from outdraft.kernels.ops import Kernels, PlacedRows
 from outdraft.kernels.sampling_ops import choose_by_parts
 from outdraft.kernels.step_ops import DeviceChoice, StatePlaces, StatesOf, StepRead, StepTask
 from outdraft.models.base import LanguageModel
-from outdraft.runner.slots import Slots
-from outdraft.runner.states import state_places
-from outdraft.runner.step_texts import StepTexts, committed_paths
+from outdraft.runner.drafts import state_places
+from outdraft.runner.state import Slots, StepTexts, committed_paths
 from outdraft.runner.verified_parts import step_parts
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths

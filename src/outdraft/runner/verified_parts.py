@@ -16,8 +16,7 @@ from outdraft.kernels.data.logit_parts import RequestPart, most_logit_rows, requ
 from outdraft.models.base import LanguageModel
 from outdraft.runner.grammar_masks import GrammarMasks
 from outdraft.runner.logprobs import LogprobRows, concatenated_rows, emitted_logprobs
-from outdraft.runner.slots import RequestSlot
-from outdraft.runner.step_texts import StepTexts, committed_paths
+from outdraft.runner.state import RequestSlot, StepTexts, committed_paths
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.verification.verifier import Verifier
 

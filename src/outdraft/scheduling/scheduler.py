@@ -8,17 +8,19 @@ prefill phase and no decode phase, and no plain or speculative mode.
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from outdraft.config.engine import CacheConfig, SchedulerConfig
 from outdraft.core.admission import Admission
 from outdraft.core.errors import CapacityError, RequestError
+from outdraft.core.grammar import AllowedTokens, Drafted
 from outdraft.core.plan import DraftChoice, StepPlan, StepResult, StepRoom, Work
-from outdraft.core.request import FinishReason, Request, RequestStatus
-from outdraft.core.scheduled import BookedWork, ScheduledStep
+from outdraft.core.request import BookedWork, FinishReason, Request, RequestStatus, ScheduledStep
+from outdraft.drafting.policy import DraftPolicy
 from outdraft.kv.block_pool import BlockPool
 from outdraft.kv.block_table import BlockTable
 from outdraft.kv.prefix_cache import extend_hashes
-from outdraft.scheduling.drafter_books import DrafterBooks
-from outdraft.scheduling.owners import freest_groups, overdue_moves
+from outdraft.scheduling.drafter_books import DrafterBooks, freest_groups, overdue_moves
 
 # Which request comes first: the one of the lowest key. Priorities are as in vLLM.
 _ORDERS: dict[str, Callable[[Request], tuple[float, ...]]] = {
@@ -464,3 +466,48 @@ def _not_finite(request: Request) -> str:
         f"the model gave no finite logits for token {request.num_output + 1:,} of the output (they "
         "are NaN, infinite or all -inf): its weights are damaged, or too large for its dtype"
     )
+
+
+def plan_step(scheduler: Scheduler, drafting: DraftPolicy) -> ScheduledStep:
+    """The next step; its `works` are empty if there is nothing to do."""
+    num_live = len(scheduler.running) + len(scheduler.waiting)
+    num_running = min(num_live, scheduler.config.max_num_seqs)
+    room = scheduler.room()
+    choices = drafting.choose(scheduler.decoding_requests(), num_running, room)
+    may_follow = drafting.may_follow(num_running)
+    follows = drafting.follows if may_follow else None
+    reads = drafting.may_read if may_follow and drafting.reads_prompts() else None
+    return scheduler.schedule(choices, follows, reads)
+
+
+def allowed_tokens(step: ScheduledStep, drafted: Drafted, vocab_size: int) -> AllowedTokens:
+    """The masks of all rows whose logits are needed; a grammar that fails notes it itself."""
+    pairs = zip(step.requests, step.works, strict=True)
+    sampling = [(request, work) for request, work in pairs if work.samples]
+    num_rows = sum(drafted.num_drafts) + len(drafted.num_drafts)
+    masks_RW = np.full((num_rows, -(-vocab_size // 32)), -1, dtype=np.int32)
+    ends: list[tuple[int, int]] = []
+    start = 0
+    for place, ((request, work), number) in enumerate(
+        zip(sampling, drafted.num_drafts, strict=True)
+    ):
+        if request.grammar is not None:
+            token_ids, parents = _draft(work, place, drafted)
+            own_RW = masks_RW[start : start + 1 + len(token_ids)]
+            rows = request.grammar.fill_masks(token_ids, parents, own_RW)
+            ends += [(place, row - 1) for row in rows]
+        start += 1 + number
+    return AllowedTokens(masks_RW, np.array(ends, dtype=np.int64).reshape(-1, 2).T)
+
+
+def _draft(work: Work, place: int, drafted: Drafted) -> tuple[Sequence[int], Sequence[int]]:
+    """Ids and parents of what is verified for a work."""
+    if work.drafts is None:
+        return (), ()
+    if not work.drafts.num_model_drafts:
+        return work.drafts.draft.token_ids, work.drafts.draft.parents
+    if not drafted.num_drafts[place]:  # a live rule ended it before its first draft
+        return (), ()
+    assert drafted.drafts_2BN is not None
+    token_ids, parents = drafted.drafts_2BN[:, place, : drafted.num_drafts[place]].tolist()
+    return token_ids, parents

@@ -15,9 +15,9 @@ from functools import partial
 import zmq
 
 from outdraft.config.engine import EngineConfig
-from outdraft.core.endings import STOOD_STILL
+from outdraft.core import child_process
+from outdraft.core.child_process import STOOD_STILL
 from outdraft.core.errors import ConfigError, RanksError
-from outdraft.engine import child_process
 from outdraft.server.engine_loop import EngineLoop, send_reports
 from outdraft.server.messages import Assignment, EngineInfo, Failed, Loading
 from outdraft.server.step_watch import StepWatch

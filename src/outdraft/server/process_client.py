@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from pathlib import Path
 
-from outdraft.core.deltas import RequestDelta
 from outdraft.core.errors import (
     CapacityError,
     EngineDeadError,
@@ -18,6 +17,7 @@ from outdraft.core.errors import (
     OutdraftError,
     RequestError,
 )
+from outdraft.core.outputs import RequestDelta
 from outdraft.core.request import FinishReason
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembly import RequestAssembly

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from outdraft import LLM, SamplingParams
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import BLOCK_FORMATS, WeightFormat
+from outdraft.core.weights import BLOCK_FORMATS, WeightFormat
 from outdraft.engine.chat import ChatTemplate
 from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.kernels.choose import choose_kernels

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.core.errors import ConfigError
-from outdraft.drafting.device.model_drafts import DraftModelAsk
-from outdraft.drafting.device.target_states import TargetStates
+from outdraft.drafting.device.asks import DraftModelAsk, TargetStates
 from outdraft.kv.cache import KVCache
 from outdraft.models.llama import CausalLM
 

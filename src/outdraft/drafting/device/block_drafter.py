@@ -24,11 +24,9 @@ from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import DraftSource
 from outdraft.core.plan import ModelDrafting
-from outdraft.distributed.request_shares import ALL_HERE, RequestShares
+from outdraft.distributed.group import ALL_HERE, RequestShares
+from outdraft.drafting.device.asks import DraftModelAsk, StateWindow, TargetStates
 from outdraft.drafting.device.grower import KnownLevels, compiled_grow
-from outdraft.drafting.device.model_drafts import DraftModelAsk
-from outdraft.drafting.device.state_window import StateWindow
-from outdraft.drafting.device.target_states import TargetStates
 from outdraft.drafting.device.text_reader import TextReader
 from outdraft.kernels.draft_ops import (
     Frontier,

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
-from outdraft.distributed.request_shares import ALL_HERE, RequestShares
-from outdraft.drafting.device.target_states import TargetStates
+from outdraft.distributed.group import ALL_HERE, RequestShares
+from outdraft.drafting.device.asks import TargetStates
 from outdraft.drafting.device.translated_model import DraftModel, TranslatedModel
 from outdraft.models.base import StateNetwork
 

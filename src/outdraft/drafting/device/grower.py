@@ -22,10 +22,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from outdraft.distributed.request_shares import ALL_HERE, RequestShares
+from outdraft.distributed.group import ALL_HERE, RequestShares
+from outdraft.drafting.device.asks import DraftModelAsk
 from outdraft.drafting.device.drawn_tree import DrawnTrees
 from outdraft.drafting.device.live_stop import LiveStops
-from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.ranked_tree import RankedTrees
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.draft_ops import Frontier, Growth, ModelDrafts, TellsOdds, TreeLevels

@@ -19,11 +19,9 @@ from torch import Tensor
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import HEAD_WINDOW, DraftSource
 from outdraft.core.plan import ModelDrafting
-from outdraft.distributed.request_shares import ALL_HERE, RequestShares
+from outdraft.distributed.group import ALL_HERE, RequestShares
+from outdraft.drafting.device.asks import DraftModelAsk, StateWindow, TargetStates
 from outdraft.drafting.device.grower import KnownLevels, LevelDrafter, frontier_of_all
-from outdraft.drafting.device.model_drafts import DraftModelAsk
-from outdraft.drafting.device.state_window import StateWindow
-from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.draft_ops import Frontier
 from outdraft.kernels.ops import Kernels
 from outdraft.models.medusa import MedusaHeads

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import MAX_MARGIN
-from outdraft.distributed.request_shares import ALL_HERE, RequestShares
-from outdraft.drafting.device.model_drafts import DraftModelAsk
+from outdraft.distributed.group import ALL_HERE, RequestShares
+from outdraft.drafting.device.asks import DraftModelAsk
 from outdraft.kernels.draft_ops import StopRules
 
 

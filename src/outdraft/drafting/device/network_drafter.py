@@ -18,11 +18,10 @@ from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.plan import ModelDrafting
-from outdraft.distributed.request_shares import ALL_HERE, RequestShares
+from outdraft.distributed.group import ALL_HERE, RequestShares
+from outdraft.drafting.device.asks import DraftModelAsk, StateWindow
 from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.grower import compiled_grow, frontier_of_all
-from outdraft.drafting.device.model_drafts import DraftModelAsk
-from outdraft.drafting.device.state_window import StateWindow
 from outdraft.drafting.device.text_reader import TextReader
 from outdraft.kernels.data.graph_sizes import rounded_grown_len
 from outdraft.kernels.draft_ops import DraftStart, Frontier, Growth, ModelDrafts, UnreadTexts

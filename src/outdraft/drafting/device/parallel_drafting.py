@@ -22,11 +22,10 @@ from torch import Tensor
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.plan import ModelDrafting
-from outdraft.distributed.request_shares import ALL_HERE, RequestShares
+from outdraft.distributed.group import ALL_HERE, RequestShares
+from outdraft.drafting.device.asks import DraftModelAsk, StateWindow
 from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.grower import KnownLevels, LevelDrafter
-from outdraft.drafting.device.model_drafts import DraftModelAsk
-from outdraft.drafting.device.state_window import StateWindow
 from outdraft.drafting.device.text_reader import TextReader
 from outdraft.kv.cache import KVCache
 from outdraft.models.config import read_json

@@ -17,12 +17,11 @@ from msgspec import structs
 from torch import Tensor
 
 from outdraft.attention.rows import to_device
+from outdraft.core.draft import TreeShape
 from outdraft.core.plan import ModelDrafting
-from outdraft.core.tree_shape import TreeShape
-from outdraft.distributed.request_shares import ALL_HERE, RequestShares
+from outdraft.distributed.group import ALL_HERE, RequestShares
+from outdraft.drafting.device.asks import DraftModelAsk, TargetStates
 from outdraft.drafting.device.live_stop import KeptRules, with_part_of_cap
-from outdraft.drafting.device.model_drafts import DraftModelAsk
-from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.data.logit_parts import most_logit_rows
 from outdraft.kernels.draft_ops import Growth, ModelDrafts
 from outdraft.kernels.ops import Kernels

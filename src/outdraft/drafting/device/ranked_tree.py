@@ -15,7 +15,7 @@ node, P candidates, K rows of a tree, V vocabulary.
 import torch
 from torch import Tensor
 
-from outdraft.core.tree_shape import TreeShape
+from outdraft.core.draft import TreeShape
 from outdraft.kernels.draft_ops import best_places
 
 _FEWEST_CANDIDATES = 8  # children of a node that are considered at all

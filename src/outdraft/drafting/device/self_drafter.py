@@ -15,11 +15,10 @@ from torch import Tensor
 
 from outdraft.core.draft import DraftSource
 from outdraft.core.plan import ModelDrafting
+from outdraft.drafting.device.asks import DraftModelAsk, TargetStates
 from outdraft.drafting.device.attended_blocks import AttendedBlocks
 from outdraft.drafting.device.draft_network import DraftNetwork
-from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.network_drafter import NetworkDrafter
-from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.draft_ops import Growth, ModelDrafts
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel

@@ -21,9 +21,7 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.attention.rows import Span, lay_out, metadata_of, to_device
-from outdraft.drafting.device.model_drafts import DraftModelAsk
-from outdraft.drafting.device.state_window import StateWindow
-from outdraft.drafting.device.target_states import TargetStates
+from outdraft.drafting.device.asks import DraftModelAsk, StateWindow, TargetStates
 from outdraft.kernels.draft_ops import UnreadTexts
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import KVCache

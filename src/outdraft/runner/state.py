@@ -1,0 +1,128 @@
+"""State between steps: on the device the tokens of every running request, on the host its slot.
+
+Dimension key: S rows of state (one a running request), L tokens, B requests that sample in this
+step, N drafts, W words of a mask of a row's tokens, R rows whose logits are needed.
+"""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outdraft.attention.rows import to_device
+from outdraft.core.admission import NO_GAP, Admission
+from outdraft.core.plan import Work
+from outdraft.kernels.ops import Kernels
+from outdraft.kv.cache import untouched_zeros
+from outdraft.sampling.batch import SamplingBatch
+from outdraft.sampling.processors import Paths
+
+
+class StepTexts(NamedTuple):
+    """The texts of the requests that sample in a step: int64, on the device.
+
+    Attributes:
+        rows_B: their rows of the device state.
+        num_tokens_B, prompt_lens_B: of each.
+    """
+
+    rows_B: Tensor
+    num_tokens_B: Tensor
+    prompt_lens_B: Tensor
+
+    def of(self, requests: slice) -> "StepTexts":
+        """Those of some of them."""
+        return StepTexts(*[column_B[requests] for column_B in self])
+
+
+def committed_paths(
+    texts_SL: Tensor,
+    texts: StepTexts,
+    longest: int,
+    sampling: SamplingBatch,
+    grammar_RW: Tensor | None = None,
+) -> Paths:
+    """What was committed before the rows of a step.
+
+    Args:
+        texts_SL: the device state.
+        longest: tokens of the longest text.
+        grammar_RW: as in `Paths`.
+    """
+    history_BL: Tensor | None = None
+    if sampling.needs_history:
+        history_BL = texts_SL[:, :longest].index_select(0, texts.rows_B)
+        places_L = torch.arange(longest, device=texts_SL.device)
+        history_BL = history_BL.masked_fill(places_L >= texts.num_tokens_B[:, None], -1)
+    return Paths(history_BL, texts.prompt_lens_B, texts.num_tokens_B, None, grammar_RW)
+
+
+class RequestSlot:
+    """The request that has a row of the device's state.
+
+    Attributes:
+        row: the row.
+        token_ids: int32; the text at the admission. What came later is on the device only.
+        block_ids: int32, the request's blocks; they cover the rows of its newest work.
+        gap: what the drafter lacks of the text.
+    """
+
+    __slots__ = ("block_ids", "gap", "num_prompt", "row", "rules", "token_ids")
+
+    def __init__(self, admission: Admission) -> None:
+        self.row = admission.slot
+        self.rules = admission.rules
+        self.token_ids = admission.token_ids
+        self.num_prompt = admission.num_prompt
+        self.block_ids = array("i")
+        self.gap = NO_GAP
+
+    def update(self, work: Work) -> None:
+        """Take the news of a work. Each must come once, in the order of the plans."""
+        num_known = len(self.block_ids)
+        if work.num_kept_blocks != num_known:
+            assert work.num_kept_blocks < num_known, "news of blocks were lost"
+            del self.block_ids[work.num_kept_blocks :]
+        if work.new_block_ids:
+            self.block_ids.extend(work.new_block_ids)
+        if work.gap is not None:
+            self.gap = work.gap
+
+    @property
+    def drafter_block_ids(self) -> Sequence[int]:
+        """The drafter's blocks."""
+        return self.gap.blocks(self.block_ids)
+
+
+Slots = Mapping[int, RequestSlot]
+
+
+class DeviceState:
+    """token_ids_SL, int64: the text of the request that owns row s; the rest is unspecified.
+
+    A token sampled on the device is written here and read from here; it never has to come back
+    from the host.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, device: torch.device, kernels: Kernels
+    ) -> None:
+        self.row_len = max_model_len + 1  # the last column takes writes that must go nowhere
+        self.token_ids_SL = untouched_zeros((max_num_seqs, self.row_len), torch.int64, device)
+        self._kernels = kernels
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        """Upload the texts of requests that get a row."""
+        for admission in admissions:
+            text = admission.token_ids.astype(np.int64)
+            (sent,) = to_device([text], self.token_ids_SL.device)
+            self.token_ids_SL[admission.slot, : len(text)] = sent
+
+    def append(self, state_rows_B: Tensor, starts_B: Tensor, token_ids_BN: Tensor) -> None:
+        """Write emitted tokens (padded with -1) behind the first starts_B of each text."""
+        self._kernels.append_token_ids(
+            self.token_ids_SL, state_rows_B, starts_B, token_ids_BN.contiguous()
+        )
