@@ -34,7 +34,7 @@ from outdraft.control.policy import FixedLength, LengthPolicy
 from outdraft.core.sampling import SamplingParams, SpeculationParams
 from outdraft.engine.build import build_engine
 from outdraft.engine.engine import Engine
-from outdraft.engine.loading import load_models
+from outdraft.loading.models import load_models
 from outdraft.runner.model_runner import ModelRunner
 
 ROOT = Path(__file__).parents[1]

@@ -18,8 +18,8 @@ from outdraft.distributed.process_groups import join_ranks
 from outdraft.distributed.shared_memory import MemoryTransports
 from outdraft.engine.build import build_engine
 from outdraft.engine.llm import LLM
-from outdraft.engine.loading import LoadedModels, load_models
 from outdraft.kernels.choose import memory_transports
+from outdraft.loading.models import LoadedModels, load_models
 from outdraft.runner.model_runner import LaunchedStep, ModelRunner, PendingStep
 from tests.reference.plain_data import as_bytes, from_bytes
 

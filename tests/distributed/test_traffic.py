@@ -14,7 +14,7 @@ from outdraft.core.plan import StepPlan, Work
 from outdraft.core.sampling import SamplingParams
 from outdraft.distributed.group import RankGroup
 from outdraft.engine.llm import LLM
-from outdraft.engine.loading import LoadedModels
+from outdraft.loading.models import LoadedModels
 from outdraft.models.config import ModelConfig
 from outdraft.runner.model_runner import LaunchedStep, PendingStep
 from tests.oracle.engines import checkpoint, config, pair, prompts_of, run, speculation

@@ -26,7 +26,7 @@ from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.policy import DraftPolicy
 from outdraft.engine.llm import LLM
-from outdraft.engine.loading import LoadedModels, load_models
+from outdraft.loading.models import LoadedModels, load_models
 from tests.folders import new_folder
 from tests.models.checkpoints import VARIANTS, llama, randomised, save
 from tests.models.families import randomised_family

@@ -17,8 +17,8 @@ from outdraft.core.sampling import SamplingParams, SpeculationParams
 from outdraft.drafting.device.asks import DraftModelAsk
 from outdraft.drafting.device.self_drafter import SelfDrafter
 from outdraft.engine.llm import LLM
-from outdraft.engine.loading import load_models
 from outdraft.kernels.draft_ops import Growth, ModelDrafts
+from outdraft.loading.models import load_models
 from outdraft.runner.model_runner import ModelRunner
 from tests.oracle.engines import (
     LIBRARY,

@@ -24,8 +24,8 @@ from outdraft.bench.workloads import BenchRequest
 from outdraft.config.engine import EngineConfig
 from outdraft.engine.assembly import Assembler, Queued, checked
 from outdraft.engine.engine import Engine
-from outdraft.engine.loading import LoadedModels
 from outdraft.engine.stats import StatsTotal
+from outdraft.loading.models import LoadedModels
 from outdraft.runner.model_runner import ModelRunner
 
 CHOSEN = "auto"  # the variant that chooses

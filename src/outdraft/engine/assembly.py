@@ -22,9 +22,9 @@ from outdraft.core.outputs import (
 from outdraft.core.plan import TokenLogprobs
 from outdraft.core.request import FinishReason
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.detokenizer import Detokenizer
 from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor, Prompt
+from outdraft.text.detokenizer import Detokenizer
 
 
 class RequestAssembly:

@@ -3,43 +3,34 @@
 from collections.abc import Callable
 
 from outdraft.config.engine import EngineConfig
-from outdraft.config.speculation import DraftNetworkConfig, SpeculationConfig
+from outdraft.config.speculation import DraftNetworkConfig
 from outdraft.control.controller import Controller
 from outdraft.control.policy import FixedLength, LengthPolicy
 from outdraft.core.draft import MAX_DRAFTS
 from outdraft.core.errors import ConfigError
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
+from outdraft.costs.table import AUTO, cost_file, cost_table
 from outdraft.drafting.device.live_stop import host_sees
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.known_requests import DrafterLimits
 from outdraft.drafting.policy import DraftPolicy
-from outdraft.engine.cost_table import AUTO, cost_file, cost_table
-from outdraft.engine.drafters import (
-    LoadedDrafter,
-    device_proposer,
-    host_proposers,
-    kv_cache,
-)
 from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import InputProcessor
-from outdraft.engine.loading import LoadedModels, load_models
-from outdraft.engine.memory import MemoryPlan
-from outdraft.engine.memory_plan import drafter_of, longest_text, plan_memory
 from outdraft.engine.ready_graphs import make_graphs
-from outdraft.engine.stages import stage
 from outdraft.kernels.choose import has_graphs
 from outdraft.kernels.data.logit_parts import most_drawn
-from outdraft.kernels.ops import Kernels
 from outdraft.kv.block_pool import BlockPool
+from outdraft.loading.memory import MemoryPlan
+from outdraft.loading.memory_plan import build_runner, drafter_of, longest_text, plan_memory
+from outdraft.loading.methods import (
+    LoadedDrafter,
+    host_proposers,
+)
+from outdraft.loading.models import LoadedModels, load_models, stage
 from outdraft.models.base import LanguageModel
-from outdraft.runner.model_runner import ModelRunner
 from outdraft.runner.parallel_runner import StepRunner
-from outdraft.runner.sharded_runner import ShardedRunner
-from outdraft.runner.state import DeviceState
 from outdraft.scheduling.scheduler import Scheduler
-from outdraft.verification.typical import TypicalAcceptance
-from outdraft.verification.verifier import Verifier
 
 WARM_UP_TOKENS, WARM_UP_STEPS = 4, 4  # of its prompt; the prompt's, then some with drafts
 
@@ -98,21 +89,6 @@ def build_engine(
     return Engine(inputs, scheduler, policy, runner, ranks=processes), memory
 
 
-def build_runner(config: EngineConfig, models: LoadedModels, memory: MemoryPlan) -> ModelRunner:
-    """What computes an engine's steps, on one rank; it takes the memory of the plan."""
-    target, device, kernels = models.target, models.device, models.kernels
-    drafter, max_model_len = drafter_of(config, models), longest_text(config, target)
-    state = DeviceState(config.scheduler.max_num_seqs, max_model_len, device, kernels)
-    cache = kv_cache(target.shard, memory, target.dtype, target.device)
-    proposer = None
-    if drafter is not None:
-        proposer = device_proposer(config, drafter, kernels, memory, target, cache)
-    parts = target, cache, state, _verifier(kernels, config.speculation), proposer
-    if models.ranks.target.size > 1:
-        return ShardedRunner(*parts, ranks=models.ranks)
-    return ModelRunner(*parts)
-
-
 def check_longest_text(engine: Engine, memory: MemoryPlan) -> None:
     """Raise ConfigError if no request as long as max_model_len could ever run: most have no limit
     of their own, so a server would refuse them all."""
@@ -148,11 +124,6 @@ def warm_up(engine: Engine) -> None:
             for name in names:
                 engine.abort(name)
     engine.drafting.control = control
-
-
-def _verifier(kernels: Kernels, config: SpeculationConfig) -> Verifier:
-    bounds = TypicalAcceptance(config.posterior_threshold, config.posterior_alpha)
-    return Verifier(kernels, config.rejection_sample_method, bounds)
 
 
 def _drafter_limits(

@@ -14,19 +14,19 @@ from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembly import Assembler, Queued
 from outdraft.engine.build import build_engine
-from outdraft.engine.chat import (
+from outdraft.engine.engine import Engine
+from outdraft.engine.inputs import Prompt, is_one_prompt
+from outdraft.loading.memory import MemoryPlan
+from outdraft.loading.models import LoadedModels, default_sampling, load_models, tokenizer_path
+from outdraft.text.chat import (
     ChatTemplate,
     ContentFormat,
+    Message,
     TextTokenizer,
     as_content_format,
     special_tokens,
+    with_readable_calls,
 )
-from outdraft.engine.chat_messages import Message, with_readable_calls
-from outdraft.engine.engine import Engine
-from outdraft.engine.generation_config import default_sampling
-from outdraft.engine.inputs import Prompt, is_one_prompt
-from outdraft.engine.loading import LoadedModels, load_models, tokenizer_path
-from outdraft.engine.memory import MemoryPlan
 
 _logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from outdraft.config.engine import EngineConfig
 from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.engine.dummy_steps import DummyStep, DummySteps
 from outdraft.kernels.data.graph_sizes import rounded_requests, rounded_rows
+from outdraft.runner.dummy_steps import DummyStep, DummySteps
 from outdraft.runner.parallel_runner import StepRunner
 
 MOST_S = 15.0

@@ -71,7 +71,7 @@ def _start(
     send_reports(reports, [Loading("libraries")])
     # Not before there is somebody to tell how far it is: they take seconds.
     from outdraft.engine.build import build_engine, check_longest_text, warm_up
-    from outdraft.engine.loading import load_models, tokenizer_path
+    from outdraft.loading.models import load_models, tokenizer_path
     from outdraft.models.layers.linear import dtype_name
 
     send_reports(reports, [Loading("weights")])

@@ -22,13 +22,13 @@ from outdraft.core.request import FinishReason
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembly import RequestAssembly
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor
-from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.server import messages
 from outdraft.server.client import Unread, Update
 from outdraft.server.engine_link import EngineLink, OnLoading
 from outdraft.server.messages import EngineInfo, Steps
 from outdraft.server.metrics import Metrics
 from outdraft.server.trace_file import TraceFile
+from outdraft.text.tokenizer import load_tokenizer
 
 
 class Supervisor:

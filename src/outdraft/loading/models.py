@@ -16,13 +16,9 @@ from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ONE_RANK, Ranks
-from outdraft.engine.drafters import LoadedDrafter, load_drafter
-from outdraft.engine.generation_config import default_sampling
-from outdraft.engine.self_speculation import load_self
-from outdraft.engine.stages import stage
-from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.kernels.choose import AUTO, automatic_dtype, check_option, choose_kernels, has_library
 from outdraft.kernels.ops import Kernels
+from outdraft.loading.methods import LoadedDrafter, load_drafter, load_self
 from outdraft.models.base import LanguageModel
 from outdraft.models.choose import check_shards, checkpoint_dtype, load_language_model
 from outdraft.models.config import read_config, read_json
@@ -33,11 +29,17 @@ from outdraft.models.loader import resolve_model_path
 from outdraft.models.quantized.config import read_quantization
 from outdraft.models.quantized.gguf_file import is_gguf
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS
+from outdraft.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from outdraft.engine.rank_hosts import RankHosts
-    from outdraft.engine.ranks import RankProcesses
-    from outdraft.engine.ray_hosts import RayHosts
+    from outdraft.ranks.hosts import RankHosts
+    from outdraft.ranks.processes import RankProcesses
+    from outdraft.ranks.ray_hosts import RayHosts
+import time
+from typing import Any
+
+from outdraft.core.errors import RequestError
+from outdraft.core.sampling import SamplingParams
 
 NO_LIBRARY = "no compiled library for this machine: the readable reference computes, slowly"
 _logger = logging.getLogger(__name__)
@@ -179,8 +181,8 @@ def _check_activations(config: EngineConfig, path: Path) -> None:
 def _load_on_ranks(config: EngineConfig) -> LoadedModels:
     """All ranks load their parts at the same time; this process becomes rank 0."""
     # With libraries that one rank does without.
-    from outdraft.engine.rank_hosts import LocalHosts
-    from outdraft.engine.ranks import RankProcesses
+    from outdraft.ranks.hosts import LocalHosts
+    from outdraft.ranks.processes import RankProcesses
 
     size, device = config.parallel.tensor_parallel_size, choose_device(config.device, 0)
     on_cluster = config.parallel.distributed_executor_backend == "ray"
@@ -227,7 +229,7 @@ def check_division(config: EngineConfig) -> None:
 
 def _hosts_of_ray(size: int, device: torch.device) -> "RayHosts":
     try:
-        from outdraft.engine.ray_hosts import RayHosts
+        from outdraft.ranks.ray_hosts import RayHosts
     except ImportError:
         raise ConfigError(
             "distributed_executor_backend ray needs Ray: pip install 'outdraft[ray]'"
@@ -317,3 +319,56 @@ def choose_dtype(
     if name != "auto":
         return getattr(torch, name)
     return automatic_dtype(kernels, device, getattr(torch, checkpoint_dtype))
+
+
+SAMPLING_FILE = "generation_config.json"
+
+
+# Their names for our parameters; what else the file holds is about other ways to generate.
+SAMPLING_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def default_sampling(config: EngineConfig, model_path: Path) -> dict[str, Any]:
+    """Parameters of a request that leaves them open, by their names in SamplingParams.
+
+    Args:
+        model_path: directory of the model's checkpoint.
+
+    Raises:
+        ConfigError: the file that was asked for is missing, or a value is out of its range.
+    """
+    if config.generation_config == "vllm":
+        return {}
+    is_own = config.generation_config == "auto"
+    path = (model_path if is_own else Path(config.generation_config).expanduser()) / SAMPLING_FILE
+    if not path.is_file():
+        if is_own:
+            return {}
+        raise ConfigError(
+            f"generation_config must be auto, vllm or a directory with {SAMPLING_FILE}, got "
+            f"{config.generation_config!r}"
+        )
+    values = read_json(path)
+    found = {
+        ours: values[name] for name, ours in SAMPLING_FIELDS.items() if values.get(name) is not None
+    }
+    try:
+        SamplingParams(**found)
+    except RequestError as error:
+        raise ConfigError(f"{path}: {error}; generation_config='vllm' ignores it") from None
+    return found
+
+
+@contextmanager
+def stage(name: str) -> Generator[None]:
+    """Log the name and the seconds of a stage that ended; nothing of one that failed."""
+    started_s = time.perf_counter()
+    yield
+    _logger.info("%s: %.2f s", name, time.perf_counter() - started_s)

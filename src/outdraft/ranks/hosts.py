@@ -12,10 +12,10 @@ from typing import Protocol
 
 import torch
 
-from outdraft.engine.cores import Cores, cores_of_ranks, topology
-from outdraft.engine.rank_messages import RankAssignment
+from outdraft.loading.machine import Cores, cores_of_ranks, topology
+from outdraft.ranks.messages import RankAssignment
 
-COMMAND = (sys.executable, "-m", "outdraft.engine.rank_process")
+COMMAND = (sys.executable, "-m", "outdraft.ranks.worker")
 
 
 class RankProcess(Protocol):

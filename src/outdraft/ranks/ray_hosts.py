@@ -20,9 +20,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from outdraft.core.errors import ConfigError, RanksError
-from outdraft.engine.cores import Cores
-from outdraft.engine.rank_hosts import LocalProcess
-from outdraft.engine.rank_messages import RankAssignment
+from outdraft.loading.machine import Cores
+from outdraft.ranks.hosts import LocalProcess
+from outdraft.ranks.messages import RankAssignment
 
 TOGETHER_S = 5.0  # to find a machine with room for all ranks
 APART_S = 60.0  # to find room for them anywhere

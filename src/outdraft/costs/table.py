@@ -12,8 +12,8 @@ from pathlib import Path
 from outdraft.config.engine import EngineConfig
 from outdraft.control.costs import CostTable, DrafterCost
 from outdraft.core.errors import ConfigError
-from outdraft.engine.cost_cache import CostFile, default_folder, digest, drafter_key, target_key
-from outdraft.engine.cost_measurement import (
+from outdraft.costs.file import CostFile, default_folder, digest, drafter_key, target_key
+from outdraft.costs.measurement import (
     DEPTH,
     drafter_steps,
     fitted_drafter,
@@ -22,9 +22,9 @@ from outdraft.engine.cost_measurement import (
     request_counts,
     target_steps,
 )
-from outdraft.engine.dummy_steps import DummySteps
-from outdraft.engine.loading import LoadedModels
-from outdraft.engine.prior_costs import default_machine, roofline
+from outdraft.costs.prior import default_machine, roofline
+from outdraft.loading.models import LoadedModels
+from outdraft.runner.dummy_steps import DummySteps
 from outdraft.runner.parallel_runner import StepRunner
 
 AUTO, ROOFLINE = "auto", "roofline"

@@ -13,8 +13,8 @@ from msgspec.msgpack import Decoder, encode
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import RanksError
-from outdraft.engine.cores import Cores
-from outdraft.engine.memory import MemoryPlan
+from outdraft.loading.machine import Cores
+from outdraft.loading.memory import MemoryPlan
 
 LOST = 3  # exit code of a rank that lost another one
 STORE_TIMEOUT_S = 300.0  # for all processes to come

@@ -22,8 +22,8 @@ from tokenizers import (
 from tokenizers.models import BPE
 
 from outdraft.core.errors import ConfigError
-from outdraft.engine.text_splits import SPLITS
 from outdraft.models.quantized.gguf_vocabulary import GgufVocabulary, TokenKind, named_token
+from outdraft.text.splits import SPLITS
 
 _BLANK = "▁"  # stands for " " in SentencePiece's tokens
 # Models by their names whose special tokens take the blanks that follow them, but for these tokens;

@@ -1,4 +1,4 @@
-"""What the engines that live at once hold, counted before the first one is built."""
+"""The memory of engines that live at once, counted before the first one is built; and the runner."""
 
 from collections.abc import Sequence
 
@@ -7,14 +7,15 @@ from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation import AUTO, SpeculationConfig
 from outdraft.core.errors import ConfigError
 from outdraft.drafting.host_sources import most_draft_rows
-from outdraft.engine.device_memory import DeviceMemory, device_memory
-from outdraft.engine.drafters import LoadedDrafter, cache_bytes
-from outdraft.engine.loading import LoadedModels, check_shared
-from outdraft.engine.memory import (
+from outdraft.kernels.choose import computed_by, has_graphs
+from outdraft.kernels.ops import Kernels
+from outdraft.loading.memory import (
+    DeviceMemory,
     MemoryPlan,
     StepMemory,
     StepShape,
     activation_bytes,
+    device_memory,
     draft_prob_bytes,
     graph_bytes,
     num_blocks,
@@ -23,8 +24,14 @@ from outdraft.engine.memory import (
     state_bytes,
     text_bytes,
 )
-from outdraft.kernels.choose import computed_by, has_graphs
+from outdraft.loading.methods import LoadedDrafter, cache_bytes, device_proposer, kv_cache
+from outdraft.loading.models import LoadedModels, check_shared
 from outdraft.models.base import LanguageModel
+from outdraft.runner.model_runner import ModelRunner
+from outdraft.runner.sharded_runner import ShardedRunner
+from outdraft.runner.state import DeviceState
+from outdraft.verification.typical import TypicalAcceptance
+from outdraft.verification.verifier import Verifier
 
 
 def plan_memory(config: EngineConfig, models: LoadedModels) -> MemoryPlan:
@@ -206,3 +213,23 @@ def _check_num_drafts(
             f"{network.source}{name} {what} no further than "
             f"{most} tokens ahead: lower num_speculative_tokens or the depth of the tree"
         )
+
+
+def build_runner(config: EngineConfig, models: LoadedModels, memory: MemoryPlan) -> ModelRunner:
+    """What computes an engine's steps, on one rank; it takes the memory of the plan."""
+    target, device, kernels = models.target, models.device, models.kernels
+    drafter, max_model_len = drafter_of(config, models), longest_text(config, target)
+    state = DeviceState(config.scheduler.max_num_seqs, max_model_len, device, kernels)
+    cache = kv_cache(target.shard, memory, target.dtype, target.device)
+    proposer = None
+    if drafter is not None:
+        proposer = device_proposer(config, drafter, kernels, memory, target, cache)
+    parts = target, cache, state, _verifier(kernels, config.speculation), proposer
+    if models.ranks.target.size > 1:
+        return ShardedRunner(*parts, ranks=models.ranks)
+    return ModelRunner(*parts)
+
+
+def _verifier(kernels: Kernels, config: SpeculationConfig) -> Verifier:
+    bounds = TypicalAcceptance(config.posterior_threshold, config.posterior_alpha)
+    return Verifier(kernels, config.rejection_sample_method, bounds)

@@ -1,6 +1,6 @@
 """A rank that is not rank 0.
 
-`python -m outdraft.engine.rank_process` reads its assignment from stdin.
+`python -m outdraft.ranks.worker` reads its assignment from stdin.
 
 Stdin stays open for as long as the process is wanted: its end, however it comes, ends the process.
 It does what rank 0 says and answers nothing in steps: what ranks need of each other in a step they
@@ -10,6 +10,8 @@ exchange in their groups. Signals are for the first process to judge.
 import gc
 import logging
 import os
+import resource
+import threading
 from dataclasses import replace
 from datetime import timedelta
 from typing import Never, TypeVar
@@ -22,11 +24,11 @@ from outdraft.core.errors import ConfigError, RanksError
 from outdraft.distributed.channel import Listener
 from outdraft.distributed.plan_bytes import allowed_of_bytes, plan_of_bytes
 from outdraft.distributed.process_groups import join_ranks
-from outdraft.engine.build import build_runner
-from outdraft.engine.cores import stay_on
-from outdraft.engine.loading import LoadedModels, choose_device, load_models
-from outdraft.engine.memory_plan import plan_memory
-from outdraft.engine.rank_messages import (
+from outdraft.kernels.choose import memory_transports
+from outdraft.loading.machine import stay_on
+from outdraft.loading.memory_plan import build_runner, plan_memory
+from outdraft.loading.models import LoadedModels, choose_device, load_models
+from outdraft.ranks.messages import (
     LOST,
     STORE_TIMEOUT_S,
     Answer,
@@ -42,13 +44,50 @@ from outdraft.engine.rank_messages import (
     RankAssignment,
     Ready,
     Step,
+    Working,
     as_bytes,
     order_of_bytes,
 )
-from outdraft.engine.signs_of_work import SignsOfWork
-from outdraft.kernels.choose import memory_transports
 from outdraft.runner.model_runner import LaunchedStep, ModelRunner, PendingStep
 from outdraft.runner.parallel_runner import SameSteps
+
+BEAT_S = 1.0
+LEAST_CPU_SHARE = 0.01  # of one core; the beats themselves take less
+
+
+class SignsOfWork:
+    """While it is open, rank 0 is told every second in which this process has computed or read.
+
+    Nobody else may use the listener meanwhile.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="signs-of-work", daemon=True)
+
+    def __enter__(self) -> "SignsOfWork":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        cpu_s, num_reads = _used()
+        while not self._is_over.wait(BEAT_S):
+            (before_s, before), (cpu_s, num_reads) = (cpu_s, num_reads), _used()
+            if cpu_s - before_s > LEAST_CPU_SHARE * BEAT_S or num_reads > before:
+                self._listener.send(as_bytes(Working()))
+
+
+def _used() -> tuple[float, int]:
+    """Seconds of cores, and how often this process got something from a disk, files that are mapped
+    into memory included."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime, used.ru_inblock + used.ru_majflt
+
 
 Told = TypeVar("Told", bound=Order)
 _logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import numpy as np
 
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
 from outdraft.control.roofline import ROWS
-from outdraft.engine.dummy_steps import SHORT, DummyStep, DummySteps, PhaseSeconds
+from outdraft.runner.dummy_steps import SHORT, DummyStep, DummySteps, PhaseSeconds
 
 TURNS = 5
 MOST_READY_S = 15.0  # beside the budget, in which kernels are compiled and graphs are made

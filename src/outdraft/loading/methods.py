@@ -21,7 +21,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.drafting.device.asks import StateWindow
-from outdraft.drafting.device.attended_blocks import AttendedBlocks, BlockBudget
+from outdraft.drafting.device.attended_blocks import AttendedBlocks, BlockBudget, attention_layers
 from outdraft.drafting.device.block_drafter import BlockDrafter, num_spare_blocks
 from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.head_drafter import MedusaDrafter, MLPSpeculatorDrafter
@@ -33,11 +33,9 @@ from outdraft.drafting.device.translated_model import DraftModel, TranslatedMode
 from outdraft.drafting.host.ngram import NgramProposer
 from outdraft.drafting.host.proposer import HostProposer
 from outdraft.drafting.host.suffix import SuffixProposer
-from outdraft.engine.memory import MemoryPlan
-from outdraft.engine.tokenizer import load_tokenizer
-from outdraft.engine.vocabulary import Vocabulary, map_vocabularies
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import KVCache
+from outdraft.loading.memory import MemoryPlan
 from outdraft.models.base import LanguageModel, StateNetwork
 from outdraft.models.choose import load_language_model
 from outdraft.models.dflash import DFlashNetwork, load_dflash
@@ -50,6 +48,8 @@ from outdraft.models.mlp_speculator import MLPSpeculator, load_mlp_speculator
 from outdraft.models.mtp import load_mtp
 from outdraft.models.shape import ModelShape
 from outdraft.models.target_tables import TargetTables
+from outdraft.text.tokenizer import load_tokenizer
+from outdraft.text.vocabulary import Vocabulary, map_vocabularies
 
 _logger = logging.getLogger(__name__)
 
@@ -325,3 +325,51 @@ def host_proposers(sources: Sequence[SourceConfig], kernels: Kernels) -> list[Ho
         elif isinstance(source, SuffixConfig):
             proposers.append(SuffixProposer(source, kernels))
     return proposers
+
+
+def load_self(
+    config: EngineConfig, network: DraftNetworkConfig, path: Path, target: LanguageModel
+) -> LoadedDrafter:
+    """The target, or its weights once more in the bits that the network's configuration names.
+
+    Args:
+        path: of the target.
+
+    Raises:
+        ConfigError: a budget is asked for, but the target's layers have windows, or the
+            transformers library computes it.
+    """
+    num_taps, model = 0, target
+    if network.kv_budget is not None:
+        _check_layers(target, path)
+        num_taps = len(attention_layers(target.config.num_layers))
+    if network.quantization is not None:
+        model = load_language_model(
+            path,
+            target.dtype,
+            target.device,
+            target.kernels,
+            implementation=config.model_impl,
+            max_model_len=config.max_model_len,
+            quantization=WeightFormat(network.quantization),
+            drafts=True,
+            has_random_weights=config.load_format == "dummy",
+        )
+    return LoadedDrafter(
+        model, model.shard, num_taps=num_taps, shares_cache=True, max_context=network.kv_budget
+    )
+
+
+def _check_layers(target: LanguageModel, path: Path) -> None:
+    """Only whose queries are known, and which attend to the whole text."""
+    name = f"{target.config.architecture} of {path}"
+    if not isinstance(target, CausalLM):
+        raise ConfigError(
+            f"kv_budget needs a model that outdraft computes itself, but the transformers library "
+            f"computes {name}: leave kv_budget out, and give a quantization"
+        )
+    if any(window is not None for window in target.config.windows):
+        raise ConfigError(
+            f"kv_budget needs layers that attend to the whole text, but {name} has some with a "
+            "window: leave kv_budget out, and give a quantization"
+        )

@@ -7,9 +7,9 @@ import torch
 from outdraft.config.engine import EngineConfig
 from outdraft.control.costs import CostTable
 from outdraft.control.roofline import ROWS, Launches, Machine, PassSize, prior_table
-from outdraft.engine.drafters import LoadedDrafter
-from outdraft.engine.loading import LoadedModels
 from outdraft.kv.cache import KVCache
+from outdraft.loading.methods import LoadedDrafter
+from outdraft.loading.models import LoadedModels
 from outdraft.models.base import LanguageModel
 from outdraft.models.shape import ModelShape
 from outdraft.runner.parallel_runner import StepRunner

@@ -5,8 +5,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from outdraft.core.errors import ConfigError
-from outdraft.engine.gguf_tokenizer import tokenizer_of_gguf
 from outdraft.models.quantized.gguf_file import is_gguf, open_gguf
+from outdraft.text.gguf_tokenizer import tokenizer_of_gguf
 
 
 def load_tokenizer(path: Path) -> Tokenizer | None:

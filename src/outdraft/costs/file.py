@@ -21,8 +21,8 @@ from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation import OWN_SOURCES, DraftNetworkConfig
 from outdraft.control.costs import CostTable
 from outdraft.core.errors import ConfigError
-from outdraft.engine.loading import LoadedModels
-from outdraft.engine.machine import installed_version, processor
+from outdraft.loading.machine import installed_version, processor
+from outdraft.loading.models import LoadedModels
 from outdraft.models.quantized.gguf_file import open_gguf
 
 FORMAT, MOST_FILES = 9, 128

@@ -25,11 +25,12 @@ from outdraft.distributed.channel import KEY_BYTES, Speaker
 from outdraft.distributed.group import ONE_RANK, Ranks
 from outdraft.distributed.plan_bytes import allowed_as_bytes, plan_as_bytes
 from outdraft.distributed.process_groups import join_ranks
-from outdraft.engine.cores import Cores, stay_on, topology
-from outdraft.engine.loading import LoadedModels
-from outdraft.engine.memory import MemoryPlan
-from outdraft.engine.rank_hosts import RankHosts, RankProcess
-from outdraft.engine.rank_messages import (
+from outdraft.kernels.choose import memory_transports
+from outdraft.loading.machine import Cores, stay_on, topology
+from outdraft.loading.memory import MemoryPlan
+from outdraft.loading.models import LoadedModels
+from outdraft.ranks.hosts import RankHosts, RankProcess
+from outdraft.ranks.messages import (
     LOST,
     STORE_TIMEOUT_S,
     Answer,
@@ -49,7 +50,6 @@ from outdraft.engine.rank_messages import (
     answer_of_bytes,
     as_bytes,
 )
-from outdraft.kernels.choose import memory_transports
 from outdraft.runner.model_runner import ModelRunner
 from outdraft.runner.parallel_runner import ParallelRunner, SameSteps
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from torch import nn
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.weights import WeightFormat
-from outdraft.engine.loading import choose_device, choose_dtype
-from outdraft.engine.transformers_report import DEQUANTISED, Kept, kept_weights
 from outdraft.kernels.choose import choose_kernels
-from outdraft.models.choose import checkpoint_dtype, uses_transformers
+from outdraft.loading.models import choose_device, choose_dtype
+from outdraft.models.choose import checkpoint_dtype, transformers_loader, uses_transformers
 from outdraft.models.config import ModelConfig, read_config
 from outdraft.models.layers.linear import dtype_name, linears_of
 from outdraft.models.llama import EMBEDDING_NAME, CausalLM
@@ -25,8 +25,57 @@ from outdraft.models.loader import (
     resolve_model_path,
 )
 from outdraft.models.quantized.config import read_quantization
+from outdraft.models.quantized.deferred import DeferredTensor, StoredParameter
 from outdraft.models.quantized.placing import Placing, place
 from outdraft.models.slots import Slot, rows_of
+
+_OUTSIDE = "read by the library's code"
+
+DEQUANTISED = "dequantised"
+Kept = tuple[str, str, int]  # a weight's product, what it is kept as, and its bytes
+
+
+def kept_weights(path: Path, dtype: torch.dtype, *, has_tiles: bool) -> Iterator[Kept]:
+    """Those of a checkpoint.
+
+    Args:
+        dtype: of the network.
+        has_tiles: whether the kernels keep codes as they are, and bfloat16 numbers in two bytes.
+
+    Raises:
+        ConfigError: the checkpoint cannot be read, or lacks tensors; weights are not read.
+    """
+    loader = transformers_loader(path)
+    for name, part in loader.unread_model(path, dtype).named_modules():
+        for key, weight in part.named_parameters(recurse=False):
+            if weight.dim() < 2:
+                continue
+            product = key if key != "weight" else name.rpartition(".")[2]
+            kept, num_bytes = f"{dtype_name(dtype)}, {_OUTSIDE}", weight.nbytes
+            stays = False
+            if isinstance(weight, DeferredTensor):
+                stays = has_tiles and loader.keeps_codes(part, key, weight.stored)
+                if isinstance(part, nn.Linear) or weight.stored.is_stack or stays:
+                    kept, num_bytes = _kept(weight.stored, dtype, has_tiles, stays)
+            if isinstance(part, nn.Embedding) and not stays:
+                kept = dtype_name(dtype)
+            yield product, kept, num_bytes
+
+
+def _kept(
+    stored: StoredParameter, dtype: torch.dtype, has_tiles: bool, stays: bool
+) -> tuple[str, int]:
+    first = stored.rows_X[0][0]
+    if stays and stored.has_tiles:
+        return f"{first.tile}, codes and scales as stored ({first.label})", stored.coded_bytes
+    num_numbers = torch.Size(stored.shape).numel()
+    is_short = has_tiles and (not first.is_plain or first.label == "BF16")
+    kept, size = ("bfloat16", 2) if is_short else (dtype_name(dtype), dtype.itemsize)
+    if first.is_plain:
+        return kept, num_numbers * size
+    why = first.reason or "no product of this network can read its codes"
+    return f"{kept}, {DEQUANTISED} ({first.label}): {why}", num_numbers * size
+
 
 _GIB, _MIB = 2**30, 2**20
 
