@@ -10,7 +10,7 @@ ALL := "not gpu and not network and not cluster"
 QUICK_ONES := "not slow and not gpu and not network and not cluster and not published"
 # Each process of the tests would compile all modules, and each worker rewrite all assertions, where
 # the environment says that nothing compiled is kept.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n $(JOBS) --dist loadgroup
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n $(JOBS) --dist loadgroup --durations=40
 
 .PHONY: setup setup-cluster lib demo lint pytest quick check test test-full test-gpu test-cluster fix bench
 

@@ -16,6 +16,7 @@ import json
 import mmap
 import os
 import random
+import re
 import select
 import signal
 import subprocess
@@ -62,6 +63,8 @@ def main() -> None:
     def save() -> None:
         # Where the folder is matters to nobody else, nor where this project is.
         text = json.dumps(result, indent=1).replace(f"{args.folder.absolute()}/", "")
+        # An answer is a line.
+        text = re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda found: " ".join(found[0].split()), text)
         args.json.write_text(text.replace(f"{HERE.parents[1]}/", ""))
 
     for group in quick() if args.quick else whole():
