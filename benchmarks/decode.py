@@ -20,9 +20,9 @@ from report import CHOSEN
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outdraft import assets
+from outdraft.bench.driver import EngineRun, take_turns
 from outdraft.bench.environment import compute, environment
-from outdraft.bench.side_by_side import PLAIN, Completion, share_target
-from outdraft.bench.turns import take_turns
+from outdraft.bench.side_by_side import PLAIN, share_target
 from outdraft.cli.comparison import method_configs
 from outdraft.config.engine import EngineConfig
 from outdraft.core.sampling import SamplingParams
@@ -91,7 +91,8 @@ def complete_in_turns(
     engines: dict[str, Engine], text: str, params: SamplingParams, number: int
 ) -> dict[str, dict[str, Any]]:
     """Every engine completes the prompt. `number`: of the prompt."""
-    runs = {name: Completion(engine, "prompt", text, params) for name, engine in engines.items()}
+    asked = [("prompt", text, params, 0)]
+    runs = {name: EngineRun(engine, asked) for name, engine in engines.items()}
     take_turns(runs, number)
     return {
         name: {

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outdraft.bench.in_process import Generation, run_batch
+from outdraft.bench.driver import complete_alone
+from outdraft.bench.in_process import run_batch
 from outdraft.bench.side_by_side import (
     PLAIN,
     Sample,
     acceptance_length,
     acceptance_rate,
-    complete_alone,
     complete_in_turn,
     median_ratio,
     median_tokens_per_s,
@@ -141,11 +141,11 @@ def first_difference(
 def counted(plain: Engine, drafting: Engine, prompt: str, num_samples: int) -> list[Counts]:
     """The tokens behind each frequent beginning of texts that were drawn with drafts."""
     prompt_ids = tuple(plain.inputs.encoded(prompt).token_ids.tolist())
-    generation = Generation(temperature=1.0, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=1.0, ignore_eos=True, detokenize=False)
     requests = [BenchRequest(prompt_ids, DRAWN_TOKENS)] * num_samples
-    done = run_batch(drafting, requests, generation, float("inf"))
+    done = run_batch(drafting, requests, params, float("inf"))
     nexts: defaultdict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
-    for output in done.outputs:
+    for output in done.finished:
         ids = tuple(output.outputs[0].token_ids)
         for place, token_id in enumerate(ids):
             nexts[ids[:place]][token_id] += 1

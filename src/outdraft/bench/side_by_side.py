@@ -4,22 +4,19 @@ Prompt by prompt all engines take their turn, so that a machine whose speed drif
 alike; what is compared is compared prompt by prompt.
 """
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 
+from outdraft.bench.driver import complete_alone
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.core.outputs import RequestOutput, TokenOrigin
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.assembler import Assembler, checked
 from outdraft.engine.build import build_engine
 from outdraft.engine.device_memory import device_memory
 from outdraft.engine.engine import Engine
-from outdraft.engine.inputs import Prompt
 from outdraft.engine.loading import LoadedModels, load_models, with_drafter
 from outdraft.engine.memory_plan import plan_together
 from outdraft.engine.stats import StatsTotal
@@ -80,78 +77,6 @@ def build_together(parts: Sequence[tuple[EngineConfig, LoadedModels]]) -> list[E
     """
     plans = plan_together(parts, device_memory(parts[0][1].device))
     return [build_engine(*part, plan)[0] for part, plan in zip(parts, plans, strict=True)]
-
-
-class Completion:
-    """A prompt that an engine completes alone, step by step.
-
-    Attributes:
-        decode_s: time inside of the steps behind the one that brought the first tokens.
-        shown: is told when the output grew; the time it takes is not counted.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        shown: Callable[[RequestOutput], object] = lambda output: None,
-    ) -> None:
-        self._steps = Assembler(engine).run([(request_id, prompt, params, 0)])
-        self._shown = shown
-        self._output: RequestOutput | None = None
-        self._num_first = 0
-        self.is_over, self.decode_s = False, 0.0
-
-    @property
-    def output(self) -> RequestOutput:
-        """As far as it came.
-
-        Raises:
-            GenerationError: it failed while it ran.
-        """
-        return checked(self._output)
-
-    @property
-    def num_decoded(self) -> int:
-        """Tokens behind the first ones."""
-        return len(self.output.outputs[0].token_ids) - self._num_first
-
-    def advance(self, seconds: float) -> None:
-        """As Run."""
-        passed_s = 0.0
-        while not self.is_over and passed_s < seconds:
-            started_s = perf_counter()
-            outputs = next(self._steps, None)
-            step_s = perf_counter() - started_s
-            passed_s += step_s
-            self.is_over = outputs is None
-            for changed in outputs or ():
-                if self._output is None:
-                    self._num_first = len(changed.outputs[0].token_ids)
-                else:
-                    self.decode_s += step_s
-                self._output = changed
-                self._shown(changed)
-
-
-def complete_alone(
-    engine: Engine,
-    request_id: str,
-    prompt: Prompt,
-    params: SamplingParams,
-    shown: Callable[[RequestOutput], object] = lambda output: None,
-) -> Completion:
-    """Complete a prompt to its end.
-
-    Raises:
-        GenerationError: it failed while it ran.
-    """
-    completion = Completion(engine, request_id, prompt, params, shown)
-    completion.advance(math.inf)
-    assert completion.output.finished
-    return completion
 
 
 def complete_in_turn(

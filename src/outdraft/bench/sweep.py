@@ -11,18 +11,16 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from outdraft.bench.in_process import Generation
+from outdraft.bench.driver import EngineRun, queued, steps_added_to, take_turns
 from outdraft.bench.side_by_side import PLAIN, build_together
 from outdraft.bench.synthetic import SyntheticVerifier
-from outdraft.bench.turns import take_turns
 from outdraft.bench.workloads import BenchRequest
 from outdraft.config.engine import EngineConfig
-from outdraft.engine.assembler import Assembler, Queued, checked
+from outdraft.core.sampling import SamplingParams
 from outdraft.engine.engine import Engine
 from outdraft.engine.loading import LoadedModels
 from outdraft.engine.stats import StatsTotal
@@ -167,12 +165,12 @@ def sweep(
     models: Mapping[str, LoadedModels],
     requests: Sequence[BenchRequest],
     plan: SweepPlan,
-    generation: Generation,
+    params: SamplingParams,
     on_run: Callable[[str], object] = lambda variant: None,
 ) -> Iterator[LevelResult]:
     """Each level when it is measured. `requests`: `plan.num_prompts` different ones."""
     for result, own in plan.parts(requests, list(configs)):
-        _measure(result, configs, models, own, plan, generation, on_run)
+        _measure(result, configs, models, own, plan, params, on_run)
         yield result
 
 
@@ -182,14 +180,14 @@ def _measure(
     models: Mapping[str, LoadedModels],
     requests: LevelRequests,
     plan: SweepPlan,
-    generation: Generation,
+    params: SamplingParams,
     on_run: Callable[[str], object],
 ) -> None:
     """One level, whose engines are gone when it returns: the next one's need their memory."""
     engines = level_engines(configs, models, plan, [result.concurrency])[0]
-    warm_up_level(engines, requests.warm_up, result.concurrency, generation, on_run)
+    warm_up_level(engines, requests.warm_up, result.concurrency, params, on_run)
     while not _is_enough(result, plan):
-        run_round(engines, requests.of_round, result, generation, result.num_rounds, on_run)
+        run_round(engines, requests.of_round, result, params, result.num_rounds, on_run)
 
 
 def level_engines(
@@ -219,13 +217,13 @@ def warm_up_level(
     engines: Mapping[str, Engine],
     requests: Sequence[BenchRequest],
     level: int,
-    generation: Generation,
+    params: SamplingParams,
     on_run: Callable[[str], object] = lambda variant: None,
 ) -> None:
     """Each engine in turn completes all of these requests."""
     for name, engine in engines.items():
-        with closing(_Run(engine, requests, level, generation)) as run:
-            run.advance(math.inf)
+        with closing(_run(engine, requests, level, params)) as run:
+            run.advance()
         on_run(name)
 
 
@@ -233,22 +231,28 @@ def run_round(
     engines: Mapping[str, Engine],
     requests: Sequence[BenchRequest],
     result: LevelResult,
-    generation: Generation,
+    params: SamplingParams,
     number: int,
     on_run: Callable[[str], object] = lambda variant: None,
 ) -> None:
     """Each variant completes all of these requests; they take turns, see `take_turns`."""
     level = result.concurrency
     with ExitStack() as stack:
-        runs: dict[str, _Run] = {}
+        runs: dict[str, EngineRun] = {}
         for name, engine in engines.items():
-            engine.on_step = result.stats[name].add
-            stack.callback(setattr, engine, "on_step", None)
-            run = _Run(engine, requests, level, generation)
+            stack.enter_context(steps_added_to(result.stats[name], engine))
+            run = _run(engine, requests, level, params)
             runs[name] = stack.enter_context(closing(run))
         take_turns(runs, number, on_run)
         for name, run in runs.items():
-            result.rates[name].append(run.rate)
+            result.rates[name].append(run.tokens_per_s)
+
+
+def _run(
+    engine: Engine, requests: Sequence[BenchRequest], level: int, params: SamplingParams
+) -> EngineRun:
+    """The time counts in which `level` requests run; the rest of the last ones is not generated."""
+    return EngineRun(engine, queued(requests, params), num_together=level)
 
 
 def level_report(result: LevelResult, plan: SweepPlan) -> dict[str, Any]:
@@ -289,42 +293,3 @@ def _is_enough(result: LevelResult, plan: SweepPlan) -> bool:
     if result.num_rounds < plan.min_rounds:
         return False
     return result.num_rounds >= plan.max_rounds or _is_narrow(result.ratios(result.best), plan)
-
-
-class _Run:
-    """Requests that an engine completes, bit by bit, until there is none left to begin."""
-
-    def __init__(
-        self, engine: Engine, requests: Sequence[BenchRequest], level: int, generation: Generation
-    ) -> None:
-        """`level`: how many of them run at once."""
-        queue: list[Queued] = [
-            (str(number), request.prompt, generation.params(request), 0)
-            for number, request in enumerate(requests)
-        ]
-        self._engine, self._level, self._num_left = engine, level, len(queue)
-        self._steps = Assembler(engine).run(queue)
-        self._before = engine.stats.num_emitted
-        self._elapsed_s = 0.0
-
-    @property
-    def is_over(self) -> bool:
-        return self._num_left < self._level
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second while `level` requests ran."""
-        return (self._engine.stats.num_emitted - self._before) / self._elapsed_s
-
-    def advance(self, seconds: float) -> None:
-        """As Run."""
-        started_s = perf_counter()
-        passed_s = 0.0
-        while not self.is_over and passed_s < seconds:
-            self._num_left -= sum(checked(output).finished for output in next(self._steps))
-            passed_s = perf_counter() - started_s
-        self._elapsed_s += passed_s
-
-    def close(self) -> None:
-        """The rest of the last requests is not generated."""
-        self._steps.close()

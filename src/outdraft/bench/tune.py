@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from outdraft.bench.in_process import Generation
 from outdraft.bench.side_by_side import PLAIN, SharedModels
 from outdraft.bench.sweep import (
     LevelResult,
@@ -25,6 +24,7 @@ from outdraft.bench.workloads import BenchRequest
 from outdraft.config.benchmarks import PROBE_LENGTH
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
+from outdraft.core.sampling import SamplingParams
 from outdraft.engine.loading import LoadedModels
 from outdraft.engine.memory_plan import plan_memory
 from outdraft.engine.stats import StatsTotal
@@ -122,7 +122,7 @@ def race(
     models: Mapping[str, LoadedModels],
     requests: Sequence[BenchRequest],
     plan: SweepPlan,
-    generation: Generation,
+    params: SamplingParams,
     on_run: Callable[[str], object] = lambda name: None,
 ) -> list[LevelResult]:
     """Every level; candidates that fell behind have fewer rounds than the others."""
@@ -130,12 +130,12 @@ def race(
     results = [result for result, _ in parts]
     engines = level_engines(configs, models, plan, plan.levels)
     for (result, part), own in zip(parts, engines, strict=True):
-        warm_up_level(own, part.warm_up, result.concurrency, generation, on_run)
+        warm_up_level(own, part.warm_up, result.concurrency, params, on_run)
     running = list(configs)
     for number in range(plan.max_rounds):
         for (result, part), own in zip(parts, engines, strict=True):
             left = {name: own[name] for name in running}
-            run_round(left, part.of_round, result, generation, number, on_run)
+            run_round(left, part.of_round, result, params, number, on_run)
         running = survivors(results, running)
         if number + 1 >= plan.min_rounds and len(running) <= 2:
             break

@@ -76,11 +76,11 @@ def sweep(
         base, _speculation(model, engine), numbers(options.lengths, "--lengths", int)
     )
     use_physical_cores(os.environ)
-    from outdraft.bench.in_process import Generation
     from outdraft.bench.side_by_side import share_target
     from outdraft.bench.sweep import SweepPlan, level_report
     from outdraft.bench.sweep import sweep as measure
     from outdraft.bench.workloads import load_requests, num_distinct_prompts, repetition_notes
+    from outdraft.core.sampling import SamplingParams
     from outdraft.models.layers.linear import dtype_name
 
     plan = SweepPlan(
@@ -93,10 +93,10 @@ def sweep(
     models = share_target(configs)
     tokenizer = next(iter(models.values())).tokenizer
     requests = load_requests(dataset, plan.num_prompts, engine.seed or 0, tokenizer)
-    generation = Generation(temperature=options.temperature, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=options.temperature, ignore_eos=True, detokenize=False)
     results: list[dict[str, Any]] = []
     with tqdm(desc="runs", unit="run", leave=False, disable=None) as bar:
-        runs = measure(configs, models, requests, plan, generation, lambda name: bar.update())
+        runs = measure(configs, models, requests, plan, params, lambda name: bar.update())
         for level in runs:
             results.append(level_report(level, plan))
             bar.write(line(results[-1]))

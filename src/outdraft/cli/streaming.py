@@ -2,12 +2,10 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
-from itertools import chain
 
+from outdraft.bench.driver import complete_alone
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.assembler import Assembler, checked
 from outdraft.engine.engine import Engine
 
 
@@ -26,15 +24,16 @@ def stream(
         RequestError: it can never run.
         GenerationError: it failed while it ran.
     """
-    output: RequestOutput | None = None
     shown = 0
-    with closing(Assembler(engine).run([(request_id, prompt, params, 0)])) as steps:
-        for output in chain.from_iterable(steps):
-            text = output.outputs[0].text
-            if len(text) > shown:
-                show(text[shown:])
-                shown = len(text)
-    return checked(output)
+
+    def show_more(output: RequestOutput) -> None:
+        nonlocal shown
+        text = output.outputs[0].text
+        if len(text) > shown:
+            show(text[shown:])
+            shown = len(text)
+
+    return complete_alone(engine, request_id, prompt, params, show_more).output
 
 
 def summary(output: RequestOutput, started_s: float) -> str:

@@ -74,11 +74,11 @@ def tune(
     tried = candidates(drafters(model, options.draft or ()))
     complete = with_embedded_network if model is None else dict[str, Any]
     use_physical_cores(os.environ)
-    from outdraft.bench.in_process import Generation
     from outdraft.bench.side_by_side import PLAIN
     from outdraft.bench.sweep import SweepPlan
     from outdraft.bench.tune import buildable, race
     from outdraft.bench.workloads import load_requests
+    from outdraft.core.sampling import SamplingParams
     from outdraft.kernels.choose import machine_limits
 
     plan = SweepPlan(
@@ -95,9 +95,9 @@ def tune(
     configs = {name: configs[name] for name in models}
     tokenizer = models[PLAIN].tokenizer
     requests = load_requests(dataset, plan.num_prompts, engine.seed or 0, tokenizer)
-    generation = Generation(temperature=options.temperature, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=options.temperature, ignore_eos=True, detokenize=False)
     with tqdm(desc="runs", unit="run", leave=False, disable=None) as bar:
-        results = race(configs, models, requests, plan, generation, lambda name: bar.update())
+        results = race(configs, models, requests, plan, params, lambda name: bar.update())
     target = models[PLAIN].target
     limits = machine_limits(target.dtype) if target.device.type == "cpu" else None
     ridge = limits[1] / limits[0] if limits is not None else None
