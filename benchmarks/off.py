@@ -23,8 +23,7 @@ import numpy as np
 
 from outdraft import assets
 from outdraft.bench.environment import compute, environment
-from outdraft.bench.side_by_side import share_target
-from outdraft.cli.comparison import method_configs
+from outdraft.bench.side_by_side import method_configs, share_target
 from outdraft.control.controller import Controller
 from outdraft.core.sampling import SamplingParams, SpeculationParams
 from outdraft.engine.build import build_engine

@@ -13,8 +13,7 @@ from random import Random
 from outdraft import assets
 from outdraft.bench.driver import complete_alone
 from outdraft.bench.environment import compute, environment
-from outdraft.bench.side_by_side import PLAIN
-from outdraft.cli.comparison import method_configs
+from outdraft.bench.side_by_side import PLAIN, method_configs
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine
 from outdraft.engine.loading import load_models

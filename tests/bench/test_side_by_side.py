@@ -11,10 +11,10 @@ from outdraft.bench.side_by_side import (
     complete_in_turn,
     median_ratio,
     median_tokens_per_s,
+    method_configs,
     ms_per_step,
     share_target,
 )
-from outdraft.cli.comparison import method_configs
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine
 from outdraft.engine.stats import StatsTotal

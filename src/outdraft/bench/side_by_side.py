@@ -8,9 +8,12 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from outdraft.bench.driver import complete_alone
-from outdraft.config.engine import EngineConfig
+from outdraft.config.engine import CacheConfig, EngineConfig, SchedulerConfig
+from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.errors import ConfigError
 from outdraft.core.outputs import RequestOutput, TokenOrigin
 from outdraft.core.sampling import SamplingParams
@@ -22,6 +25,7 @@ from outdraft.engine.memory_plan import plan_together
 from outdraft.engine.stats import StatsTotal
 
 PLAIN = "plain"  # decoding without drafts, with which everything is compared
+NUM_DRAFTS = 4  # a step, of the methods that `method_configs` compares, but for suffix lookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,9 @@ class Sample:
     @property
     def tokens_per_s(self) -> float:
         return self.num_decoded / self.decode_s if self.decode_s else 0.0
+
+
+Samples = Sequence[Sample]  # the prompts that one engine completed
 
 
 class SharedModels:
@@ -109,36 +116,36 @@ def complete_in_turn(
     return samples
 
 
-def are_identical(samples: Sequence[Sample], base: Sequence[Sample]) -> bool:
+def are_identical(samples: Samples, base: Samples) -> bool:
     """Whether another engine gave the same tokens of each prompt."""
     return [one.token_ids for one in samples] == [one.token_ids for one in base]
 
 
-def median_tokens_per_s(samples: Sequence[Sample]) -> float:
+def median_tokens_per_s(samples: Samples) -> float:
     """Tokens a second of the median prompt."""
     return statistics.median(sample.tokens_per_s for sample in samples)
 
 
-def median_ratio(samples: Sequence[Sample], base: Sequence[Sample]) -> float:
+def median_ratio(samples: Samples, base: Samples) -> float:
     """How many times as many tokens a second as another engine, prompt by prompt."""
     pairs = zip(samples, base, strict=True)
     ratios = [own.tokens_per_s / other.tokens_per_s for own, other in pairs if other.tokens_per_s]
     return statistics.median(ratios) if ratios else 0.0
 
 
-def acceptance_length(samples: Sequence[Sample]) -> float:
+def acceptance_length(samples: Samples) -> float:
     """Tokens a verified draft brought, over all prompts; vLLM's formula."""
     num_drafts = sum(sample.stats.num_drafts for sample in samples)
     return 1 + sum(sample.stats.num_accepted_tokens for sample in samples) / max(1, num_drafts)
 
 
-def acceptance_rate(samples: Sequence[Sample]) -> float:
+def acceptance_rate(samples: Samples) -> float:
     """Accepted per drafted token, over all prompts."""
     num_drafted = sum(sample.stats.num_draft_tokens for sample in samples)
     return sum(sample.stats.num_accepted_tokens for sample in samples) / max(1, num_drafted)
 
 
-def ms_per_step(samples: Sequence[Sample], seconds: Callable[[StatsTotal], float]) -> float:
+def ms_per_step(samples: Samples, seconds: Callable[[StatsTotal], float]) -> float:
     """Median over the prompts of one phase's time a step."""
     return statistics.median(
         1e3 * seconds(sample.stats) / max(1, sample.stats.num_steps) for sample in samples
@@ -164,3 +171,103 @@ def _sample(
         engine.on_step = None
     one = done.output.outputs[0]
     return Sample(one.token_ids, done.num_decoded, done.decode_s, stats, one.origins)
+
+
+def method_configs(
+    target: Path, drafter: Path, heads: Mapping[str, Path], dtype: str = "float32"
+) -> dict[str, EngineConfig]:
+    """The engines to compare, plain decoding first, the most elaborate one last.
+
+    Each drafts in every step as much as it may: a controller would draft little where a method does
+    not pay, and the comparison would show the controller.
+
+    Args:
+        heads: by method.
+    """
+    model = {"model": str(drafter), "num_speculative_tokens": NUM_DRAFTS}
+    speculation: dict[str, dict[str, Any] | None] = {
+        PLAIN: None,
+        "draft_model": {"method": "draft_model", **model},
+        **{
+            method: {"method": method, **model, "model": str(head)}
+            for method, head in heads.items()
+        },
+        "suffix": {"method": "suffix"},
+        "ngram": {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS},
+        "combined": {"method": "combined", **model},
+    }
+    return {
+        name: EngineConfig(
+            model=str(target),
+            dtype=dtype,
+            device="cpu",
+            # Methods that come later must not profit from a prompt that is computed already.
+            cache=CacheConfig(enable_prefix_caching=False),
+            scheduler=SchedulerConfig(max_num_seqs=1),
+            speculation=parse_speculative_config(values and values | {"control": "fixed"}),
+        )
+        for name, values in speculation.items()
+    }
+
+
+def compare(
+    engines: Mapping[str, Engine],
+    warm_up: str,
+    prompts: Sequence[str],
+    max_tokens: int,
+    temperature: float,
+    on_step: Callable[[str, RequestOutput], None],
+) -> dict[str, list[Sample]]:
+    """Complete every prompt with every engine, one request at a time.
+
+    Each prompt has a seed, so that every engine has to give the same tokens at any temperature.
+
+    Args:
+        warm_up: completed first by every engine and not counted. Not one of the prompts, since a
+            proposer may remember it.
+        on_step: told which engine's output grew; the time it takes is not counted.
+    """
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=number)
+        for number in range(len(prompts))
+    ]
+    return complete_in_turn(engines, warm_up, prompts, params, on_step=on_step)
+
+
+def as_json(compared: Mapping[str, Samples]) -> dict[str, Any]:
+    """The numbers of a comparison: plain decoding, and each method against it."""
+    plain = compared[PLAIN]
+    methods: dict[str, dict[str, float | bool]] = {
+        name: {
+            "tokens_per_s": tokens_per_s(samples),
+            "tpot_ms": tpot_ms(samples),
+            "acceptance_rate": acceptance_rate(samples),
+            "acceptance_length": acceptance_length(samples),
+            "speedup": speedup(samples, plain),
+            "identical": are_identical(samples, plain),
+        }
+        for name, samples in compared.items()
+        if name != PLAIN
+    }
+    return {
+        PLAIN: {"tokens_per_s": tokens_per_s(plain), "tpot_ms": tpot_ms(plain)},
+        "methods": methods,
+    }
+
+
+def tokens_per_s(samples: Samples) -> float:
+    """Over all prompts, behind their first tokens."""
+    decode_s = sum(sample.decode_s for sample in samples)
+    return sum(sample.num_decoded for sample in samples) / decode_s if decode_s else 0.0
+
+
+def tpot_ms(samples: Samples) -> float:
+    """Time per output token behind the first."""
+    num_decoded = sum(sample.num_decoded for sample in samples)
+    return 1000 * sum(sample.decode_s for sample in samples) / max(1, num_decoded)
+
+
+def speedup(samples: Samples, plain: Samples) -> float:
+    """How many times as many tokens a second."""
+    base = tokens_per_s(plain)
+    return tokens_per_s(samples) / base if base else 0.0

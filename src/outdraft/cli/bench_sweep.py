@@ -142,11 +142,10 @@ def variants(
 
 def line(level: dict[str, Any]) -> str:
     """A level's result while others are measured."""
-    ratio = level["ratio_to_best"]
+    median, interval = _with_interval(level).split(" ", 1)
     return (
-        f"{level['concurrency']:>3} at once: {ratio['median']:.3f} times {level['best']} "
-        f"({ratio['low']:.3f} to {ratio['high']:.3f}), {_split_half(level)} by halves, "
-        f"{level['num_rounds']} rounds"
+        f"{level['concurrency']:>3} at once: {median} times {level['best']} {interval}, "
+        f"{_split_half(level)} by halves, {level['num_rounds']} rounds"
     )
 
 
@@ -156,18 +155,18 @@ def show(result: dict[str, Any]) -> None:
     console.print(f"Acceptance is {result['acceptance']}. Tokens a second:", style="bold")
     levels = result["levels"]
     more = "drafts\na step", "best", "auto / best", "by halves"
-    table = table_of((), ["at once", *levels[0]["variants"], *more])
-    for level in levels:
-        ratio = level["ratio_to_best"]
-        table.add_row(
+    rows = [
+        (
             str(level["concurrency"]),
             *(f"{one['tokens_per_s']:.0f}" for one in level["variants"].values()),
             f"{level['variants']['auto']['draft_tokens_per_step']:.2f}",
             level["best"],
-            f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})",
+            _with_interval(level),
             _split_half(level),
         )
-    console.print(table)
+        for level in levels
+    ]
+    console.print(table_of((), ["at once", *levels[0]["variants"], *more], rows))
     console.print("By halves: one half of the rounds names the best, the other measures it.")
     for note in result["notes"]:
         console.print(f"note: {note}", style="dim")
@@ -176,6 +175,12 @@ def show(result: dict[str, Any]) -> None:
         console.print(f"[bold red]More than {SLACK:.0%} below the best at {', '.join(slow)}.[/]")
     else:
         console.print(f"At no level more than {SLACK:.0%} below the best of the others.")
+
+
+def _with_interval(level: dict[str, Any]) -> str:
+    """The ratio to the best: "median (low to high)"."""
+    ratio = level["ratio_to_best"]
+    return f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
 
 
 def _split_half(level: dict[str, Any]) -> str:

@@ -92,23 +92,34 @@ def wide_console(least: int) -> Console:
 
 
 def table_of(
-    names: Iterable[str], numbers: Iterable[str], title: str | None = None, **style: Any
+    words: Iterable[str],
+    numbers: Iterable[str],
+    rows: Iterable[Iterable[str]],
+    title: str | None = None,
+    texts: Iterable[str] = (),
+    **style: Any,
 ) -> Table:
-    """Columns of words, which are not broken, then columns of numbers."""
+    """A table whose columns hold words, which are not broken, then numbers, then texts.
+
+    Args:
+        words, numbers, texts: their headings.
+        rows: a cell for each column.
+    """
     table = Table(title=title, title_justify="left", **style)
-    for heading in names:
+    for heading in words:
         table.add_column(heading, no_wrap=True)
     for heading in numbers:
         table.add_column(heading, justify="right")
-    return table
-
-
-def pairs_of(rows: Iterable[tuple[str, str]], **style: Any) -> Table:
-    """What has a name, line by line."""
-    table = Table(show_header=False, box=None, title_justify="left", **style)
+    for heading in texts:
+        table.add_column(heading)
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def pairs_of(rows: Iterable[tuple[str, str]], title: str | None = None) -> Table:
+    """A table without lines: names, and beside each its value."""
+    return table_of((), (), rows, title, show_header=False, box=None, title_style="bold")
 
 
 class Command(TyperCommand):

@@ -51,7 +51,7 @@ def doctor(
         config = serving_config(model, engine, scheduler)
         sections = {f"Weights of {model}": report(config)} | sections
     for title, rows in sections.items():
-        console.print(pairs_of(rows.items(), title=title, title_style="bold"), "")
+        console.print(pairs_of(rows.items(), title), "")
     if not missing:
         console.print("Nothing is missing.", style="green")
     for line in missing:

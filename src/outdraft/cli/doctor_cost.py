@@ -75,15 +75,14 @@ def _machine(models: "LoadedModels") -> "tuple[Machine, bool]":
 
 
 def _show_curve(console: Console, title: str, measured: "CostCurve", limit: "CostCurve") -> None:
-    table = table_of((), ("rows", "ms", "roofline ms", "share"), title, title_style="bold")
-    rows = [count for count in measured.rows if count <= MOST_ROWS]
-    limits = limit.at(np.array(rows)).tolist()
-    for count, seconds, limit_s in zip(
-        rows, measured.at(np.array(rows)).tolist(), limits, strict=True
-    ):
-        share = f"{limit_s / seconds:.0%}" if seconds > 0 else ""
-        table.add_row(str(count), _ms(seconds), _ms(limit_s), share)
-    console.print(table)
+    counts = [count for count in measured.rows if count <= MOST_ROWS]
+    curves = (curve.at(np.array(counts)).tolist() for curve in (measured, limit))
+    rows = [
+        (str(count), _ms(seconds), _ms(least_s), f"{least_s / seconds:.0%}" if seconds > 0 else "")
+        for count, seconds, least_s in zip(counts, *curves, strict=True)
+    ]
+    headings = ("rows", "ms", "roofline ms", "share")
+    console.print(table_of((), headings, rows, title, title_style="bold"))
 
 
 def _beside_rows(table: "CostTable", limits: "CostTable") -> dict[str, str]:

@@ -1,13 +1,16 @@
 """`outdraft replay`: ways to speculate, tried on requests that a server recorded."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from outdraft.cli.bench_options import numbers
-from outdraft.cli.command import Json
+from outdraft.cli.command import Json, table_of, wide_console
 from outdraft.cli.options import json_object, takes_options, with_embedded_network
 from outdraft.config.checks import check_whole
 from outdraft.config.flags import flag
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from outdraft.control.costs import CostTable
     from outdraft.core.recorded import RecordedRequest
     from outdraft.planning.replay import Replayed, Traffic
-    from outdraft.planning.replay_scores import Report
+    from outdraft.planning.replay_scores import Recorded, Report, RunScore, Score, SourceScore
 
 EMBEDDED = "embedded"
 
@@ -66,7 +69,6 @@ def replay(
     controller run the same requests against the clock.
     """
     from outdraft.bench.report import strict_json
-    from outdraft.cli import replay_view
     from outdraft.core.recorded import read_requests
 
     if prices.costs is not None and prices.model is not None:
@@ -78,7 +80,7 @@ def replay(
     if json_:
         typer.echo(strict_json(asdict(report)))
     else:
-        replay_view.show(report)
+        show(report)
 
 
 def _report(
@@ -190,3 +192,77 @@ def _measured(model: str, given: dict[str, Any]) -> "CostTable":
     control = engine.drafting.control
     assert isinstance(control, Controller)
     return control.costs.table
+
+
+def show(report: "Report") -> None:
+    """The trace, then each configuration."""
+    console = wide_console(100)
+    recorded = report.recorded
+    console.print(_facts(recorded), style="bold")
+    pace = "as they came" if report.concurrency is None else f"{report.concurrency} at once"
+    console.print(
+        f"Replayed {pace}. The prefix cache supplied {recorded.cached_tokens:,} tokens of prompts, "
+        f"in the replay {report.replayed_cached_tokens:,}."
+    )
+    if recorded.sources:
+        console.print(_sources("As recorded", recorded.sources))
+    for source, chances in recorded.level_chances.items():
+        console.print(f"{source}, acceptance by position: {_chances(chances)}")
+    for one in report.scores:
+        _show_score(console, one)
+    if not any(one.runs for one in report.scores):
+        console.print("Without --costs or --model nobody knows what steps take.", style="dim")
+
+
+def _facts(recorded: "Recorded") -> str:
+    return (
+        f"{recorded.num_requests:,} requests in {recorded.span_s:,.1f} s, "
+        f"{recorded.num_texts:,} texts ({recorded.num_aborted:,} aborted), "
+        f"{recorded.prompt_tokens:,} tokens of prompts, {recorded.output_tokens:,} of outputs"
+    )
+
+
+def _show_score(console: Console, one: "Score") -> None:
+    if one.sources:
+        console.print(_sources(f"{one.method}, at its greatest length", one.sources))
+    else:
+        console.print(f"{one.method}: no drafts were found")
+    if one.runs:
+        console.print(_runs(one.method, one.runs))
+
+
+def _sources(title: str, scores: "Sequence[SourceScore]") -> Table:
+    numbers = "drafts", "drafted", "accepted", "rate", "acceptance\nlength"
+    rows = [
+        (
+            one.source,
+            f"{one.num_drafts:,}",
+            f"{one.drafted:,}",
+            f"{one.accepted:,}",
+            f"{one.acceptance_rate:.2f}",
+            f"{one.acceptance_length:.2f}",
+            one.basis,
+        )
+        for one in scores
+    ]
+    return table_of(["source"], numbers, rows, title, ["basis"])
+
+
+def _runs(method: str, runs: "Sequence[RunScore]") -> Table:
+    numbers = "tokens/s", "TPOT ms", "against\nplain", "acceptance\nlength", "drafts\na token"
+    rows = [
+        (
+            run.name,
+            f"{run.tokens_per_s:,.1f}",
+            "-" if run.tpot_ms is None else f"{run.tpot_ms:.3f}",
+            f"{run.against_plain:.3f}x",
+            f"{run.acceptance_length:.2f}",
+            f"{run.drafts_per_token:.2f}",
+        )
+        for run in runs
+    ]
+    return table_of(["lengths"], numbers, rows, f"{method}, predicted")
+
+
+def _chances(chances: Sequence[float]) -> str:
+    return " ".join(f"{chance:.2f}" for chance in chances)

@@ -198,12 +198,16 @@ def _show_table(console: Console, ranked: Sequence[str], results: Sequence["Leve
     from outdraft.bench.tune import gain, level_gain
 
     levels = [f"{result.concurrency} at once" for result in results]
-    table = table_of(["candidate"], [*levels, "all"])
-    for name in ranked:
-        gains = [f"{level_gain(result, name):.2f}" for result in results]
-        table.add_row(name, *gains, f"{gain(results, name):.2f}")
+    rows = [
+        (
+            name,
+            *(f"{level_gain(result, name):.2f}" for result in results),
+            f"{gain(results, name):.2f}",
+        )
+        for name in ranked
+    ]
     console.print("Times plain decoding's speed, median of the rounds:")
-    console.print(table)
+    console.print(table_of(["candidate"], [*levels, "all"], rows))
 
 
 def _explain(
