@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outdraft import assets
 from outdraft.bench.driver import EngineRun, take_turns
-from outdraft.bench.environment import compute, environment
+from outdraft.bench.report import compute, environment
 from outdraft.bench.side_by_side import PLAIN, method_configs, share_target
 from outdraft.config.engine import EngineConfig
 from outdraft.core.sampling import SamplingParams

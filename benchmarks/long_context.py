@@ -28,7 +28,7 @@ from local_target import write_local_target
 from outdraft import assets
 from outdraft.attention.base import AttentionMetadata
 from outdraft.bench.driver import complete_alone
-from outdraft.bench.environment import compute, environment
+from outdraft.bench.report import compute, environment
 from outdraft.config.engine import EngineConfig
 from outdraft.control.fixed import FixedLength
 from outdraft.control.policy import LengthPolicy

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from outdraft import assets
-from outdraft.bench.environment import compute, environment
+from outdraft.bench.report import compute, environment
 from outdraft.bench.side_by_side import method_configs, share_target
 from outdraft.control.controller import Controller
 from outdraft.core.sampling import SamplingParams, SpeculationParams

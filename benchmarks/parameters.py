@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from outdraft import LLM, SamplingParams, StructuredOutputsParams, assets
-from outdraft.bench.environment import compute, environment
-from outdraft.cli.threads import use_physical_cores
+from outdraft.bench.report import compute, environment
+from outdraft.cli.command import use_physical_cores
 from outdraft.engine.engine import Engine
 
 GREEDY = "greedy"

@@ -12,7 +12,7 @@ from random import Random
 
 from outdraft import assets
 from outdraft.bench.driver import complete_alone
-from outdraft.bench.environment import compute, environment
+from outdraft.bench.report import compute, environment
 from outdraft.bench.side_by_side import PLAIN, method_configs
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine

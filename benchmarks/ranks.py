@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import save_file
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not name it
 
-from outdraft.bench.environment import compute, environment
+from outdraft.bench.report import compute, environment
 from outdraft.core.plan import StepStats
 from outdraft.core.sampling import SamplingParams
 from outdraft.distributed.process_groups import join_ranks

@@ -22,7 +22,7 @@ import httpx
 import psutil
 
 from outdraft import assets
-from outdraft.bench.environment import environment
+from outdraft.bench.report import environment
 
 WARM_UP_SHARE = 0.25  # of the time; buffers and learned texts may grow in it
 MAX_GROWTH_MIB = 24.0  # of both processes together, from the warm-up to the end

@@ -20,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from outdraft import assets
-from outdraft.bench.environment import compute, environment
+from outdraft.bench.report import compute, environment
 from outdraft.bench.side_by_side import (
     PLAIN,
     Sample,

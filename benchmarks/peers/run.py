@@ -32,7 +32,7 @@ import numpy as np
 from cells import ENGINES, OURS, Cell, Group, prompts, quick, whole
 from protocol import Ask, Spec
 
-from outdraft.bench.environment import environment
+from outdraft.bench.report import environment
 
 HERE = Path(__file__).parent
 PATIENCE_S = 300.0  # vLLM compiles for a minute when it first meets a model

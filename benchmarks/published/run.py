@@ -32,11 +32,11 @@ from servers import LLAMA_CPP, MODEL_NAME, OURS, Limits, Server, Way, started, v
 from tasks import TASKS, Cell, cells_of_round
 
 from outdraft.bench.client import Endpoint
-from outdraft.bench.environment import environment
 from outdraft.bench.metrics import acceptance_report, load_report
+from outdraft.bench.report import environment
 from outdraft.bench.serve import run_load
 from outdraft.bench.workloads import BenchRequest
-from outdraft.cli.threads import num_physical_cores
+from outdraft.cli.command import num_physical_cores
 from outdraft.config.benchmarks import Traffic
 from outdraft.kernels.native.library import open_library
 from outdraft.kernels.native.limits import Limits as MachineLimits

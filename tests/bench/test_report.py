@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from outdraft.bench import environment as environment_module
-from outdraft.bench.environment import environment
+from outdraft.bench import report
 from outdraft.bench.metrics import RequestSample, SpecCounters
 from outdraft.bench.report import (
     as_table,
     check_installed,
+    environment,
     sweep_picture,
     sweep_plot,
     sweep_table,
@@ -164,7 +164,7 @@ def test_the_environment_names_the_commit_only_of_a_tracked_package(tmp_path, mo
     package = tmp_path / "src" / "outdraft" / "bench"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").touch()
-    monkeypatch.setattr(environment_module, "__file__", str(package / "environment.py"))
+    monkeypatch.setattr(report, "__file__", str(package / "report.py"))
     assert environment()["commit"] is None
     git(tmp_path, "init")
     git(tmp_path, "commit", "--allow-empty", "-m", "x")

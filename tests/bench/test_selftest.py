@@ -17,7 +17,7 @@ from outdraft.bench.selftest import (
     self_test,
 )
 from outdraft.bench.side_by_side import PLAIN, Sample, share_target
-from outdraft.bench.synthetic import SyntheticVerifier
+from outdraft.bench.sweep import SyntheticVerifier
 from outdraft.config.engine import EngineConfig, SchedulerConfig
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.sampling import SamplingParams

@@ -15,6 +15,7 @@ from outdraft.bench.sweep import (
     CHOSEN,
     LevelResult,
     SweepPlan,
+    SyntheticVerifier,
     level_engines,
     level_report,
     median_interval,
@@ -23,7 +24,6 @@ from outdraft.bench.sweep import (
     sweep,
     unequal,
 )
-from outdraft.bench.synthetic import SyntheticVerifier
 from outdraft.bench.workloads import BenchRequest
 from outdraft.cli.bench_sweep import plot, variants
 from outdraft.config.engine import EngineConfig

@@ -22,9 +22,8 @@ from outdraft.cli.bench_options import (
     traffics_of,
 )
 from outdraft.cli.bench_sweep import sweep
-from outdraft.cli.command import Command, check_output
+from outdraft.cli.command import Command, check_output, use_physical_cores
 from outdraft.cli.options import EngineOptions, engine_config, takes_options
-from outdraft.cli.threads import use_physical_cores
 from outdraft.config.benchmarks import Dataset, LatencyPlan, Traffic
 from outdraft.config.engine import SchedulerConfig
 from outdraft.core.sampling import SamplingParams
@@ -196,8 +195,13 @@ def _keep(
     options: ResultOptions,
 ) -> None:
     """Write what was asked for; a sweep, whose traffic is None, is one file and has its plots."""
-    from outdraft.bench.environment import environment
-    from outdraft.bench.report import sweep_picture, sweep_plot, sweep_table, write_json
+    from outdraft.bench.report import (
+        environment,
+        sweep_picture,
+        sweep_plot,
+        sweep_table,
+        write_json,
+    )
 
     now = datetime.now().strftime("%Y%m%d-%H%M%S")
     whole = {"date": now, "backend": "openai", **where}
@@ -236,8 +240,7 @@ def _show_in_process(
     dataset: Dataset,
     output_json: Path | None,
 ) -> None:
-    from outdraft.bench.environment import compute, environment
-    from outdraft.bench.report import as_table, write_json
+    from outdraft.bench.report import as_table, compute, environment, write_json
     from outdraft.models.layers.linear import dtype_name
 
     typer.echo(as_table(title, result))

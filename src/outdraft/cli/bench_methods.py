@@ -10,14 +10,13 @@ import typer
 from tqdm import tqdm
 
 from outdraft import assets
-from outdraft.cli.command import Json, Model, held_out, table_of, wide_console
+from outdraft.cli.command import Json, Model, held_out, table_of, use_physical_cores, wide_console
 from outdraft.cli.options import (
     EngineOptions,
     engine_config,
     parse_json_object,
     with_embedded_network,
 )
-from outdraft.cli.threads import use_physical_cores
 from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.errors import ConfigError
@@ -75,8 +74,8 @@ def methods(
     )
     base = engine_config(model, engine)
     use_physical_cores(os.environ)
-    from outdraft.bench.environment import compute, environment
     from outdraft.bench.methods import TEMPERATURES, measure_methods
+    from outdraft.bench.report import compute, environment
     from outdraft.bench.side_by_side import PLAIN
 
     configs = {name: _alone(base, values) for name, values in ({PLAIN: None} | selected).items()}

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from outdraft.cli.options import json_object
 from outdraft.config.benchmarks import Traffic
-from outdraft.config.checks import check_whole
-from outdraft.config.flags import flag
+from outdraft.config.fields import check_whole, flag
 from outdraft.core.errors import ConfigError
 
 if TYPE_CHECKING:

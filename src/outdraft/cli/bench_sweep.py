@@ -9,7 +9,7 @@ import typer
 from tqdm import tqdm
 
 from outdraft.cli.bench_options import concurrencies, numbers
-from outdraft.cli.command import Model, check_output, table_of, wide_console
+from outdraft.cli.command import Model, check_output, table_of, use_physical_cores, wide_console
 from outdraft.cli.options import (
     EngineOptions,
     engine_config,
@@ -17,11 +17,9 @@ from outdraft.cli.options import (
     takes_options,
     with_embedded_network,
 )
-from outdraft.cli.threads import use_physical_cores
 from outdraft.config.benchmarks import Dataset
-from outdraft.config.checks import check_number, check_whole
 from outdraft.config.engine import EngineConfig
-from outdraft.config.flags import flag
+from outdraft.config.fields import check_number, check_whole, flag
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.errors import ConfigError
 
@@ -209,8 +207,7 @@ def _chances(text: str | None) -> tuple[float, ...] | None:
 
 
 def _write(result: dict[str, Any], path: Path) -> None:
-    from outdraft.bench.environment import compute, environment
-    from outdraft.bench.report import write_json
+    from outdraft.bench.report import compute, environment, write_json
 
     write_json(path, result | {"environment": environment() | compute()})
     picture = path.with_suffix(".png")

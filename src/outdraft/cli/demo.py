@@ -17,8 +17,7 @@ from rich.text import Text
 
 from outdraft import assets
 from outdraft.assets import HeldOutPrompt
-from outdraft.cli.command import Json, held_out, table_of
-from outdraft.cli.threads import use_physical_cores
+from outdraft.cli.command import Json, held_out, table_of, use_physical_cores
 from outdraft.core.outputs import RequestOutput, TokenOrigin
 
 if TYPE_CHECKING:

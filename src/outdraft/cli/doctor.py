@@ -9,9 +9,8 @@ import typer
 from rich.console import Console
 
 from outdraft import assets
-from outdraft.cli.command import Model, pairs_of
+from outdraft.cli.command import Model, num_physical_cores, pairs_of, use_physical_cores
 from outdraft.cli.options import EngineOptions, SchedulerOptions, serving_config, takes_options
-from outdraft.cli.threads import num_physical_cores, use_physical_cores
 from outdraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def doctor(
     if cost:
         config = serving_config(model, engine, scheduler)
         use_physical_cores(os.environ)
-        from outdraft.cli.doctor_cost import show_costs
+        from outdraft.cli.doctor_measure import show_costs
 
         show_costs(console, config)
         return
@@ -154,7 +153,7 @@ def _libraries() -> Section:
 def _used(device: "torch.device") -> Section:
     import torch
 
-    from outdraft.bench.quantized_speed import LARGE, SMALL, advice, quantized_speeds
+    from outdraft.cli.doctor_measure import LARGE, SMALL, advice, quantized_speeds
     from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
     from outdraft.engine.loading import choose_dtype
     from outdraft.kernels.choose import choose_kernels, kernels_options

@@ -12,7 +12,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from outdraft.cli.replica_options import ReplicasOptions, replica_plan
-from outdraft.cli.server_options import ServerOptions
+from outdraft.cli.serve import ServerOptions
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError, EngineDeadError
 from outdraft.dashboard.feed import EngineFacts, LiveFeed

@@ -15,9 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from outdraft import assets
-from outdraft.config.checks import check_whole
 from outdraft.config.engine import DTYPES, LOAD_FORMATS, MODEL_IMPLS, POLICIES, EngineConfig
-from outdraft.config.flags import flag
+from outdraft.config.fields import check_whole, flag
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.weight_format import QUANTIZATIONS

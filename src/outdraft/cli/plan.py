@@ -10,7 +10,7 @@ from rich.table import Table
 from outdraft.cli.bench_options import numbers
 from outdraft.cli.command import Json, check_output, table_of, wide_console
 from outdraft.cli.options import takes_options
-from outdraft.config.flags import flag
+from outdraft.config.fields import flag
 from outdraft.core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from rich.table import Table
 from outdraft.cli.bench_options import numbers
 from outdraft.cli.command import Json, table_of, wide_console
 from outdraft.cli.options import json_object, takes_options, with_embedded_network
-from outdraft.config.checks import check_whole
-from outdraft.config.flags import flag
+from outdraft.config.fields import check_whole, flag
 from outdraft.core.draft import MAX_DRAFTS
 from outdraft.core.errors import ConfigError
 

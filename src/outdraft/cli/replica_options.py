@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from outdraft.cli.threads import num_physical_cores
+from outdraft.cli.command import num_physical_cores
 from outdraft.config.engine import EngineConfig
-from outdraft.config.flags import flag
+from outdraft.config.fields import flag
 from outdraft.core.errors import ConfigError
 from outdraft.core.openmp import prepare_openmp
 from outdraft.server.replicas.plan import ReplicaPlan

@@ -9,12 +9,10 @@ import typer
 from rich.console import Console
 from tqdm import tqdm
 
-from outdraft.cli.command import Model, held_out
+from outdraft.cli.command import Model, held_out, use_physical_cores
 from outdraft.cli.options import EngineOptions, engine_config, takes_options
-from outdraft.cli.threads import use_physical_cores
-from outdraft.config.checks import check_whole
 from outdraft.config.engine import SchedulerConfig
-from outdraft.config.flags import flag
+from outdraft.config.fields import check_whole, flag
 from outdraft.config.speculation import SpeculationConfig
 from outdraft.core.errors import ConfigError
 

@@ -20,15 +20,15 @@ from outdraft.cli.engines import (
     several_engines,
 )
 from outdraft.cli.replica_options import ReplicasOptions
-from outdraft.cli.server_options import (
+from outdraft.cli.serve import (
     API_KEY_VARIABLE,
     ServerOptions,
     api_key,
     listed,
     profiler_dir,
 )
-from outdraft.config.checks import as_choice, check_choice
 from outdraft.config.engine import EngineConfig
+from outdraft.config.fields import as_choice, check_choice
 from outdraft.core.errors import ConfigError
 from outdraft.dashboard.feed import LiveFeed
 from outdraft.dashboard.router import dashboard_router

@@ -13,17 +13,15 @@ from tqdm import tqdm
 from outdraft import assets
 from outdraft.cli.bench_methods import TREE_LEVELS
 from outdraft.cli.bench_options import concurrencies
-from outdraft.cli.command import Model, check_output, table_of
+from outdraft.cli.command import Model, check_output, table_of, use_physical_cores
 from outdraft.cli.options import (
     EngineOptions,
     engine_config,
     takes_options,
     with_embedded_network,
 )
-from outdraft.cli.threads import use_physical_cores
 from outdraft.config.benchmarks import PROBE_LENGTH, Dataset
-from outdraft.config.checks import check_whole
-from outdraft.config.flags import flag
+from outdraft.config.fields import check_whole, flag
 from outdraft.config.speculation import NETWORK_SOURCES
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.draft import DraftSource

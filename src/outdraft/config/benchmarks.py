@@ -4,8 +4,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from outdraft.config.checks import check_choice
-from outdraft.config.flags import flag
+from outdraft.config.fields import check_choice, flag
 from outdraft.core.errors import ConfigError
 
 DATASETS = ("embedded", "custom", "sharegpt", "random")

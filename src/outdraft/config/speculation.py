@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from outdraft.config.checks import check_choice, check_number, check_truth, check_whole
+from outdraft.config.fields import check_choice, check_number, check_truth, check_whole
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.tree_shape import TreeShape

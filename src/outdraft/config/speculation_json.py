@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from outdraft.config.checks import check_choice, check_whole
+from outdraft.config.fields import check_choice, check_whole
 from outdraft.config.speculation import (
     NETWORK_SOURCES,
     OWN_SOURCES,

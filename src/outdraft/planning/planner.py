@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from outdraft.config.checks import check_whole
+from outdraft.config.fields import check_whole
 from outdraft.core.errors import ConfigError
 from outdraft.planning.predictors import Predictor
 from outdraft.planning.roofline import Setup, StepTime

@@ -1,13 +1,23 @@
-"""`outdraft doctor --cost`: what steps of a model cost here, beside the least that they could."""
+"""Times that `outdraft doctor` measures: steps of a model (--cost), and products in fewer bits.
 
+Dimension key: T rows, D inputs, E outputs.
+"""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from rich.console import Console
+from torch import Tensor
 
 from outdraft.cli.command import pairs_of, table_of
 from outdraft.core.errors import ConfigError
+from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.ops import Kernels, Product
 
 if TYPE_CHECKING:
     from outdraft.config.engine import EngineConfig
@@ -16,6 +26,11 @@ if TYPE_CHECKING:
     from outdraft.engine.loading import LoadedModels
 
 MOST_ROWS = 256  # prompts have more; they are not measured
+# Hidden size and number of square products: 2 MB and 256 MB in 16 bits.
+SMALL, LARGE = (512, 4), (2048, 32)
+FORMATS = WeightFormat.INT8, WeightFormat.INT4
+_TURNS = 20
+_PAYS = 1.1  # speeds up to this one are noise
 
 
 def show_costs(console: Console, config: "EngineConfig") -> None:
@@ -100,3 +115,38 @@ def _beside_rows(table: "CostTable", limits: "CostTable") -> dict[str, str]:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
+
+
+def quantized_speeds(
+    kernels: Kernels, dtype: torch.dtype, hidden: int, num_products: int
+) -> dict[WeightFormat, float]:
+    """Measure how many times as fast one row passes through int8 and int4 as through `dtype`.
+
+    The answer depends on where the weights lie. Those of a small drafter stay in the processor's
+    cache, where taking codes apart costs time; those of a large model come from memory, where fewer
+    bytes win. The formats take turns; the medians are compared.
+    """
+    weight_ED = torch.randn(hidden, hidden).bfloat16().to(dtype)
+    x_TD = torch.randn(1, hidden).to(dtype)
+    products = [
+        [kernels.pack_linear(weight_ED, None, kept) for _ in range(num_products)]
+        for kept in (None, *FORMATS)
+    ]
+    times_s = [[_seconds(of_one, x_TD) for of_one in products] for _ in range(_TURNS)]
+    plain_s, *coded_s = (statistics.median(of_one) for of_one in zip(*times_s, strict=True))
+    return {kept: plain_s / one_s for kept, one_s in zip(FORMATS, coded_s, strict=True)}
+
+
+def advice(speeds: Mapping[WeightFormat, float]) -> str:
+    """Say which format is the fastest, and whether it pays."""
+    told = ", ".join(f"{kept} {speed:.2f}" for kept, speed in speeds.items())
+    best = max(speeds, key=lambda kept: speeds[kept])
+    verdict = f"{best} is recommended" if speeds[best] > _PAYS else "none is recommended"
+    return f"{told} times as fast as weights as they are: {verdict}"
+
+
+def _seconds(products: Sequence[Product], x_TD: Tensor) -> float:
+    start_s = time.perf_counter()
+    for product in products:
+        product(x_TD)
+    return time.perf_counter() - start_s
