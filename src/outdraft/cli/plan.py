@@ -14,7 +14,7 @@ from outdraft.config.fields import flag
 from outdraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from outdraft.planning.planner import Level, Memory, Plan
+    from outdraft.planning.planner import Level, Memory, SpeculationPlan
     from outdraft.planning.roofline import Setup
 
 _DTYPES = "bf16, fp8, int8 or int4"
@@ -115,24 +115,24 @@ def _setup(
     machine: HardwareOptions,
     traffic: TrafficOptions,
 ) -> "Setup":
-    from outdraft.planning.hardware import find_machine
+    from outdraft.planning.hardware import find_hardware
     from outdraft.planning.roofline import Setup, Workload
     from outdraft.planning.shapes import find_drafter, find_network
 
     network = find_network(target, models.quantization, models.kv_cache_dtype)
-    cards = find_machine(hardware, machine.interconnect, machine.graphs)
+    cards = find_hardware(hardware, machine.interconnect, machine.graphs)
     tp = machine.tp or cards.num_cards
     return Setup(
         target=network,
         drafter=find_drafter(models.draft, network, models.draft_quantization),
-        machine=cards,
+        hardware=cards,
         tp=tp,
         draft_tp=machine.draft_tp or tp,
         workload=Workload(traffic.input_len, traffic.output_len),
     )
 
 
-def show(plan: "Plan") -> None:
+def show(plan: "SpeculationPlan") -> None:
     """The setup, a line for each concurrency, lengths, memory, and what follows."""
     console = wide_console(110)
     setup = plan.setup
@@ -157,7 +157,7 @@ def show(plan: "Plan") -> None:
         console.print(line)
 
 
-def draw(plan: "Plan", path: Path) -> None:
+def draw(plan: "SpeculationPlan", path: Path) -> None:
     """Write a picture: TPOT over concurrency, plain and with the best length, with their bands."""
     from matplotlib.figure import Figure
 
@@ -256,7 +256,7 @@ def _memory(memory: "Memory") -> str:
     )
 
 
-def _conclusions(plan: "Plan") -> list[str]:
+def _conclusions(plan: "SpeculationPlan") -> list[str]:
     most = plan.break_even_concurrency
     if most == 0:
         return ["Drafts do not pay here, even for one request."]

@@ -103,7 +103,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SpeculationPlan:
     """Everything `outdraft plan` shows.
 
     Attributes:
@@ -126,7 +126,7 @@ def make_plan(
     acceptance: Acceptance,
     concurrencies: Sequence[int],
     max_length: int,
-) -> Plan:
+) -> SpeculationPlan:
     """
     Raises:
         ConfigError: a number is not positive, or there are more requests than can be planned for.
@@ -136,7 +136,7 @@ def make_plan(
         check_whole("concurrency", concurrency, 1, _MOST_PLANNED)
     memory = plan_memory(predictor.setup, max_length)
     tokens_of = acceptance.tokens(max_length)
-    return Plan(
+    return SpeculationPlan(
         mode=predictor.mode,
         basis=predictor.basis,
         setup=describe(predictor.setup),
@@ -235,7 +235,7 @@ def split(step: StepTime) -> dict[str, float]:
 
 def plan_memory(setup: Setup, max_length: int) -> Memory:
     """What the fullest card holds: shares of the target, and of the drafter where it is."""
-    card, work, network = setup.machine.card, setup.workload, setup.drafter.network
+    card, work, network = setup.hardware.card, setup.workload, setup.drafter.network
     usable = MEMORY_SHARE * card.memory_bytes
     target = setup.target.weight_bytes / setup.tp
     target_kv = setup.target.kv_bytes_per_token / setup.tp
@@ -260,7 +260,7 @@ def plan_memory(setup: Setup, max_length: int) -> Memory:
 
 def describe(setup: Setup) -> dict[str, Any]:
     """The setup in words and numbers, for people and files."""
-    network, link = setup.drafter.network, setup.machine.link
+    network, link = setup.drafter.network, setup.hardware.link
     return {
         "target": setup.target.name,
         "target_dtype": setup.target.dtype,
@@ -268,11 +268,11 @@ def describe(setup: Setup) -> dict[str, Any]:
         "method": setup.drafter.method,
         "drafter": network.name if network is not None else None,
         "drafter_dtype": network.dtype if network is not None else None,
-        "hardware": setup.machine.card.title,
+        "hardware": setup.hardware.card.title,
         "tp": setup.tp,
         "draft_tp": setup.draft_tp,
         "interconnect": link.name if link is not None and setup.tp > 1 else None,
-        "graphs": setup.machine.graphs,
+        "graphs": setup.hardware.graphs,
         "prompt_tokens": setup.workload.prompt_tokens,
         "output_tokens": setup.workload.output_tokens,
     }

@@ -109,7 +109,7 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafter:
+class PlannedDrafter:
     """What drafts: a small model, EAGLE-3's head, Medusa's heads, or a source of the host.
 
     Attributes:
@@ -149,7 +149,7 @@ def find_network(name: str, dtype: str | None = None, kv_dtype: str = "bf16") ->
     return replace(network, dtype=dtype or _dtype(raw), kv_dtype=kv_dtype)
 
 
-def find_drafter(name: str, target: Network, dtype: str | None = None) -> Drafter:
+def find_drafter(name: str, target: Network, dtype: str | None = None) -> PlannedDrafter:
     """A network to draft with, or "eagle3", "medusa", "ngram", "suffix".
 
     The heads without a config have the target's sizes.
@@ -159,15 +159,15 @@ def find_drafter(name: str, target: Network, dtype: str | None = None) -> Drafte
         ConfigError: an unknown name, or a config that lacks a size.
     """
     if name in HOST_SOURCES:
-        return Drafter(name, None)
+        return PlannedDrafter(name, None)
     if name == "eagle3":
-        return Drafter(name, _eagle3(name, target, {}, dtype))
+        return PlannedDrafter(name, _eagle3(name, target, {}, dtype))
     if name == "medusa":
-        return Drafter(name, _medusa(target))
+        return PlannedDrafter(name, _medusa(target))
     label, raw = _find_config(name, HEADS + HOST_SOURCES)
     if "eagle3" in json.dumps(raw).lower():
-        return Drafter("eagle3", _eagle3(label, target, raw, dtype))
-    return Drafter("draft_model", find_network(name, dtype, target.kv_dtype))
+        return PlannedDrafter("eagle3", _eagle3(label, target, raw, dtype))
+    return PlannedDrafter("draft_model", find_network(name, dtype, target.kv_dtype))
 
 
 def _find_config(name: str, more: tuple[str, ...] = ()) -> tuple[str, Mapping[str, Any]]:
