@@ -37,7 +37,7 @@ from outdraft.bench.report import environment
 from outdraft.bench.serve import run_load
 from outdraft.bench.workloads import BenchRequest
 from outdraft.cli.command import num_physical_cores
-from outdraft.config.benchmarks import Traffic
+from outdraft.config.benchmarks import TrafficPlan
 from outdraft.kernels.native.library import open_library
 from outdraft.kernels.native.limits import Limits as MachineLimits
 from outdraft.kernels.native.team import shared_team
@@ -206,7 +206,7 @@ def ask(
     body |= OWN_BODY[server.way.engine]
     endpoint = Endpoint(server.url, "/v1/chat/completions", MODEL_NAME, body=body)
     requests = [BenchRequest(text, new_tokens) for text in prompts]
-    traffic = Traffic(max_concurrency=cell.concurrency)
+    traffic = TrafficPlan(max_concurrency=cell.concurrency)
     deadline_s = time.monotonic() + ANSWER_S
     run = asyncio.run(run_load(endpoint, requests, traffic, deadline_s, lambda sample: None))
     for sample in run.samples:

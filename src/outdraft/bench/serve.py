@@ -37,7 +37,7 @@ from outdraft.bench.workloads import (
     num_distinct_prompts,
     repetition_notes,
 )
-from outdraft.config.benchmarks import Traffic
+from outdraft.config.benchmarks import TrafficPlan
 from outdraft.core.errors import ConfigError
 
 MAX_BUNCHED_SHARE = 0.1  # of the chunks, without a word about it
@@ -75,7 +75,7 @@ class LoadRun:
 async def run_load(
     endpoint: Endpoint,
     requests: Sequence[BenchRequest],
-    traffic: Traffic,
+    traffic: TrafficPlan,
     deadline_s: float,
     on_done: OnDone,
 ) -> LoadRun:
@@ -119,7 +119,7 @@ async def with_model(endpoint: Endpoint) -> Endpoint:
 
 
 def serve_report(
-    run: LoadRun, requests: Sequence[BenchRequest], traffic: Traffic, reporting: Reporting
+    run: LoadRun, requests: Sequence[BenchRequest], traffic: TrafficPlan, reporting: Reporting
 ) -> dict[str, Any]:
     """The result of one run, and what a reader has to know about its numbers.
 
@@ -144,7 +144,7 @@ def serve_report(
     return result | {"notes": _notes(result, run, traffic)}
 
 
-def _notes(result: dict[str, Any], run: LoadRun, traffic: Traffic) -> list[str]:
+def _notes(result: dict[str, Any], run: LoadRun, traffic: TrafficPlan) -> list[str]:
     if traffic.is_closed_loop:
         notes = [
             "closed loop: a request is sent when an earlier one ends, and latencies count from "
@@ -181,7 +181,7 @@ async def _send_all(
     clients: Clients,
     endpoint: Endpoint,
     requests: Sequence[BenchRequest],
-    traffic: Traffic,
+    traffic: TrafficPlan,
     deadline_s: float,
     on_done: OnDone,
 ) -> list[RequestSample]:

@@ -13,10 +13,10 @@ from tqdm import tqdm
 
 from outdraft.cli.bench_methods import methods
 from outdraft.cli.bench_options import (
+    EndpointOptions,
     LengthOptions,
     ResultOptions,
     RunOptions,
-    ServerOptions,
     endpoint_of,
     numbers,
     traffics_of,
@@ -24,7 +24,7 @@ from outdraft.cli.bench_options import (
 from outdraft.cli.bench_sweep import sweep
 from outdraft.cli.command import Command, check_output, use_physical_cores
 from outdraft.cli.options import EngineOptions, engine_config, takes_options
-from outdraft.config.benchmarks import Dataset, LatencyPlan, Traffic
+from outdraft.config.benchmarks import Dataset, LatencyPlan, TrafficPlan
 from outdraft.config.engine import SchedulerConfig
 from outdraft.core.sampling import SamplingParams
 
@@ -48,10 +48,10 @@ ModelFlag = Annotated[
 @takes_options
 def serve(
     *,
-    server: ServerOptions,
+    server: EndpointOptions,
     dataset: Dataset,
     length: LengthOptions,
-    traffic: Traffic,
+    traffic: TrafficPlan,
     result: ResultOptions,
     tokenizer: Annotated[
         str | None, typer.Option(help="The served model's; random and sharegpt need it.")
@@ -191,7 +191,7 @@ def _params(run: RunOptions) -> SamplingParams:
 def _keep(
     where: dict[str, Any],
     results: list[dict[str, Any]],
-    traffic: Traffic | None,
+    traffic: TrafficPlan | None,
     options: ResultOptions,
 ) -> None:
     """Write what was asked for; a sweep, whose traffic is None, is one file and has its plots."""

@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from outdraft.cli.options import json_object
-from outdraft.config.benchmarks import Traffic
+from outdraft.config.benchmarks import TrafficPlan
 from outdraft.config.fields import check_whole, flag
 from outdraft.core.errors import ConfigError
 
@@ -19,9 +19,10 @@ _Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
-    """Who is asked; names as in vLLM."""
+class EndpointOptions:
+    """The server that is asked; names as in vLLM."""
 
+    PANEL: ClassVar = "Server"  # of help
     base_url: str | None = flag("Default: http://HOST:PORT.")
     host: str = flag(default="127.0.0.1")
     port: int = flag(default=8000)
@@ -74,7 +75,7 @@ class RunOptions:
     max_seconds: float = flag(MAX_SECONDS, default=600, min=1)
 
 
-def endpoint_of(options: ServerOptions, *, ignores_eos: bool) -> "Endpoint":
+def endpoint_of(options: EndpointOptions, *, ignores_eos: bool) -> "Endpoint":
     """Where requests go, and the fields that all of them carry."""
     from outdraft.bench.client import Endpoint
 
@@ -100,7 +101,7 @@ def endpoint_of(options: ServerOptions, *, ignores_eos: bool) -> "Endpoint":
     )
 
 
-def traffics_of(traffic: Traffic, sweep: str | None) -> list[Traffic]:
+def traffics_of(traffic: TrafficPlan, sweep: str | None) -> list[TrafficPlan]:
     """One, or one for each concurrency of a sweep."""
     if sweep is None:
         return [traffic]

@@ -237,9 +237,10 @@ def parse_json_object(text: str) -> dict[str, Any] | None:
 
 
 def _in_panel(one: Field[Any], group: type) -> Any:
-    """The annotation of a flag, which help lists under the name of its group."""
+    """The annotation of a flag, which help lists under the name of its group, or its PANEL."""
     settings = dict(one.metadata)
-    settings["rich_help_panel"] = group.__name__.removesuffix("Options").removesuffix("Plan")
+    name = group.__name__.removesuffix("Options").removesuffix("Plan")
+    settings["rich_help_panel"] = getattr(group, "PANEL", name)
     return Annotated[one.type, typer.Option(*settings.pop("spellings"), **settings)]
 
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from outdraft.config.speculation import SpeculationConfig
     from outdraft.control.costs import CostTable
     from outdraft.core.recorded import RecordedRequest
-    from outdraft.planning.replay import Replayed, Traffic
-    from outdraft.planning.replay_scores import Recorded, Report, RunScore, Score, SourceScore
+    from outdraft.planning.replay import RecordedTraffic, Replayed
+    from outdraft.planning.replay_scores import Recorded, ReplayReport, RunScore, Score, SourceScore
 
 EMBEDDED = "embedded"
 
@@ -84,24 +84,24 @@ def replay(
 
 def _report(
     requests: "list[RecordedRequest]", ways: ReplayOptions, prices: CostOptions
-) -> "Report":
+) -> "ReplayReport":
     import torch
 
     from outdraft.engine.cost_table import read_table
     from outdraft.engine.drafters import host_proposers
     from outdraft.kernels.choose import AUTO, choose_kernels
-    from outdraft.planning.replay import Traffic
-    from outdraft.planning.replay_scores import Report, plain_run, recorded_score, score
+    from outdraft.planning.replay import RecordedTraffic
+    from outdraft.planning.replay_scores import ReplayReport, plain_run, recorded_score, score
 
     kernels = choose_kernels(AUTO, torch.device("cpu"), torch.float32)
-    traffic = Traffic(requests, ways.concurrency)
+    traffic = RecordedTraffic(requests, ways.concurrency)
     lengths = numbers(ways.lengths, "--lengths", int)
     for length in lengths:
         check_whole("--lengths", length, 1, MAX_DRAFTS)
     told = None if prices.costs is None else read_table(prices.costs, f"--costs {prices.costs}")
     configs = _configs(requests, ways, prices)  # refused before anything is run
     plain = plain_run(traffic, None)
-    return Report(
+    return ReplayReport(
         recorded_score(requests),
         ways.concurrency,
         plain.cached_tokens,
@@ -162,7 +162,7 @@ def _with_any_network(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _costs(
-    traffic: "Traffic", given: dict[str, Any], prices: CostOptions, told: "CostTable | None"
+    traffic: "RecordedTraffic", given: dict[str, Any], prices: CostOptions, told: "CostTable | None"
 ) -> "tuple[CostTable, Replayed] | None":
     """`told`: the table of --costs."""
     from outdraft.planning.replay import Replayed
@@ -193,7 +193,7 @@ def _measured(model: str, given: dict[str, Any]) -> "CostTable":
     return control.costs.table
 
 
-def show(report: "Report") -> None:
+def show(report: "ReplayReport") -> None:
     """The trace, then each configuration."""
     console = wide_console(100)
     recorded = report.recorded

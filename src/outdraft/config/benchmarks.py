@@ -45,7 +45,7 @@ class Dataset:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class TrafficPlan:
     """How requests arrive."""
 
     request_rate: float = flag("Requests a second; inf: all at once.", default=math.inf)

@@ -56,10 +56,9 @@ class RecordedAcceptance:
     the place, so two policies meet the same.
     """
 
-    def __init__(self, source: DraftSource, requests: Sequence[RecordedRequest], seed: int) -> None:
+    def __init__(self, source: DraftSource, requests: Sequence[RecordedRequest]) -> None:
         self.source = source
         self.counts = LevelCounts()
-        self._seed = seed
         by_rule: dict[str, LevelCounts] = defaultdict(LevelCounts)
         for request in requests:
             for drafted, accepted in network_drafts(source, request):
@@ -100,7 +99,7 @@ class RecordedAcceptance:
         block, at = divmod(place, BLOCK)
         key = sequence, block
         if key not in self._coins:
-            rng = np.random.default_rng([self._seed, sequence, block])
+            rng = np.random.default_rng([0, sequence, block])
             self._coins[key] = rng.random(BLOCK).tolist()
         return self._coins[key][at]
 

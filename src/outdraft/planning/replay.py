@@ -45,19 +45,17 @@ ProposersMaker = Callable[[SpeculationConfig], Sequence[HostProposer]]
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class RecordedTraffic:
     """What is replayed, and when it comes.
 
     Attributes:
         requests: of a trace, by arrival.
         concurrency: so many texts run at once, and each that ends makes room for the next; None:
             they come when they came.
-        seed: of the luck of networks' drafts.
     """
 
     requests: Sequence[RecordedRequest]
     concurrency: int | None = None
-    seed: int = 0
 
     @property
     def max_model_len(self) -> int:
@@ -112,7 +110,7 @@ class Replayed:
 
 
 def replay(
-    traffic: Traffic,
+    traffic: RecordedTraffic,
     config: SpeculationConfig,
     proposers: Sequence[HostProposer],
     table: CostTable = NO_COSTS,
@@ -134,7 +132,7 @@ class _Replay:
 
     def __init__(
         self,
-        traffic: Traffic,
+        traffic: RecordedTraffic,
         config: SpeculationConfig,
         proposers: Sequence[HostProposer],
         table: CostTable,
@@ -267,12 +265,12 @@ def _params(request: RecordedRequest) -> SamplingParams:
 
 
 def _network(
-    traffic: Traffic, config: SpeculationConfig, table: CostTable
+    traffic: RecordedTraffic, config: SpeculationConfig, table: CostTable
 ) -> RecordedAcceptance | None:
     if config.network is None:
         return None
     source = config.network.source
-    network = RecordedAcceptance(source, traffic.requests, traffic.seed)
+    network = RecordedAcceptance(source, traffic.requests)
     if network.num_drafts == 0:
         raise ConfigError(
             f"the trace has no drafts of {source}, so nobody knows how often they are accepted: "

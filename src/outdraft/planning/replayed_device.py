@@ -135,7 +135,7 @@ class ReplayedDevice:
         sizes = level_sizes(choice)
         place = text.request.num_output
         most = min(len(sizes), len(future))
-        accepted = self._network.accepted(text.index, text.rule, _number(text.request), place, most)
+        accepted = self._network.accepted(text.index, text.rule, int(text.request.id), place, most)
         token_ids, parents, firsts, above = list[int](), list[int](), list[int](), 0
         for level, size in enumerate(sizes):
             firsts.append(len(token_ids))
@@ -176,8 +176,3 @@ def _pass_rows(choice: DraftChoice, level: int) -> int:
     if level >= len(sizes):
         return 0
     return sizes[level - 1] if level else 1
-
-
-def _number(request: Request) -> int:
-    """A request's own, from its id; see `Replay`."""
-    return int(request.id)
