@@ -74,7 +74,7 @@ class EngineRun:
         return (self._engine.stats.num_emitted - self._emitted_before) / self.elapsed_s
 
     def advance(self, seconds: float = math.inf) -> None:
-        """Step until the steps have taken so many seconds, or until the run is over.
+        """Step until the steps have taken `seconds`, or until the run is over.
 
         Raises:
             GenerationError: a request failed.

@@ -96,7 +96,7 @@ def measure_latency(
     deadline_s: float,
     on_iteration: Callable[[float], object] = lambda latency_s: None,
 ) -> dict[str, Any]:
-    """How long one batch takes, from its first prompt token to the last token of its last request.
+    """Time batches, each from its first prompt token to the last token of its last request.
 
     The result has vLLM's fields; seconds.
 
@@ -165,7 +165,7 @@ def measure_throughput(
     deadline_s: float,
     on_done: Callable[[RequestOutput], object] = lambda output: None,
 ) -> dict[str, Any]:
-    """How fast many prompts that are all there at once are completed; vLLM's fields.
+    """Complete many prompts that are all there at once; the result has vLLM's fields.
 
     The warm-up is run first and not measured: threads and memory come with it.
 

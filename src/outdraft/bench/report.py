@@ -109,7 +109,7 @@ def strict_json(result: dict[str, Any]) -> str:
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """As `strict_json`, into a file."""
+    """Write strict JSON into a file, whose folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(strict_json(result) + "\n", encoding="utf-8")
 
@@ -134,7 +134,7 @@ def environment() -> dict[str, Any]:
 
 
 def compute() -> dict[str, Any]:
-    """What this process computes with; to be added where it is the one that is measured."""
+    """Processor, card and threads of this process: for results about an engine in it."""
     import torch
 
     return {

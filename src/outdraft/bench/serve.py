@@ -47,7 +47,7 @@ OnDone = Callable[[RequestSample], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reporting:
-    """What of the samples is reported; names of metrics as in vLLM."""
+    """Metrics and percentiles to report; names as in vLLM."""
 
     metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
     percentiles: tuple[float, ...] = (99.0,)
@@ -64,7 +64,7 @@ class Reporting:
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """What was measured: a sample per request, in order."""
+    """Samples of a load test, one per request, in order."""
 
     samples: list[RequestSample]
     duration_s: float

@@ -33,7 +33,7 @@ class Sample:
     """One prompt that one engine completed."""
 
     token_ids: list[int]
-    num_decoded: int  # tokens behind the first ones
+    num_decoded: int  # tokens after the first ones
     decode_s: float  # time inside of the steps that made them
     stats: StatsTotal  # of those steps; the prompt's own is left out
     origins: Sequence[TokenOrigin] = ()
@@ -53,7 +53,7 @@ class SharedModels:
         self._loaded: dict[tuple[object, ...], LoadedModels] = {}
 
     def of(self, config: EngineConfig) -> LoadedModels:
-        """What the configuration needs; what is not there yet is loaded.
+        """Models of a configuration; those that no other one needed are loaded.
 
         Raises:
             ConfigError: a model is missing or does not fit, or the target is another one, or one
@@ -101,7 +101,8 @@ def complete_in_turn(
             Not one of the prompts, since a proposer may remember it.
         params: of each prompt, whichever engine completes it.
         on_done: called whenever a request is done, warm-ups included.
-        on_step: told which engine's output grew; the time it takes is not counted.
+        on_step: called with the name of an engine and its output that grew; its time is not
+            counted.
     """
     assert warm_up not in prompts
     for engine in engines.values():
@@ -117,7 +118,7 @@ def complete_in_turn(
 
 
 def are_identical(samples: Samples, base: Samples) -> bool:
-    """Whether another engine gave the same tokens of each prompt."""
+    """True if another engine gave the same tokens of each prompt."""
     return [one.token_ids for one in samples] == [one.token_ids for one in base]
 
 
@@ -127,7 +128,7 @@ def median_tokens_per_s(samples: Samples) -> float:
 
 
 def median_ratio(samples: Samples, base: Samples) -> float:
-    """How many times as many tokens a second as another engine, prompt by prompt."""
+    """Median ratio of tokens a second to those of another engine, prompt by prompt."""
     pairs = zip(samples, base, strict=True)
     ratios = [own.tokens_per_s / other.tokens_per_s for own, other in pairs if other.tokens_per_s]
     return statistics.median(ratios) if ratios else 0.0
@@ -225,7 +226,8 @@ def compare(
     Args:
         warm_up: completed first by every engine and not counted. Not one of the prompts, since a
             proposer may remember it.
-        on_step: told which engine's output grew; the time it takes is not counted.
+        on_step: called with the name of an engine and its output that grew; its time is not
+            counted.
     """
     params = [
         SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=number)
@@ -256,18 +258,18 @@ def as_json(compared: Mapping[str, Samples]) -> dict[str, Any]:
 
 
 def tokens_per_s(samples: Samples) -> float:
-    """Over all prompts, behind their first tokens."""
+    """Tokens a second over all prompts, after their first tokens."""
     decode_s = sum(sample.decode_s for sample in samples)
     return sum(sample.num_decoded for sample in samples) / decode_s if decode_s else 0.0
 
 
 def tpot_ms(samples: Samples) -> float:
-    """Time per output token behind the first."""
+    """Milliseconds per output token after the first."""
     num_decoded = sum(sample.num_decoded for sample in samples)
     return 1000 * sum(sample.decode_s for sample in samples) / max(1, num_decoded)
 
 
 def speedup(samples: Samples, plain: Samples) -> float:
-    """How many times as many tokens a second."""
+    """Tokens a second as a multiple of plain decoding's, over all prompts."""
     base = tokens_per_s(plain)
     return tokens_per_s(samples) / base if base else 0.0

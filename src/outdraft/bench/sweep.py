@@ -1,8 +1,8 @@
 """Speculation that chooses its lengths against plain decoding and fixed lengths, by concurrency.
 
-At each level all variants complete the same prompts, which no other level saw, a tenth of a second
-in turn, so that a machine whose speed drifts treats them alike. What counts is the time in which
-exactly so many requests run: a variant's part of a round ends when there is none left to begin.
+At each level all variants complete the same prompts, which no other level saw, 0.1 s in turn, so
+that a machine whose speed drifts treats them alike. The time counts in which as many requests run
+as the level says: a variant's part of a round ends when there is none left to begin.
 """
 
 import math
@@ -43,7 +43,7 @@ GOLDEN = (5**0.5 - 1) / 2  # its multiples, whole parts left out, are spread eve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepPlan:
-    """How long a sweep measures.
+    """Levels and rounds of a sweep.
 
     Attributes:
         levels: requests that run at once.
@@ -92,17 +92,17 @@ class SweepPlan:
 
 @dataclass(frozen=True, slots=True)
 class LevelRequests:
-    """What one level completes: before the first round, and in each one."""
+    """Requests of one level: before the first round, and in each one."""
 
     warm_up: Sequence[BenchRequest]
     of_round: Sequence[BenchRequest]
 
 
 def unequal(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
-    """The same requests, which ask for half of their tokens up to all of them.
+    """Shorten requests so that they ask for half of their tokens up to all of them.
 
     Requests of one length that begin together end together with plain decoding, which gives each a
-    token a step: it would read its prompts in one pass, and nobody else would.
+    token a step: it alone would read its prompts in one pass.
     """
     shares = [1 - (number * GOLDEN) % 1 / 2 for number in range(len(requests))]
     return [

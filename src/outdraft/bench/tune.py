@@ -1,8 +1,8 @@
 """The best way to draft for one model, on this machine and for this traffic.
 
 All candidates and plain decoding complete the same prompts in turn. After the first round only
-those go on that are not far behind the best. What a fixed draft of few tokens takes and brings
-tells why speculation does not pay where it does not.
+those go on that are almost as fast as the best. Costs and gains of a fixed draft of few tokens
+explain why speculation does not pay where it does not.
 """
 
 import json
@@ -31,13 +31,13 @@ from outdraft.engine.stats import StatsTotal
 
 FAR_BEHIND = 0.10  # of the best speed
 WORTH_IT = 0.01  # gain over plain decoding, and of fixed lengths over those that adapt
-OFTEN = 0.9  # of the steps; who drafts in fewer is told so
+OFTEN = 0.9  # of the steps; drafting in fewer is named as a reason
 GROWN = 1.25  # times the target's plain pass: rows are no longer free
 
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """What fixed drafts bring and take at one concurrency, in steps of plain decoding.
+    """Gains and costs of fixed drafts at one concurrency, in steps of plain decoding.
 
     Attributes:
         length: tokens that a step brings, its own one included.
@@ -125,7 +125,7 @@ def race(
     params: SamplingParams,
     on_run: Callable[[str], object] = lambda name: None,
 ) -> list[LevelResult]:
-    """Every level; candidates that fell behind have fewer rounds than the others."""
+    """Measure every level; slow candidates have fewer rounds than the others."""
     parts = list(plan.parts(requests, list(configs)))
     results = [result for result, _ in parts]
     engines = level_engines(configs, models, plan, plan.levels)
@@ -143,7 +143,7 @@ def race(
 
 
 def survivors(results: Sequence[LevelResult], running: Sequence[str]) -> list[str]:
-    """Plain decoding, and who is not far behind the best of the others."""
+    """Plain decoding, and the candidates that are almost as fast as the best."""
     found = {name: gain(results, name) for name in running if name != PLAIN}
     best = max(found.values())
     return [PLAIN, *(name for name, one in found.items() if one >= best * (1 - FAR_BEHIND))]

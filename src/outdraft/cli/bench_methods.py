@@ -93,7 +93,7 @@ def methods(
 
 
 def available(model: str | None, more: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What can draft for the target, by name: speculative_configs, those of the user last.
+    """List speculative_configs that can draft for the target, by name, those of the user last.
 
     Raises:
         ConfigError: one of the user's is wrong.
@@ -203,7 +203,7 @@ def show(result: dict[str, Any]) -> None:
     }
     if searches:
         listed = ", ".join(f"{name} {us:.1f} us" for name, us in searches.items())
-        console.print(f"A draft behind a text of 32k tokens: {listed}.")
+        console.print(f"A draft after a text of 32k tokens: {listed}.")
     if result["all_identical"]:
         console.print("At T = 0 every method gave plain decoding's tokens.")
     else:

@@ -31,7 +31,7 @@ class EndpointOptions:
     header: list[str] | None = flag("Sent along; repeatable.", metavar="KEY=VALUE")
     temperature: float | None = flag("0 is greedy; default: the server's own.")
     ignore_eos: bool = flag(
-        "Go on behind the end; random prompts always do.", "--ignore-eos", default=False
+        "Go on after the end; random prompts always do.", "--ignore-eos", default=False
     )
     extra_body: str | None = flag(
         'JSON object of more fields: \'{"speculation": {"enabled": false}}\'.'
@@ -40,7 +40,7 @@ class EndpointOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthOptions:
-    """How long a load test is; names as in vLLM."""
+    """Length of a load test; names as in vLLM."""
 
     num_prompts: int = flag("Prompts of each run.", default=100, min=1)
     sweep: str | None = flag("A run for each concurrency, and a plot.", metavar="1,2,4")
@@ -49,7 +49,7 @@ class LengthOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultOptions:
-    """What is kept; names as in vLLM."""
+    """Numbers and files that are kept; names as in vLLM."""
 
     percentile_metrics: str = flag(
         "Some of ttft, tpot, itl, e2el, client_queue_time.", default="ttft,tpot,itl,e2el"
@@ -65,7 +65,7 @@ class ResultOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """How an engine of this process is measured; names as in vLLM."""
+    """Measurement of an engine of this process; names as in vLLM."""
 
     temperature: float = flag(default=0.0)
     disable_detokenize: bool = flag(
@@ -76,7 +76,7 @@ class RunOptions:
 
 
 def endpoint_of(options: EndpointOptions, *, ignores_eos: bool) -> "Endpoint":
-    """Where requests go, and the fields that all of them carry."""
+    """Make the endpoint that requests go to, with the fields that all of them carry."""
     from outdraft.bench.client import Endpoint
 
     body: dict[str, Any] = {}

@@ -28,13 +28,13 @@ SLACK = 0.03  # of the best variant's speed; what choosing may cost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOptions:
-    """What is compared, and how long."""
+    """Variants to compare, and the length of the comparison."""
 
     concurrency: str = flag("Requests that run at once.", default="1,2,4,8,16,32", metavar="1,2,4")
     lengths: str = flag("Fixed numbers of drafts to compare with.", default="1,2,3,5,7")
     temperature: float = flag(default=0.0, min=0)
-    min_rounds: int = flag("At least so many at each level.", default=3)
-    max_rounds: int = flag("At most so many at each level.", default=12)
+    min_rounds: int = flag("Fewest rounds of each level.", default=3)
+    max_rounds: int = flag("Most rounds of each level.", default=12)
     tolerance: float = flag(
         "Rounds are added until the ratio is known as well, to either side.", default=0.02
     )
@@ -182,7 +182,7 @@ def _with_interval(level: dict[str, Any]) -> str:
 
 
 def _split_half(level: dict[str, Any]) -> str:
-    """As a number; "-": too few rounds."""
+    """Format the ratio by halves; "-": too few rounds."""
     ratio = level["split_half_ratio"]
     return "-" if ratio is None else f"{ratio:.3f}"
 

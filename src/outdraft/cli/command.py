@@ -90,10 +90,10 @@ def shown_log(is_wanted: bool) -> Generator[None]:
 
 
 def held_out(count: int) -> list[HeldOutPrompt]:
-    """So many of the package's prompts, and one more to warm up with.
+    """Take `count` of the package's prompts, and one more to warm up with.
 
     Raises:
-        ConfigError: there are not so many.
+        ConfigError: there are fewer.
     """
     prompts = assets.prompts()
     if count >= len(prompts):
@@ -120,8 +120,9 @@ def check_output(path: Path | None, flag: str) -> None:
 
 
 def wide_console(least: int) -> Console:
-    """As wide as the terminal, but no less than so many letters: a narrower terminal breaks the
-    lines, a file has no width."""
+    """Make a console as wide as the terminal, and at least `least` letters wide: a narrower
+    terminal breaks the lines, and a file has no width.
+    """
     console = Console(highlight=False)
     return Console(highlight=False, width=max(console.width, least))
 

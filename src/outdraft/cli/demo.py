@@ -108,7 +108,7 @@ class DemoView:
         self._num_shown = 0
 
     def header(self) -> None:
-        """What is compared, in how much memory, and what the colours mean."""
+        """Print the memory that engines take, and the meaning of the colours."""
         memory = self._llm.memory.table()
         self._console.print(table_of((), (), memory, texts=["memory", ""], box=None))
         legend = Text("\nPlain text: chosen by the target. Accepted drafts: ")
@@ -211,7 +211,7 @@ def _rows(report: dict[str, Any], base: str) -> list[tuple[str, ...]]:
 
 
 def _sources(compared: "Mapping[str, Samples]", sources: Sequence[TokenOrigin]) -> Text:
-    """Who chose the tokens of the last, most elaborate method."""
+    """Say who chose the tokens of the last, most elaborate method."""
     name, samples = list(compared.items())[-1]
     counts = Counter(origin for sample in samples for origin in sample.origins)
     total = max(1, counts.total())

@@ -118,7 +118,7 @@ def _gpu() -> Section:
 
 
 def _ranks(size: int, num_threads: int, device: "torch.device") -> Section:
-    """What each of so many ranks would compute with."""
+    """List the processors or the card of each of `size` ranks."""
     from outdraft.engine.cores import cores_of_ranks, topology
 
     found: Section = {}
@@ -178,7 +178,7 @@ def _used(device: "torch.device") -> Section:
 
 
 def _operations(device: "torch.device") -> Section:
-    """What computes each operation for the usual dtypes, and for another one if that differs."""
+    """Name the module of each operation for the usual dtypes, and for another one if it differs."""
     import torch
 
     from outdraft.kernels.choose import choose_kernels, computed_by
@@ -205,7 +205,7 @@ def _operations(device: "torch.device") -> Section:
 
 
 def _embedded() -> tuple[Section, list[str]]:
-    """Where the embedded models are, and what is not there."""
+    """Find the embedded models; also a message for each that is missing."""
     finders: dict[str, Callable[[], object]] = {
         "target": assets.target_path,
         "drafter": assets.drafter_path,

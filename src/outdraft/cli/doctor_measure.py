@@ -34,7 +34,7 @@ _PAYS = 1.1  # speeds up to this one are noise
 
 
 def show_costs(console: Console, config: "EngineConfig") -> None:
-    """Measure what is not known yet, and print all of it."""
+    """Measure costs that no earlier start measured, and print all of them."""
     from outdraft.engine.build import build_engine
     from outdraft.engine.cost_table import cost_file, cost_table
     from outdraft.engine.loading import load_models
@@ -64,7 +64,7 @@ def show_costs(console: Console, config: "EngineConfig") -> None:
         )
         numbers = {
             "in each step in which it drafts": f"{_ms(cost.start_s)} ms",
-            "to catch up with so many tokens": f"{lags} ms",
+            "to catch up, by tokens": f"{lags} ms",
             "each token of a context": f"{cost.context_s * 1e6:.2f} us a pass",
             "passes of a draft": f"at most {cost.max_passes}",
         }
@@ -77,7 +77,7 @@ def show_costs(console: Console, config: "EngineConfig") -> None:
 
 
 def _machine(models: "LoadedModels") -> "tuple[Machine, bool]":
-    """What this machine does at most, and whether that was measured."""
+    """Limits of this machine, and True if they were measured."""
     from outdraft.engine.prior_costs import default_machine
     from outdraft.kernels.choose import machine_limits
 
@@ -139,10 +139,10 @@ def quantized_speeds(
 
 def advice(speeds: Mapping[WeightFormat, float]) -> str:
     """Say which format is the fastest, and whether it pays."""
-    told = ", ".join(f"{kept} {speed:.2f}" for kept, speed in speeds.items())
+    shown = ", ".join(f"{kept} {speed:.2f}" for kept, speed in speeds.items())
     best = max(speeds, key=lambda kept: speeds[kept])
     verdict = f"{best} is recommended" if speeds[best] > _PAYS else "none is recommended"
-    return f"{told} times as fast as weights as they are: {verdict}"
+    return f"{shown} times as fast as weights as they are: {verdict}"
 
 
 def _seconds(products: Sequence[Product], x_TD: Tensor) -> float:

@@ -37,7 +37,7 @@ def generate(
     sampling: SamplingOptions,
 ) -> None:
     """Complete a prompt. The text goes to stdout while it grows, the numbers to stderr."""
-    sampling_params(sampling)  # what is wrong is told before the model is loaded
+    sampling_params(sampling)  # errors come before the model is loaded
     config = engine_config(model, engine)
     text = prompt if prompt is not None else _stdin()
     use_physical_cores(os.environ)
@@ -54,7 +54,7 @@ def generate(
 
 
 def _stdin() -> str:
-    """What is piped in, without the newline that a shell puts behind it."""
+    """Text that is piped in, without the newline that a shell adds at its end."""
     if sys.stdin.isatty():
         raise RequestError("there is nothing to complete: use --prompt or pipe a text", "prompt")
     return sys.stdin.read().removesuffix("\n")
@@ -66,13 +66,13 @@ def chat(
         str, typer.Argument(help="Directory or hub name of a checkpoint with a chat template.")
     ],
     *,
-    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+    system: Annotated[str | None, typer.Option(help="Text that the model reads first.")] = None,
     verbose: Verbose = False,
     engine: EngineOptions,
     sampling: SamplingOptions,
 ) -> None:
     """Talk with a model. Ctrl-C ends an answer, Ctrl-D the conversation."""
-    sampling_params(sampling)  # what is wrong is told before the model is loaded
+    sampling_params(sampling)  # errors come before the model is loaded
     config = engine_config(model, engine)
     use_physical_cores(os.environ)
     from outdraft.engine.chat import ChatTemplate
@@ -112,7 +112,7 @@ def chat(
 
 
 def _ask() -> str | None:
-    """What the user says next; None at the end of the input. A pipe gets answers alone."""
+    """Read the next line of the user; None at the end of the input. A pipe gets answers alone."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     while True:
         try:

@@ -26,7 +26,7 @@ DEFAULT_MAX_TOKENS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What an engine is started with; names as in vLLM."""
+    """Arguments of an engine; names as in vLLM."""
 
     tokenizer: str | None = flag("Directory or hub name; default: the model's own.")
     revision: str | None = flag("Branch, tag or commit of a model of the hub.")
@@ -38,7 +38,7 @@ class EngineOptions:
         "outdraft where it has the family, else the transformers library."
     )
     generation_config: str | None = flag(
-        "Where sampling parameters come from that nobody gives: auto (the model's "
+        "Source of sampling parameters that a request leaves open: auto (the model's "
         "generation_config.json, the default), vllm (nowhere), or a directory."
     )
     dtype: str | None = flag(f"One of {', '.join(DTYPES)}.")
@@ -88,7 +88,7 @@ class EngineOptions:
         "--rank-timeout",
     )
     check_ranks: bool | None = flag(
-        "Compare in each step what the ranks were told and what they chose.", "--check-ranks"
+        "Compare in each step the ranks' plans and their choices.", "--check-ranks"
     )
     seed: int | None = flag("For everything random.")
     speculative_config: str | None = flag(
@@ -101,7 +101,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
-    """How requests share the engine; names as in vLLM where it has one."""
+    """Limits of requests that share the engine; names as in vLLM where it has one."""
 
     max_num_seqs: int | None = flag("Requests that run together.")
     max_num_batched_tokens: int | None = flag(
@@ -116,7 +116,7 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """How tokens are chosen; names as in vLLM."""
+    """Choice of tokens; names as in vLLM."""
 
     max_tokens: int = flag("Most tokens to generate.", default=DEFAULT_MAX_TOKENS)
     min_tokens: int | None = flag("Tokens before it may end.")
@@ -128,7 +128,7 @@ class SamplingOptions:
     frequency_penalty: float | None = flag()
     repetition_penalty: float | None = flag()
     stop: list[str] | None = flag("End before this text; repeatable.")
-    ignore_eos: bool = flag("Go on behind the end.", "--ignore-eos", default=False)
+    ignore_eos: bool = flag("Go on after the end.", "--ignore-eos", default=False)
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -206,7 +206,7 @@ def _config(
 def sampling_params(
     options: SamplingOptions, defaults: SamplingParams | None = None
 ) -> SamplingParams:
-    """What the flags say; what they leave open is as in `defaults`.
+    """Make sampling parameters of flags; those that are not given are as in `defaults`.
 
     Raises:
         RequestError: a value is out of its range.

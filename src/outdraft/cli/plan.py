@@ -22,7 +22,7 @@ _DTYPES = "bf16, fp8, int8 or int4"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """Which networks, and what their weights are kept in."""
+    """Networks, and the dtypes of their weights."""
 
     draft: str = flag("As --target; or eagle3, medusa, ngram, suffix.", default="suffix")
     quantization: str | None = flag(f"The target's: {_DTYPES}. Default: as its config says.")
@@ -32,7 +32,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareOptions:
-    """How the cards work together."""
+    """Cooperation of the cards."""
 
     tp: int | None = flag("Cards that share the target. Default: all.", min=1)
     draft_tp: int | None = flag("Cards that share the drafter. Default: as --tp.", min=1)
@@ -44,7 +44,7 @@ class HardwareOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficOptions:
-    """Who asks, and how well drafts are accepted."""
+    """Requests, and the acceptance of drafts."""
 
     concurrency: str = flag("Running requests.", default="1,8,16,64")
     acceptance: str = flag(

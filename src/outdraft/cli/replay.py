@@ -28,21 +28,21 @@ EMBEDDED = "embedded"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
-    """What is tried."""
+    """Configurations to try."""
 
     speculative_config: list[str] | None = flag(
         "JSON as for serve; repeatable. Networks need no model unless --model measures them. "
         "Default: suffix, ngram, and the networks of the trace."
     )
     concurrency: int | None = flag(
-        "So many texts run at once. Default: they come as they came.", min=1
+        "Texts that run at once. Default: they come as they came.", min=1
     )
     lengths: str = flag("Fixed lengths beside the greatest.", default="1,2,3,5,7")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostOptions:
-    """What steps take; without any, acceptance alone is told."""
+    """Costs of steps; without any, acceptance alone is shown."""
 
     costs: Path | None = flag("File with a table of costs.", exists=True, dir_okay=False)
     model: str | None = flag(
@@ -98,7 +98,7 @@ def _report(
     lengths = numbers(ways.lengths, "--lengths", int)
     for length in lengths:
         check_whole("--lengths", length, 1, MAX_DRAFTS)
-    told = None if prices.costs is None else read_table(prices.costs, f"--costs {prices.costs}")
+    table = None if prices.costs is None else read_table(prices.costs, f"--costs {prices.costs}")
     configs = _configs(requests, ways, prices)  # refused before anything is run
     plain = plain_run(traffic, None)
     return ReplayReport(
@@ -110,7 +110,7 @@ def _report(
                 traffic,
                 config,
                 lambda chosen: host_proposers(chosen.sources, kernels),
-                _costs(traffic, given, prices, told),
+                _costs(traffic, given, prices, table),
                 lengths,
             )
             for given, config in configs
@@ -121,7 +121,7 @@ def _report(
 def _configs(
     requests: "list[RecordedRequest]", ways: ReplayOptions, prices: CostOptions
 ) -> "list[tuple[dict[str, Any], SpeculationConfig]]":
-    """What was asked for, as JSON and understood."""
+    """Configurations that were asked for, each as JSON and parsed."""
     from outdraft.config.speculation_json import parse_speculative_config
 
     given = [
@@ -162,13 +162,15 @@ def _with_any_network(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _costs(
-    traffic: "RecordedTraffic", given: dict[str, Any], prices: CostOptions, told: "CostTable | None"
+    traffic: "RecordedTraffic",
+    given: dict[str, Any],
+    prices: CostOptions,
+    table: "CostTable | None",
 ) -> "tuple[CostTable, Replayed] | None":
-    """`told`: the table of --costs."""
+    """The table for a configuration, and plain decoding by it. `table`: that of --costs."""
     from outdraft.planning.replay import Replayed
     from outdraft.planning.replay_scores import plain_run
 
-    table = told
     if prices.model is not None:
         table = _measured(prices.model, given)
     if table is None:
@@ -210,7 +212,7 @@ def show(report: "ReplayReport") -> None:
     for one in report.scores:
         _show_score(console, one)
     if not any(one.runs for one in report.scores):
-        console.print("Without --costs or --model nobody knows what steps take.", style="dim")
+        console.print("Without --costs or --model the time of steps is unknown.", style="dim")
 
 
 def _facts(recorded: "Recorded") -> str:

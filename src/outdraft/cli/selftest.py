@@ -19,7 +19,7 @@ from outdraft.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfTestOptions:
-    """How much is looked at."""
+    """Numbers of texts and of their tokens."""
 
     prompts: int = flag("Prompts of the package that are completed greedily.", default=8)
     max_tokens: int = flag("Tokens to complete each of them by.", default=64)
@@ -45,7 +45,7 @@ def selftest(model: Model = None, *, options: SelfTestOptions, engine: EngineOpt
     """Check that drafts change nothing but the speed, with your models on your machine.
 
     Greedy texts must be plain decoding's, token by token, and drawn tokens must have the target's
-    distribution. Exits with 1 if not, and tells how undecided the target was at the first
+    distribution. Exits with 1 if not, and says how undecided the target was at the first
     difference.
     """
     config = engine_config(model, engine)
@@ -107,7 +107,7 @@ def show(result: dict[str, Any]) -> None:
     p_value = result["p_value"]
     console.print(
         f"{_mark(p_value >= LEAST_P)} temperature 1: {result['num_samples']} texts, the next token "
-        f"behind {result['num_beginnings']} beginnings: p = {p_value:.3g} (at least {LEAST_P:g})"
+        f"after {result['num_beginnings']} beginnings: p = {p_value:.3g} (at least {LEAST_P:g})"
     )
     speed = result["speed"]
     console.print(

@@ -28,7 +28,7 @@ API_KEY_VARIABLE = "OUTDRAFT_API_KEY"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """What the server is called, who may use it, and how it ends; names as in vLLM."""
+    """Address, access and end of the server; names as in vLLM."""
 
     host: str = flag("Address to listen on; 0.0.0.0: all.", default="127.0.0.1")
     port: int = flag("0: any that is free.", default=8000, min=0, max=65535)

@@ -47,7 +47,7 @@ from outdraft.server.trace_file import TraceFile
 _logger = logging.getLogger(__name__)
 
 EMBEDDED_NAME = "outdraft"
-# The embedded model completes code: nobody taught it who speaks.
+# The embedded model completes code: it was not trained on conversations.
 JOINED_CONTENTS = "{{ messages | map(attribute='content') | join('\\n') }}"
 
 
@@ -145,11 +145,11 @@ async def _serve(
 
 
 def _ranks(config: EngineConfig) -> str:
-    size, told = config.parallel.tensor_parallel_size, ""
+    size, drafters = config.parallel.tensor_parallel_size, ""
     if config.speculation.network is not None:
         draft_size = config.draft_tensor_parallel_size
-        told = f", {size // draft_size} drafters over {draft_size} each"
-    return f"the target over {size} ranks{told}"
+        drafters = f", {size // draft_size} drafters over {draft_size} each"
+    return f"the target over {size} ranks{drafters}"
 
 
 def _default_sampling(config: EngineConfig, info: EngineInfo) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def allowed_hosts(chosen: tuple[str, ...], host: str, listens_on: str) -> tuple[
 def settings_of(
     config: EngineConfig, options: ServerOptions, environ: Mapping[str, str], *, is_embedded: bool
 ) -> ApiSettings:
-    """What the API is started with. Raises ConfigError if a value is wrong."""
+    """Make the settings of the API. Raises ConfigError if a value is wrong."""
     parsers = (
         ("--tool-call-parser", options.tool_call_parser, get_args(ToolCallFormat)),
         ("--reasoning-parser", options.reasoning_parser, get_args(ReasoningFormat)),

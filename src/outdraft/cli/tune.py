@@ -37,7 +37,7 @@ FIXED, PROBE = "always ", f"always {PROBE_LENGTH}: "  # what their names begin w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneOptions:
-    """What is tried, and for which traffic."""
+    """Candidates, and the traffic that they are tried with."""
 
     draft: list[str] | None = flag(
         "A drafter: a directory or hub name, with METHOD= before it if it is no draft_model; "
@@ -47,7 +47,7 @@ class TuneOptions:
     )
     concurrency: str = flag("Requests that run at once.", default="1,8", metavar="1,8")
     temperature: float = flag(default=0.0, min=0)
-    rounds: int = flag("At most so many, for whatever is not far behind.", default=5)
+    rounds: int = flag("Most rounds of candidates that are almost as fast as the best.", default=5)
     output: Path | None = flag("File for `outdraft serve --config`.", "--output", "-o")
 
     def __post_init__(self) -> None:
@@ -215,7 +215,7 @@ def _explain(
     row_intensity: float,
     ridge: float | None,
 ) -> None:
-    """What fixed drafts take and bring, level by level, and where they break even."""
+    """Print costs and gains of fixed drafts, level by level, and the acceptance of break-even."""
     from outdraft.bench.side_by_side import PLAIN
     from outdraft.bench.tune import balance
 

@@ -30,7 +30,7 @@ BACKENDS = ("mp", "ray")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """How much memory the KV cache takes and how it is cut.
+    """Memory and blocks of the KV cache.
 
     Attributes:
         block_size: tokens per block.
@@ -60,14 +60,14 @@ class CacheConfig:
 
     @property
     def has_size(self) -> bool:
-        """Whether someone asked for a size of the cache, in whatever unit."""
+        """True if a size of the cache is given, in any unit."""
         asked = self.num_blocks, self.kv_cache_memory_bytes, self.gpu_memory_utilization
         return any(one is not None for one in asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """How many requests and rows share a step."""
+    """Limits of requests and rows."""
 
     max_num_seqs: int = 64  # running requests
     max_num_batched_tokens: int = 2048  # rows of one step: prompt chunks, roots and drafts
@@ -95,10 +95,10 @@ class ParallelConfig:
         tensor_parallel_size: ranks; 1: the engine's own process computes all.
         distributed_executor_backend: who starts the other ranks: "mp": this machine; "ray": a Ray
             cluster, on any of its machines.
-        rank_timeout_s: how long one rank waits for another within a step; then that one hangs. A
-            server also waits so long for an engine's process that was stopped.
-        check_ranks: compare on every rank, in each step, what the ranks were told and what they
-            chose. Costs a few small messages and the overlap of steps; to find faults with.
+        rank_timeout_s: seconds that one rank waits for another within a step; then that one hangs.
+            A server waits as long for an engine's process that was stopped.
+        check_ranks: compare on every rank, in each step, the plans and the choices of all ranks.
+            Costs a few small messages and the overlap of steps; to find faults with.
     """
 
     tensor_parallel_size: int = 1
@@ -119,7 +119,7 @@ class ParallelConfig:
 
     @property
     def has_ranks(self) -> bool:
-        """Whether other processes compute, too."""
+        """True if other processes compute, too."""
         return self.tensor_parallel_size > 1
 
 
@@ -141,7 +141,7 @@ class EngineConfig:
         model_impl: what computes the target's network: "outdraft", "transformers" (the library), or
             "auto": this engine where it has the family, else the library.
         generation_config: whose sampling parameters a request has that leaves them open: "auto":
-            the model's generation_config.json, "vllm": nobody's, else the directory of another one.
+            the model's generation_config.json, "vllm": none, else the directory of another one.
         enforce_eager: on a GPU, neither passes nor drafts nor their verification become graphs.
         max_model_len: longest prompt + output in tokens; None: what the model allows.
         seed: of requests that bring no seed of their own.

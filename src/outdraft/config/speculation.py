@@ -1,4 +1,4 @@
-"""How the engine speculates: a verification rule and a list of draft sources, in priority order."""
+"""Speculation of an engine: a verification rule and draft sources in priority order."""
 
 import math
 from dataclasses import dataclass, field
@@ -92,7 +92,7 @@ class DraftNetworkConfig:
             small vocabulary before a large one may know an eighth of it; one that has little but
             single bytes knows a hundredth.
         quantization: of its weights, as EngineConfig's for the target; it changes no output. With
-            `self` a copy of the target in so many bits drafts.
+            `self` a copy of the target in these bits drafts.
         kv_budget: tokens of each text that the target attends to while it drafts for itself; None:
             all of them. For `self` only.
         draft_tensor_parallel_size: ranks that share one such network: a divisor of
@@ -155,7 +155,7 @@ class DraftNetworkConfig:
 
     @property
     def samples(self) -> bool:
-        """Whether drafts are drawn from the network's distribution, which is then kept."""
+        """True if drafts are drawn from the network's distribution, which is then kept."""
         return self.draft_sample_method == "probabilistic"
 
 
@@ -164,7 +164,7 @@ SourceConfig = NgramConfig | SuffixConfig | DraftNetworkConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    """What drafts, how much, and how drafts are verified.
+    """Draft sources, their limits, and the verification of drafts.
 
     Attributes:
         sources: draft sources in priority order; empty means plain decoding.

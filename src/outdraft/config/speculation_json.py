@@ -114,7 +114,7 @@ def _check_keys(given: Mapping[str, Any], method: str, allowed: Sequence[str]) -
 
 
 def _listed(given: Mapping[str, Any]) -> tuple[SourceConfig, ...]:
-    """What `sources` says."""
+    """The draft sources that `sources` lists."""
     _check_keys(given, "combined, with sources", (*_COMMON_KEYS, "sources"))
     listed = given["sources"]
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:

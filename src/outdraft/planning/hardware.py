@@ -1,4 +1,4 @@
-"""What machines can do at most, what of it is reached, and how cards are linked.
+"""Limits of machines, the shares of them that are reached, and links between cards.
 
 The numbers are in data/hardware.json: vendors' own for dense operations, and a few constants, each
 with a range and where it comes from. No constant belongs to a model or to a card.
@@ -62,7 +62,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How all-reduces travel between cards; bandwidth in bytes a second."""
+    """A link between cards that all-reduces travel over; bandwidth in bytes a second."""
 
     name: str
     bandwidth: float
@@ -70,7 +70,7 @@ class Link:
     latency_s_per_card: float
 
     def all_reduce_s(self, num_bytes: Any, num_cards: int) -> Any:
-        """Seconds for so many bytes a card, a ring's volume; any shape of numbers of bytes."""
+        """Seconds for `num_bytes` of each card, a ring's volume; `num_bytes` may be an array."""
         latency_s = self.latency_s + (num_cards - 2) * self.latency_s_per_card
         return latency_s + 2 * (num_cards - 1) / num_cards * num_bytes / self.bandwidth
 
@@ -92,7 +92,7 @@ class Hardware:
     shared_bandwidth: float | None = None
 
     def bandwidth(self, num_busy: int) -> float:
-        """Bytes a second that each of so many cards reads when they read at once."""
+        """Bytes a second that each of `num_busy` cards reads while all of them read."""
         reached = self.card.bandwidth_efficiency
         if self.shared_bandwidth is None:
             return self.card.bandwidth * reached
@@ -148,7 +148,7 @@ def find_hardware(text: str, interconnect: str | None = None, graphs: str = "ful
 
 
 def hardware_data() -> dict[str, Any]:
-    """What data/hardware.json holds."""
+    """Read data/hardware.json."""
     return json.loads(files("outdraft.planning").joinpath("data/hardware.json").read_text("utf-8"))
 
 

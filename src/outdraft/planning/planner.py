@@ -47,16 +47,16 @@ class Acceptance:
 
     def tokens(self, max_length: int) -> list[float]:
         """Expected tokens of a step by length 0..max_length, the bonus token included."""
-        known = self.survival[:max_length]
+        given = self.survival[:max_length]
         before, last = [1.0, *self.survival][-2:]
         ratio = last / before if before else 0.0
-        more = last * ratio ** np.arange(1, max_length - len(known) + 1)
-        return [1.0, *(1.0 + np.cumsum([*known, *more])).tolist()]
+        more = last * ratio ** np.arange(1, max_length - len(given) + 1)
+        return [1.0, *(1.0 + np.cumsum([*given, *more])).tolist()]
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What a plan says for one concurrency; times are a request's.
+    """A plan for one concurrency; times are a request's.
 
     Attributes:
         tpot_ms: with the best length, and its band.
@@ -234,7 +234,7 @@ def split(step: StepTime) -> dict[str, float]:
 
 
 def plan_memory(setup: Setup, max_length: int) -> Memory:
-    """What the fullest card holds: shares of the target, and of the drafter where it is."""
+    """Sum up the fullest card: its share of the target, and of the drafter where it is."""
     card, work, network = setup.hardware.card, setup.workload, setup.drafter.network
     usable = MEMORY_SHARE * card.memory_bytes
     target = setup.target.weight_bytes / setup.tp

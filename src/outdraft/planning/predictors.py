@@ -79,7 +79,7 @@ class RooflinePredictor:
         )
 
     def step(self, num_requests: int, length: int, tokens: float) -> StepTime:
-        """A mean step of so many requests that draft `length` and gain `tokens` tokens each."""
+        """A mean step of requests that each draft `length` tokens and gain `tokens`."""
         return step_time(self.setup, num_requests, length, tokens)
 
     def predict(self, num_requests: int, length: int, tokens: float) -> PredictedStep:

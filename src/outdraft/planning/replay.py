@@ -46,12 +46,12 @@ ProposersMaker = Callable[[SpeculationConfig], Sequence[HostProposer]]
 
 @dataclass(frozen=True, slots=True)
 class RecordedTraffic:
-    """What is replayed, and when it comes.
+    """Requests that are replayed, and their arrival.
 
     Attributes:
         requests: of a trace, by arrival.
-        concurrency: so many texts run at once, and each that ends makes room for the next; None:
-            they come when they came.
+        concurrency: texts that run at once; each that ends makes room for the next. None: they
+            arrive as they did.
     """
 
     requests: Sequence[RecordedRequest]
@@ -83,7 +83,7 @@ class RecordedTraffic:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What came of a replay.
+    """The result of a replay.
 
     Attributes:
         busy_s: the sum of its steps.
@@ -195,7 +195,7 @@ class _Replay:
         return text.arrival_s <= self._now_s and has_room
 
     def _step(self) -> None:
-        """As Engine.step."""
+        """Take a step with the parts of Engine.step; the clock advances by its cost."""
         scheduler, policy = self._scheduler, self._policy
         step = plan_step(scheduler, policy)
         result = self._device.execute(step, self._texts)
@@ -237,7 +237,7 @@ class _Replay:
 
 
 def with_length(config: SpeculationConfig, num_drafts: int) -> SpeculationConfig:
-    """Every request drafts so many tokens in every step; 0: plain decoding."""
+    """Have every request draft `num_drafts` tokens in every step; 0: plain decoding."""
     if num_drafts == 0:
         return SpeculationConfig()
     return replace(config, num_speculative_tokens=num_drafts, control="fixed")
@@ -250,7 +250,7 @@ def _control(config: SpeculationConfig, table: CostTable) -> LengthPolicy:
 
 
 def _params(request: RecordedRequest) -> SamplingParams:
-    """As far as scheduler and policy look at them."""
+    """Parameters that scheduler and policy read."""
     return SamplingParams(
         temperature=request.temperature,
         seed=0 if request.rule == "drafter_invariant" else None,
@@ -273,7 +273,7 @@ def _network(
     network = RecordedAcceptance(source, traffic.requests)
     if network.num_drafts == 0:
         raise ConfigError(
-            f"the trace has no drafts of {source}, so nobody knows how often they are accepted: "
+            f"the trace has no drafts of {source}, so their acceptance is unknown: "
             "record one while it drafts"
         )
     if table is not NO_COSTS and str(source) not in table.drafters:
@@ -287,7 +287,7 @@ def _drafter_limits(
     max_model_len: int,
     scheduler: Scheduler,
 ) -> DrafterLimits | None:
-    """What the policy would know of the network if it were loaded."""
+    """Limits of the network, which the policy would have if it were loaded."""
     if config is None or network is None:
         return None
     source = config.source

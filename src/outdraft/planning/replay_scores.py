@@ -1,4 +1,4 @@
-"""What replays of a trace say about ways to speculate: acceptance, and speed if costs are known."""
+"""Scores of ways to speculate, from replays of a trace: acceptance, and with costs speed."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ REPLAYED, FROM_TRACE = "replayed", "acceptance from the trace"
 
 @dataclass(frozen=True, slots=True)
 class SourceScore:
-    """How the drafts of one source fared.
+    """Acceptance of the drafts of one source.
 
     Attributes:
         basis: where their acceptance comes from.
@@ -74,7 +74,7 @@ class Score:
         sources: at its greatest length.
         level_chances: of its network, by level, given that the levels above were accepted.
         level_labels: drafts that each is counted from.
-        runs: empty where costs are not known.
+        runs: empty without costs.
     """
 
     method: str
@@ -121,7 +121,7 @@ class ReplayReport:
 
 
 def recorded_score(requests: Sequence[RecordedRequest]) -> Recorded:
-    """What a trace tells without a replay."""
+    """Sum up a trace without a replay."""
     outputs = [output for request in requests for output in request.outputs]
     drafts, drafted, accepted = Counter[str](), Counter[str](), Counter[str]()
     for step in (step for output in outputs for step in output.steps):

@@ -1,6 +1,6 @@
 """A device for replays: texts come from a trace, times from a table of costs.
 
-It does what the runner does as far as the scheduler and the policy can tell. A draft of the host is
+For the scheduler and the policy it is a runner. A draft of the host is
 compared with the text that came. A network's is as lucky as the trace says.
 """
 
@@ -17,7 +17,7 @@ from outdraft.core.scheduled import ScheduledStep
 from outdraft.drafting.known_requests import DrafterLimits
 from outdraft.planning.recorded_acceptance import RecordedAcceptance
 
-WRONG_ID = 0  # of a network's draft that is refused; nobody looks at it
+WRONG_ID = 0  # of a network's draft that is refused; it is never read
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class ReplayedText:
     Attributes:
         index: of its request in the trace.
         output: what came.
-        arrival_s, first_s, end_s: in the replay; the last two once they are known.
+        arrival_s, first_s, end_s: in the replay; the last two None until then.
         steps: (tokens, drafted, accepted) of each step that brought tokens.
     """
 
@@ -71,7 +71,7 @@ class ReplayedDevice:
         self._cost = None if network is None else table.drafters.get(str(network.source))
 
     def execute(self, step: ScheduledStep, texts: dict[str, ReplayedText]) -> StepResult:
-        """What a step brings, and what it takes."""
+        """Tokens of a step, and its times."""
         draft_s, plan = self._draft_s(step), step.plan
         results = tuple(
             self._verify(work, texts[request.id])

@@ -1,7 +1,7 @@
-"""What a step takes by its bytes, its operations, its launches and its messages.
+"""Time of a step by its bytes, its operations, its launches and its messages.
 
-What a pass takes is said in control/roofline.py. Beside it stands what does not overlap: two
-all-reduces a layer, and the host's part of a step.
+control/roofline.py has the formula of a pass. Two all-reduces a layer and the host's part of a step
+do not overlap with it.
 
 Requests come and go: while the others decode, each new one brings its prompt's rows into a step.
 How many arrive during a step is Poisson.
@@ -37,11 +37,11 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Who runs where.
+    """Networks, the cards that run them, and the requests.
 
     Attributes:
         tp: cards that share the target, and
-        draft_tp: a drafter. All cards of the target draft: groups of so many cards, each with a
+        draft_tp: a drafter. All cards of the target draft: groups of `draft_tp` cards, each with a
             drafter of its own, for a part of the requests.
     """
 
@@ -107,7 +107,7 @@ class StepTime:
 
 
 def step_time(setup: Setup, num_requests: int, length: int, tokens_a_step: float) -> StepTime:
-    """A mean step of so many requests that each draft `length` tokens.
+    """A mean step of requests that each draft `length` tokens.
 
     Args:
         tokens_a_step: of a request, the bonus token included: what decides how soon the next
@@ -136,7 +136,7 @@ def step_time(setup: Setup, num_requests: int, length: int, tokens_a_step: float
 
 @dataclass(frozen=True, slots=True)
 class _PassRows:
-    """What a pass computes, by number of arriving prompts.
+    """Rows of a pass, by number of arriving prompts.
 
     Attributes:
         all_P: its rows, and

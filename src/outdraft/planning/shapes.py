@@ -1,4 +1,4 @@
-"""How much a network reads and computes: from a known name, a config.json or a checkpoint's folder.
+"""Sizes of networks: from a model's name, a config.json or a checkpoint's folder.
 
 Only sizes count here, so networks that the engine does not run can be planned, too: mixtures of
 experts, quantised checkpoints. Sliding windows are taken for full attention.
@@ -37,7 +37,7 @@ class Network:
         num_dense_layers: those that have one block instead of experts,
         dense_intermediate_size: of this size.
         extra_parameters: read once by the first pass of a draft, such as EAGLE-3's fusion.
-        head_parameters: the products behind the last layer, always in bf16.
+        head_parameters: the products after the last layer, always in bf16.
         embedding_parameters: beside the head's; looked up, never read whole.
         dtype: what the layers' weights are kept in, a key of BYTES.
         kv_dtype: likewise the keys and values.
@@ -75,14 +75,14 @@ class Network:
         return 3 * self.hidden_size * self.intermediate_size
 
     def layer_bytes(self, num_rows: np.ndarray) -> np.ndarray:
-        """Bytes of weights that a pass of so many rows reads; experts count if a row hits them."""
+        """Bytes of weights that a pass of `num_rows` reads; experts count if a row hits them."""
         mlps = np.ones_like(num_rows, dtype=float)
         if self.num_experts:
             mlps = distinct_experts(self.num_experts, self.experts_per_token, num_rows)
         return self._layer_parameters(mlps) * BYTES[self.dtype]
 
     def _layer_parameters(self, mlps: Any) -> Any:
-        """Those of all layers, with so many blocks in those that have experts."""
+        """Parameters of all layers, with `mlps` blocks in those that have experts."""
         with_experts = self.num_layers - self.num_dense_layers
         sizes = with_experts * self.shared_intermediate_size
         sizes += self.num_dense_layers * self.dense_intermediate_size
@@ -110,7 +110,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class PlannedDrafter:
-    """What drafts: a small model, EAGLE-3's head, Medusa's heads, or a source of the host.
+    """A drafter to plan with: a small model, EAGLE-3's head, Medusa's heads, or a host's source.
 
     Attributes:
         network: None for sources of the host, whose drafts cost nothing.
@@ -133,7 +133,7 @@ class PlannedDrafter:
 
 
 def find_network(name: str, dtype: str | None = None, kv_dtype: str = "bf16") -> Network:
-    """A known name such as "llama-3.3-70b", a config.json, or a folder that has one.
+    """Find a network by a name such as "llama-3.3-70b", a config.json, or a folder that has one.
 
     Args:
         dtype: of the layers' weights; None: as the config says, else bf16.
@@ -254,7 +254,7 @@ def _dtype(raw: Mapping[str, Any]) -> str:
 
 
 def _eagle3(label: str, target: Network, raw: Mapping[str, Any], dtype: str | None) -> Network:
-    """One layer behind a fusion of three of the target's states, with a head of its own."""
+    """One layer after a fusion of three of the target's states, with a head of its own."""
     raw = {**raw, **(raw.get("transformer_layer_config") or {})}
     hidden = read_count(raw, "hidden_size", default=target.hidden_size)
     num_heads = read_count(raw, "num_attention_heads", default=target.num_heads)
