@@ -160,7 +160,7 @@ def test_variants_take_turns_within_a_round_and_each_follows_every_other_one(con
     monkeypatch.setattr(driver, "TURN_S", 1e-9)  # a turn is a step
     plan = SweepPlan(levels=(2,))
     engines = level_engines(configs, share_target(configs), plan, [2])[0]
-    result, part = next(plan.parts(requests(plan), list(configs)))
+    result = next(plan.parts(requests(plan), list(configs)))
     order: list[str] = []
     for name, total in result.stats.items():
         log = create_autospec(total, instance=True)
@@ -169,7 +169,7 @@ def test_variants_take_turns_within_a_round_and_each_follows_every_other_one(con
     names, firsts, follows = list(configs), set[str](), Counter[tuple[str, str]]()
     for number in range(40):
         order.clear()
-        run_round(engines, part.of_round, result, GREEDY, number)
+        run_round(engines, result, GREEDY, number)
         firsts.add(order[0])
         for start in range(0, 9, 3):  # while all of them run
             assert sorted(order[start : start + 3]) == sorted(names)

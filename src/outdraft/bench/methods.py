@@ -63,8 +63,7 @@ def measure_methods(
     models = share_target(configs)
     result = {name: _kept(configs[name], models[name]) for name in configs}
     for temperature in TEMPERATURES:
-        parts = [(config, models[name]) for name, config in configs.items()]
-        engines = dict(zip(configs, build_together(parts), strict=True))
+        engines = build_together({name: (configs[name], models[name]) for name in configs})
         one = SamplingParams(
             temperature=float(temperature), max_tokens=max_tokens, ignore_eos=True, detokenize=False
         )

@@ -5,14 +5,14 @@ alike; what is compared is compared prompt by prompt.
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from outdraft.bench.driver import complete_alone
-from outdraft.config.engine import CacheConfig, EngineConfig, SchedulerConfig
+from outdraft.config.engine import EngineConfig, SchedulerConfig
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.errors import ConfigError
 from outdraft.core.outputs import RequestOutput, TokenOrigin
@@ -23,6 +23,8 @@ from outdraft.engine.engine import Engine
 from outdraft.engine.loading import LoadedModels, load_models, with_drafter
 from outdraft.engine.memory_plan import plan_together
 from outdraft.engine.stats import StatsTotal
+
+Name = TypeVar("Name", bound=Hashable)
 
 PLAIN = "plain"  # decoding without drafts, with which everything is compared
 NUM_DRAFTS = 4  # a step, of the methods that `method_configs` compares, but for suffix lookup
@@ -76,14 +78,32 @@ def share_target(configs: Mapping[str, EngineConfig]) -> dict[str, LoadedModels]
     return {name: shared.of(config) for name, config in configs.items()}
 
 
-def build_together(parts: Sequence[tuple[EngineConfig, LoadedModels]]) -> list[Engine]:
-    """Engines that live at once and share the memory, see `plan_together`.
+def build_together(parts: Mapping[Name, tuple[EngineConfig, LoadedModels]]) -> dict[Name, Engine]:
+    """Build engines that live at once and share the memory, see `plan_together`.
 
     Raises:
         ConfigError: one of them cannot be built, or there is too little memory for them.
     """
-    plans = plan_together(parts, device_memory(parts[0][1].device))
-    return [build_engine(*part, plan)[0] for part, plan in zip(parts, plans, strict=True)]
+    own = list(parts.values())
+    plans = plan_together(own, device_memory(own[0][1].device))
+    return {
+        name: build_engine(*part, plan)[0]
+        for (name, part), plan in zip(parts.items(), plans, strict=True)
+    }
+
+
+def variants(
+    base: EngineConfig, speculation: Mapping[str, Mapping[str, Any] | None]
+) -> dict[str, EngineConfig]:
+    """A configuration with each of these speculative_configs.
+
+    Prompts are not cached: variants that come later must not profit from one that is computed.
+    """
+    base = replace(base, cache=replace(base.cache, enable_prefix_caching=False))
+    return {
+        name: replace(base, speculation=parse_speculative_config(values))
+        for name, values in speculation.items()
+    }
 
 
 def complete_in_turn(
@@ -197,18 +217,10 @@ def method_configs(
         "ngram": {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS},
         "combined": {"method": "combined", **model},
     }
-    return {
-        name: EngineConfig(
-            model=str(target),
-            dtype=dtype,
-            device="cpu",
-            # Methods that come later must not profit from a prompt that is computed already.
-            cache=CacheConfig(enable_prefix_caching=False),
-            scheduler=SchedulerConfig(max_num_seqs=1),
-            speculation=parse_speculative_config(values and values | {"control": "fixed"}),
-        )
-        for name, values in speculation.items()
-    }
+    scheduler = SchedulerConfig(max_num_seqs=1)
+    base = EngineConfig(model=str(target), dtype=dtype, device="cpu", scheduler=scheduler)
+    fixed = {name: values and values | {"control": "fixed"} for name, values in speculation.items()}
+    return variants(base, fixed)
 
 
 def compare(

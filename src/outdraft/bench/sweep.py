@@ -76,26 +76,18 @@ class SweepPlan:
 
     def parts(
         self, requests: Sequence[BenchRequest], names: Collection[str]
-    ) -> Iterator[tuple["LevelResult", "LevelRequests"]]:
-        """Each level without rounds yet, and its requests, which no other level has."""
+    ) -> Iterator["LevelResult"]:
+        """Each level without rounds yet, with requests that no other level has."""
         assert len(requests) == self.num_prompts
         left = iter(unequal(requests))
         for level in self.levels:
-            rates = {name: list[float]() for name in names}
-            stats = {name: StatsTotal() for name in names}
-            own = LevelRequests(
+            yield LevelResult(
+                level,
+                {name: [] for name in names},
+                {name: StatsTotal() for name in names},
                 list(islice(left, self.num_warm_up(level))),
                 list(islice(left, self.num_requests(level))),
             )
-            yield LevelResult(level, rates, stats), own
-
-
-@dataclass(frozen=True, slots=True)
-class LevelRequests:
-    """Requests of one level: before the first round, and in each one."""
-
-    warm_up: Sequence[BenchRequest]
-    of_round: Sequence[BenchRequest]
 
 
 def unequal(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
@@ -113,11 +105,19 @@ def unequal(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
 
 @dataclass(slots=True)
 class LevelResult:
-    """One level: tokens a second of each variant, round by round."""
+    """One level.
+
+    Attributes:
+        rates: tokens a second of each variant, round by round.
+        warm_up: requests before the first round.
+        of_round: requests of each round.
+    """
 
     concurrency: int
     rates: dict[str, list[float]]
     stats: dict[str, StatsTotal]
+    warm_up: Sequence[BenchRequest] = ()
+    of_round: Sequence[BenchRequest] = ()
 
     @property
     def num_rounds(self) -> int:
@@ -176,8 +176,8 @@ def sweep(
     on_run: Callable[[str], object] = lambda variant: None,
 ) -> Iterator[LevelResult]:
     """Each level when it is measured. `requests`: `plan.num_prompts` different ones."""
-    for result, own in plan.parts(requests, list(configs)):
-        _measure(result, configs, models, own, plan, params, on_run)
+    for result in plan.parts(requests, list(configs)):
+        _measure(result, configs, models, plan, params, on_run)
         yield result
 
 
@@ -185,16 +185,15 @@ def _measure(
     result: LevelResult,
     configs: Mapping[str, EngineConfig],
     models: Mapping[str, LoadedModels],
-    requests: LevelRequests,
     plan: SweepPlan,
     params: SamplingParams,
     on_run: Callable[[str], object],
 ) -> None:
     """One level, whose engines are gone when it returns: the next one's need their memory."""
     engines = level_engines(configs, models, plan, [result.concurrency])[0]
-    warm_up_level(engines, requests.warm_up, result.concurrency, params, on_run)
+    warm_up_level(engines, result, params, on_run)
     while not _is_enough(result, plan):
-        run_round(engines, requests.of_round, result, params, result.num_rounds, on_run)
+        run_round(engines, result, params, result.num_rounds, on_run)
 
 
 def level_engines(
@@ -204,51 +203,50 @@ def level_engines(
     levels: Sequence[int],
 ) -> list[dict[str, Engine]]:
     """An engine for each variant at each level; all of them share the memory."""
-    parts = [
-        (replace(config, scheduler=replace(config.scheduler, max_num_seqs=level)), models[name])
+    parts = {
+        (level, name): (
+            replace(config, scheduler=replace(config.scheduler, max_num_seqs=level)),
+            models[name],
+        )
         for level in levels
         for name, config in configs.items()
-    ]
+    }
     engines = build_together(parts)
     if plan.acceptance is not None:
-        for engine in engines:
-            runner, kernels = engine.runner, parts[0][1].kernels
+        kernels = next(iter(models.values())).kernels
+        for engine in engines.values():
+            runner = engine.runner
             assert isinstance(runner, ModelRunner), "engines that are compared have one rank"
             runner.verifier = SyntheticVerifier(kernels, runner.verifier.method, plan.acceptance)
-    size = len(configs)
-    starts = range(0, len(engines), size)
-    return [dict(zip(configs, engines[start : start + size], strict=True)) for start in starts]
+    return [{name: engines[level, name] for name in configs} for level in levels]
 
 
 def warm_up_level(
     engines: Mapping[str, Engine],
-    requests: Sequence[BenchRequest],
-    level: int,
+    result: LevelResult,
     params: SamplingParams,
     on_run: Callable[[str], object] = lambda variant: None,
 ) -> None:
-    """Each engine in turn completes all of these requests."""
+    """Each engine in turn completes the level's first requests."""
     for name, engine in engines.items():
-        with closing(_run(engine, requests, level, params)) as run:
+        with closing(_run(engine, result.warm_up, result.concurrency, params)) as run:
             run.advance()
         on_run(name)
 
 
 def run_round(
     engines: Mapping[str, Engine],
-    requests: Sequence[BenchRequest],
     result: LevelResult,
     params: SamplingParams,
     number: int,
     on_run: Callable[[str], object] = lambda variant: None,
 ) -> None:
-    """Each variant completes all of these requests; they take turns, see `take_turns`."""
-    level = result.concurrency
+    """Each variant completes all requests of a round; they take turns, see `take_turns`."""
     with ExitStack() as stack:
         runs: dict[str, EngineRun] = {}
         for name, engine in engines.items():
             stack.enter_context(steps_added_to(result.stats[name], engine))
-            run = _run(engine, requests, level, params)
+            run = _run(engine, result.of_round, result.concurrency, params)
             runs[name] = stack.enter_context(closing(run))
         take_turns(runs, number, on_run)
         for name, run in runs.items():

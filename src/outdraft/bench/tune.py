@@ -126,16 +126,14 @@ def race(
     on_run: Callable[[str], object] = lambda name: None,
 ) -> list[LevelResult]:
     """Measure every level; slow candidates have fewer rounds than the others."""
-    parts = list(plan.parts(requests, list(configs)))
-    results = [result for result, _ in parts]
+    results = list(plan.parts(requests, list(configs)))
     engines = level_engines(configs, models, plan, plan.levels)
-    for (result, part), own in zip(parts, engines, strict=True):
-        warm_up_level(own, part.warm_up, result.concurrency, params, on_run)
+    for result, own in zip(results, engines, strict=True):
+        warm_up_level(own, result, params, on_run)
     running = list(configs)
     for number in range(plan.max_rounds):
-        for (result, part), own in zip(parts, engines, strict=True):
-            left = {name: own[name] for name in running}
-            run_round(left, part.of_round, result, params, number, on_run)
+        for result, own in zip(results, engines, strict=True):
+            run_round({name: own[name] for name in running}, result, params, number, on_run)
         running = survivors(results, running)
         if number + 1 >= plan.min_rounds and len(running) <= 2:
             break

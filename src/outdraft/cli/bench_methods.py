@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +16,6 @@ from outdraft.cli.options import (
     parse_json_object,
     with_embedded_network,
 )
-from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.errors import ConfigError
 
@@ -76,9 +74,9 @@ def methods(
     use_physical_cores(os.environ)
     from outdraft.bench.methods import TEMPERATURES, measure_methods
     from outdraft.bench.report import compute, environment
-    from outdraft.bench.side_by_side import PLAIN
+    from outdraft.bench.side_by_side import PLAIN, variants
 
-    configs = {name: _alone(base, values) for name, values in ({PLAIN: None} | selected).items()}
+    configs = variants(base, {PLAIN: None} | selected)
     count = len(TEMPERATURES) * len(configs) * (1 + prompts)
     with tqdm(total=count, desc="requests", unit="req", leave=False, disable=None) as bar:
         result = measure_methods(configs, warm_up, texts, max_tokens, lambda: bar.update())
@@ -145,15 +143,6 @@ def _name(values: dict[str, Any]) -> str:
     joined = "+".join(map(str, config.methods))
     has_tree = config.network is not None and config.network.tree is not None
     return f"{joined}-tree" if has_tree else joined
-
-
-def _alone(base: EngineConfig, values: dict[str, Any] | None) -> EngineConfig:
-    return replace(
-        base,
-        # Methods that come later must not profit from a prompt that is computed already.
-        cache=replace(base.cache, enable_prefix_caching=False),
-        speculation=parse_speculative_config(values),
-    )
 
 
 def show(result: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """`outdraft bench sweep`: chosen draft lengths against plain decoding and fixed ones."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from outdraft.cli.options import (
 from outdraft.config.benchmarks import Dataset
 from outdraft.config.engine import EngineConfig
 from outdraft.config.fields import check_number, check_whole, flag
-from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.errors import ConfigError
 
 SLACK = 0.03  # of the best variant's speed; what choosing may cost
@@ -122,20 +121,17 @@ def variants(
     Raises:
         ConfigError: a length is not possible.
     """
-    from outdraft.bench.side_by_side import PLAIN
+    from outdraft.bench import side_by_side
     from outdraft.bench.sweep import CHOSEN
 
     if speculation.get("method") in ("suffix", "combined"):
         speculation = {"suffix_decoding_max_cached_requests": 0} | speculation
-    base = replace(base, cache=replace(base.cache, enable_prefix_caching=False))
-    values: dict[str, dict[str, Any] | None] = {PLAIN: None}
-    for length in lengths:
-        values[str(length)] = speculation | {"num_speculative_tokens": length, "control": "fixed"}
-    values[CHOSEN] = speculation
-    return {
-        name: replace(base, speculation=parse_speculative_config(one))
-        for name, one in values.items()
+    fixed = {
+        str(length): speculation | {"num_speculative_tokens": length, "control": "fixed"}
+        for length in lengths
     }
+    values = {side_by_side.PLAIN: None} | fixed | {CHOSEN: speculation}
+    return side_by_side.variants(base, values)
 
 
 def line(level: dict[str, Any]) -> str:

@@ -68,8 +68,7 @@ def selftest(model: Model = None, *, options: SelfTestOptions, engine: EngineOpt
         ALWAYS: replace(config, speculation=always, seed=config.seed + 1),
     }
     models = share_target(configs)
-    parts = [(one, models[name]) for name, one in configs.items()]
-    engines = dict(zip(configs, build_together(parts), strict=True))
+    engines = build_together({name: (configs[name], models[name]) for name in configs})
     with tqdm(desc="texts", leave=False, disable=True if options.json_ else None) as bar:
         result = self_test(
             engines,

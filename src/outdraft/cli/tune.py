@@ -23,7 +23,6 @@ from outdraft.cli.options import (
 from outdraft.config.benchmarks import PROBE_LENGTH, Dataset
 from outdraft.config.fields import check_whole, flag
 from outdraft.config.speculation import NETWORK_SOURCES
-from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 
@@ -68,11 +67,10 @@ def tune(
     check_output(options.output, "--output")
     levels = concurrencies(options.concurrency)
     base = engine_config(model, replace(engine, speculative_config="null"))
-    base = replace(base, cache=replace(base.cache, enable_prefix_caching=False))
     tried = candidates(drafters(model, options.draft or ()))
     complete = with_embedded_network if model is None else dict[str, Any]
     use_physical_cores(os.environ)
-    from outdraft.bench.side_by_side import PLAIN
+    from outdraft.bench.side_by_side import PLAIN, variants
     from outdraft.bench.sweep import SweepPlan
     from outdraft.bench.tune import buildable, race
     from outdraft.bench.workloads import load_requests
@@ -85,10 +83,8 @@ def tune(
         min_rounds=min(2, options.rounds),
         max_rounds=options.rounds,
     )
-    configs = {PLAIN: base} | {
-        name: replace(base, speculation=parse_speculative_config(complete(values)))
-        for name, values in tried.items()
-    }
+    speculation = {name: complete(values) for name, values in tried.items()}
+    configs = variants(base, {PLAIN: None} | speculation)
     models, left_out = buildable(configs)
     configs = {name: configs[name] for name in models}
     tokenizer = models[PLAIN].tokenizer
