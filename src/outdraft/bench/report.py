@@ -160,12 +160,22 @@ def sweep_picture(results: Sequence[dict[str, Any]], path: Path) -> None:
         axes = figure.add_subplot(1, len(_PANELS), place)
         xs, ys = _curve(results, name)
         axes.plot(xs, ys, marker="o")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(xs, labels=[str(x) for x in xs])
+        by_concurrency(axes, xs, heading)
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("concurrent requests")
-        axes.set_title(heading, fontsize=10)
-        axes.grid(alpha=0.3)
+    save_figure(figure, path)
+
+
+def by_concurrency(axes: Any, xs: Sequence[int], title: str, more: str = "") -> None:
+    """Give a plot over concurrent requests its axis, title and grid. `more`: after the label."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(xs, labels=[str(x) for x in xs])
+    axes.set_xlabel(f"concurrent requests{more}")
+    axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.3)
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure of matplotlib; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 

@@ -212,8 +212,10 @@ def _write(result: dict[str, Any], path: Path) -> None:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Each variant's speed as a multiple of plain decoding's, over concurrency."""
+    """Draw each variant's speed as a multiple of plain decoding's, over concurrency."""
     from matplotlib.figure import Figure
+
+    from outdraft.bench.report import by_concurrency, save_figure
 
     levels = result["levels"]
     xs = [level["concurrency"] for level in levels]
@@ -231,10 +233,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
             linewidth=2.5 if is_auto else 1,
             color="black" if is_auto else None,
         )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(xs, labels=[str(x) for x in xs])
-    axes.set_xlabel("concurrent requests")
-    axes.set_title(f"tokens a second, times plain; acceptance {result['acceptance']}", fontsize=10)
-    axes.grid(alpha=0.3)
+    title = f"tokens a second, times plain; acceptance {result['acceptance']}"
+    by_concurrency(axes, xs, title)
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path)

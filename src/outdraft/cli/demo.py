@@ -156,9 +156,9 @@ class DemoView:
         )
         headings = "tokens/s", "TPOT ms", "acceptance", "length", "speedup", "identical"
         rows = _rows(report, PLAIN)
-        # Fits into 80 columns.
-        style = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
-        self._console.print(table_of(["method"], headings, rows, **style))
+        fits_80_columns = (0, 1, 0, 0)
+        table = table_of(["method"], headings, rows, box=SIMPLE_HEAD, padding=fits_80_columns)
+        self._console.print(table)
         self._console.print(
             "acceptance: accepted per drafted token; length: tokens a step that verified drafts, "
             "the target's own one included. Each method drafts in every step here; where nothing "

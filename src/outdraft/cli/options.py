@@ -257,18 +257,27 @@ def with_embedded_network(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: this installation came without the network.
     """
+
+    def embedded(method: Any) -> str | None:
+        if method in ("draft_model", "combined"):
+            return str(assets.drafter_path())
+        return str(assets.head_path(method)) if method in assets.HEADS else None
+
+    return with_networks(values, embedded)
+
+
+def with_networks(values: dict[str, Any], model_of: Callable[[Any], str | None]) -> dict[str, Any]:
+    """A speculative_config in which each source that names no model has the one of its method.
+
+    model_of: by method; None: it needs none.
+    """
     if isinstance(sources := values.get("sources"), list):
         listed: list[Any] = sources
-        completed = [with_embedded_network(one) if isinstance(one, dict) else one for one in listed]
-        return {**values, "sources": completed}
-    method = values.get("method")
-    if values.get("model") is not None:
+        named = [with_networks(one, model_of) if isinstance(one, dict) else one for one in listed]
+        return {**values, "sources": named}
+    if values.get("model") is not None or (model := model_of(values.get("method"))) is None:
         return values
-    if method in ("draft_model", "combined"):
-        return {**values, "model": str(assets.drafter_path())}
-    if method in assets.HEADS:
-        return {**values, "model": str(assets.head_path(method))}
-    return values
+    return {**values, "model": model}
 
 
 def read_config_file(context: typer.Context, path: Path | None) -> Path | None:

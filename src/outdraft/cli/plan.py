@@ -161,6 +161,8 @@ def draw(plan: "SpeculationPlan", path: Path) -> None:
     """Write a picture: TPOT over concurrency, plain and with the best length, with their bands."""
     from matplotlib.figure import Figure
 
+    from outdraft.bench.report import by_concurrency, save_figure
+
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.add_subplot()
     xs = [level.concurrency for level in plan.levels]
@@ -176,16 +178,12 @@ def draw(plan: "SpeculationPlan", path: Path) -> None:
         axes.fill_between(xs, low, high, alpha=0.2)
     for level in plan.levels:
         axes.annotate(str(level.best_length), (level.concurrency, level.tpot_ms))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(xs, labels=[str(x) for x in xs])
+    title = f"{plan.setup['target']}, {plan.setup['method']}; {plan.mode}"
+    by_concurrency(axes, xs, title, " (numbers: best length)")
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("concurrent requests (numbers: best length)")
     axes.set_ylabel("TPOT, ms")
-    axes.set_title(f"{plan.setup['target']}, {plan.setup['method']}; {plan.mode}", fontsize=10)
-    axes.grid(alpha=0.3)
     axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path)
 
 
 def _levels(levels: "list[Level]") -> Table:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from outdraft.cli.bench_options import numbers
 from outdraft.cli.command import Json, table_of, wide_console
-from outdraft.cli.options import json_object, takes_options, with_embedded_network
+from outdraft.cli.options import json_object, takes_options, with_embedded_network, with_networks
 from outdraft.config.fields import check_whole, flag
 from outdraft.core.draft import MAX_DRAFTS
 from outdraft.core.errors import ConfigError
@@ -122,7 +122,13 @@ def _configs(
     requests: "list[RecordedRequest]", ways: ReplayOptions, prices: CostOptions
 ) -> "list[tuple[dict[str, Any], SpeculationConfig]]":
     """Configurations that were asked for, each as JSON and parsed."""
+    from outdraft.config.speculation import NETWORK_SOURCES, OWN_SOURCES
     from outdraft.config.speculation_json import parse_speculative_config
+
+    def any_network(method: Any) -> str | None:
+        """Networks are not loaded, so their names do not matter."""
+        is_named = method in NETWORK_SOURCES and method not in OWN_SOURCES
+        return "recorded" if is_named else None
 
     given = [
         json_object(text, "--speculative-config") for text in ways.speculative_config or ()
@@ -130,7 +136,7 @@ def _configs(
     if prices.model == EMBEDDED:
         given = [with_embedded_network(one) for one in given]
     elif prices.model is None:
-        given = [_with_any_network(one) for one in given]
+        given = [with_networks(one, any_network) for one in given]
     return [(one, parse_speculative_config(one)) for one in given]
 
 
@@ -144,21 +150,6 @@ def _defaults(requests: "list[RecordedRequest]", prices: CostOptions) -> list[di
             shape = {"tree_levels": tree} if tree is not None else {}
             chosen.append({"method": str(source), **shape})
     return chosen
-
-
-def _with_any_network(given: dict[str, Any]) -> dict[str, Any]:
-    """Networks are not loaded, so their names do not matter."""
-    from outdraft.config.speculation import NETWORK_SOURCES, OWN_SOURCES
-
-    if isinstance(sources := given.get("sources"), list):
-        listed: list[Any] = sources
-        named = [_with_any_network(one) if isinstance(one, dict) else one for one in listed]
-        return {**given, "sources": named}
-    method = given.get("method")
-    is_named = method in NETWORK_SOURCES and method not in OWN_SOURCES
-    if is_named and given.get("model") is None:
-        return {**given, "model": "recorded"}
-    return given
 
 
 def _costs(

@@ -76,7 +76,7 @@ class RecordedTraffic:
                     max_model_len=self.max_model_len,
                     prediction_ids=request.prediction_token_ids,
                 )
-                arrival_s = 0.0 if self.concurrency else request.arrival_s - first_s
+                arrival_s = request.arrival_s - first_s
                 made.append(ReplayedText(replayed, index, request.rule, output, arrival_s))
         return made
 
@@ -182,8 +182,6 @@ class _Replay:
             self._now_s = max(self._now_s, self._coming[0].arrival_s)
         while self._coming and self._has_come(self._coming[0]):
             text = self._coming.popleft()
-            if self._concurrency is not None:
-                text.arrival_s = self._now_s
             self._texts[text.request.id] = text
             scheduler.add(text.request)
 

@@ -27,7 +27,8 @@ class ReplayedText:
     Attributes:
         index: of its request in the trace.
         output: what came.
-        arrival_s, first_s, end_s: in the replay; the last two None until then.
+        arrival_s: after that of the trace's first request.
+        first_s, end_s: times of the replay; None until then.
         steps: (tokens, drafted, accepted) of each step that brought tokens.
     """
 
