@@ -1,9 +1,9 @@
 """Batch-1 decoding of the embedded pair: plain, every method, and transformers, side by side.
 
 Each method runs twice: it drafts in every step as much as it may, and as much as the engine
-chooses, as engines do where nobody says how far. All engines complete the same prompt, a tenth of a
-second in turn, so that a machine whose speed drifts treats them alike; transformers has its turn
-when they are done. The result is JSON with raw samples: `python benchmarks/decode.py --json FILE`.
+chooses, as engines do by default. All engines complete the same prompt, 0.1 s in turn, so that a
+machine whose speed drifts treats them alike; transformers has its turn when they are done. The
+result is JSON with raw samples: `python benchmarks/decode.py --json FILE`.
 """
 
 import argparse
@@ -104,7 +104,7 @@ def complete_in_turns(
 
 
 def with_chosen_lengths(config: EngineConfig) -> EngineConfig:
-    """As an engine speculates where nobody says how far."""
+    """Let the engine choose the lengths of drafts, as it does by default."""
     speculation = replace(config.speculation, num_speculative_tokens="auto", control="adaptive")
     return replace(config, speculation=speculation)
 

@@ -185,7 +185,7 @@ async def _ask_for_form(client: httpx.AsyncClient, rng: random.Random, body: dic
 
 
 def _status(code: int) -> str:
-    return "told to come later" if code == 429 else f"server error {code}"
+    return "asked to come later" if code == 429 else f"server error {code}"
 
 
 async def _memory(process: psutil.Process, end_s: float) -> list[float]:

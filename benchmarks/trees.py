@@ -103,7 +103,7 @@ def measure(warm_up: str, prompts: Sequence[str], args: argparse.Namespace) -> S
     engines = {name: build_engine(config, models[name])[0] for name, config in configs.items()}
     samples: Samples = {name: [] for name in configs}
     with tqdm(total=args.repeats * len(configs) * (1 + len(prompts)), leave=False) as bar:
-        params = SamplingParams(  # without a seed: verified as the engines are told
+        params = SamplingParams(  # without a seed: verified as the engines are configured
             temperature=args.temperature,
             max_tokens=args.max_tokens,
             ignore_eos=True,

@@ -60,7 +60,7 @@ def main() -> None:
     result |= {"threads": args.threads, "environment": environment()}
 
     def save() -> None:
-        # Where the folder is matters to nobody else, nor where this project is.
+        # Paths of this machine mean nothing elsewhere.
         text = json.dumps(result, indent=1).replace(f"{args.folder.absolute()}/", "")
         args.json.write_text(text.replace(f"{HERE.parents[1]}/", ""))
 
@@ -132,8 +132,8 @@ def measure_cell(
     for name, new in done.items():
         runs[name] += new
         rate = cell.batch * cell.new_tokens * len(new) / (sum(run["wall_s"] for run in new) or 1)
-        told = f"{rate:.1f} tokens/s with prompts" if new else runners[name].about["failure"]
-        print(f"{datetime.now():%H:%M:%S} {group.name}, {cell.name}: {name}: {told}", flush=True)
+        outcome = f"{rate:.1f} tokens/s with prompts" if new else runners[name].about["failure"]
+        print(f"{datetime.now():%H:%M:%S} {group.name}, {cell.name}: {name}: {outcome}", flush=True)
 
 
 def measure(

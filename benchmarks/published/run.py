@@ -211,8 +211,8 @@ def ask(
     run = asyncio.run(run_load(endpoint, requests, traffic, deadline_s, lambda sample: None))
     for sample in run.samples:
         if sample.error or sample.completion_tokens != new_tokens:
-            told = sample.error or f"{sample.completion_tokens} tokens, not {new_tokens}"
-            raise RuntimeError(f"{server.way.name}, {cell.name}: {told}")
+            problem = sample.error or f"{sample.completion_tokens} tokens, not {new_tokens}"
+            raise RuntimeError(f"{server.way.name}, {cell.name}: {problem}")
     report = load_report(run.samples, run.duration_s, ("ttft", "tpot"), ())
     accepted = acceptance_report(run.speculation) if run.speculation else {}
     return {
