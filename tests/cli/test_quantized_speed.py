@@ -3,7 +3,7 @@
 import torch
 
 from outdraft.cli.doctor_measure import FORMATS, advice, quantized_speeds
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from tests.kernels.tables import cpu_kernels
 
 

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.kv.cache import KVCache
 from outdraft.models.layers.linear import linears_of
 from outdraft.models.llama import CausalLM

@@ -23,9 +23,9 @@ from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation import SourceConfig
 from outdraft.core.draft import Draft, DraftAsk
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.drafters import cache_bytes, host_proposers
-from outdraft.engine.loading import LoadedModels
 from outdraft.kernels.ops import Kernels
+from outdraft.loading.methods import cache_bytes, host_proposers
+from outdraft.loading.models import LoadedModels
 from outdraft.models.layers.linear import dtype_name
 
 TEMPERATURES = (0, 1)

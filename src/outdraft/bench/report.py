@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outdraft.core.errors import ConfigError
-from outdraft.engine.machine import installed_version, processor
+from outdraft.loading.machine import installed_version, processor
 
 WIDTH = 60  # of tables, in letters
 PLOT_SIZE = (72, 14)  # in the terminal, in letters

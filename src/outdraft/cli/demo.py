@@ -23,8 +23,8 @@ from outdraft.core.outputs import RequestOutput, TokenOrigin
 if TYPE_CHECKING:
     from outdraft.bench.side_by_side import Samples
     from outdraft.config.engine import EngineConfig
-    from outdraft.engine.detokenizer import Detokenizer
     from outdraft.engine.llm import LLM
+    from outdraft.text.detokenizer import Detokenizer
 
 SHOWN = "combined"  # the method whose text is printed
 # Text at this temperature does not repeat itself: repetition is easy to draft.
@@ -171,7 +171,7 @@ class DemoView:
 
     def _begin(self, output: RequestOutput) -> None:
         prompt = next(self._coming)
-        from outdraft.engine.detokenizer import Detokenizer
+        from outdraft.text.detokenizer import Detokenizer
 
         tokenizer = self._llm.models.tokenizer
         assert tokenizer is not None

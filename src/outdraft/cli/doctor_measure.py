@@ -16,14 +16,14 @@ from torch import Tensor
 
 from outdraft.cli.command import pairs_of, table_of
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.kernels.ops import Kernels, Product
 
 if TYPE_CHECKING:
     from outdraft.config.engine import EngineConfig
     from outdraft.control.costs import CostCurve, CostTable
     from outdraft.control.roofline import Machine
-    from outdraft.engine.loading import LoadedModels
+    from outdraft.loading.models import LoadedModels
 
 MOST_ROWS = 256  # prompts have more; they are not measured
 # Hidden size and number of square products: 2 MB and 256 MB in 16 bits.
@@ -35,10 +35,10 @@ _PAYS = 1.1  # speeds up to this one are noise
 
 def show_costs(console: Console, config: "EngineConfig") -> None:
     """Measure costs that no earlier start measured, and print all of them."""
+    from outdraft.costs.prior import roofline
+    from outdraft.costs.table import cost_file, cost_table
     from outdraft.engine.build import build_engine
-    from outdraft.engine.cost_table import cost_file, cost_table
-    from outdraft.engine.loading import load_models
-    from outdraft.engine.prior_costs import roofline
+    from outdraft.loading.models import load_models
 
     if not config.speculation.sources:
         raise ConfigError("--cost is about speculation: name a method in --speculative-config")
@@ -78,7 +78,7 @@ def show_costs(console: Console, config: "EngineConfig") -> None:
 
 def _machine(models: "LoadedModels") -> "tuple[Machine, bool]":
     """Limits of this machine, and True if they were measured."""
-    from outdraft.engine.prior_costs import default_machine
+    from outdraft.costs.prior import default_machine
     from outdraft.kernels.choose import machine_limits
 
     limits = machine_limits(models.target.dtype) if models.device.type == "cpu" else None

@@ -14,7 +14,7 @@ import torch
 
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.models.base import LanguageModel
 from outdraft.models.config import read_json
 from outdraft.models.drafter_tensors import (

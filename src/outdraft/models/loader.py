@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
 from outdraft.models.config import ModelConfig, read_json

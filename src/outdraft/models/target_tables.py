@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import QUANTIZATIONS
+from outdraft.core.weights import QUANTIZATIONS
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.data.embedding_table import EmbeddingTable

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from outdraft.core.errors import ConfigError, did_you_mean
-from outdraft.core.routed_weights import distinct_experts
+from outdraft.core.weights import distinct_experts
 from outdraft.models.config import read_json
 from outdraft.models.counts import read_count
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.block_weight import TILE_OUTPUTS
 from outdraft.kernels.data.coded_weight import Codes, joined
 from outdraft.models.quantized.placing import common_tile

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.models.quantized.stored import GroupedCodes, StoredStack, StoredWeight
 from outdraft.models.quantized.tensors import StoredTensors
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.block_weight import fits_tiles
 from outdraft.kernels.data.coded_weight import Codes, joined
 from outdraft.models.layers.linear import Linear

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.coded_weight import Codes
 from outdraft.kernels.ops import Kernels
 from outdraft.models.layers.linear import Linear
