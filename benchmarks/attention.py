@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from outdraft.attention.base import AttentionForm, AttentionMetadata
 from outdraft.attention.rows import Span, lay_out, metadata_of
-from outdraft.bench.environment import compute, environment
+from outdraft.bench.report import compute, environment
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.reference.attention import ReferenceAttention
 from outdraft.kernels.reference.table import reference_kernels

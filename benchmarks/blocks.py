@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from outdraft import assets
-from outdraft.bench.environment import compute, environment
+from outdraft.bench.report import compute, environment
 from outdraft.bench.side_by_side import share_target
 from outdraft.config.engine import EngineConfig
 from outdraft.core.sampling import SamplingParams

@@ -1,9 +1,9 @@
 """Batch-1 decoding of the embedded pair: plain, every method, and transformers, side by side.
 
 Each method runs twice: it drafts in every step as much as it may, and as much as the engine
-chooses, as engines do where nobody says how far. All engines complete the same prompt, a tenth of a
-second in turn, so that a machine whose speed drifts treats them alike; transformers has its turn
-when they are done. The result is JSON with raw samples: `python benchmarks/decode.py --json FILE`.
+chooses, as engines do by default. All engines complete the same prompt, 0.1 s in turn, so that a
+machine whose speed drifts treats them alike; transformers has its turn when they are done. The
+result is JSON with raw samples: `python benchmarks/decode.py --json FILE`.
 """
 
 import argparse
@@ -20,10 +20,9 @@ from report import CHOSEN
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outdraft import assets
-from outdraft.bench.environment import compute, environment
-from outdraft.bench.side_by_side import PLAIN, Completion, share_target
-from outdraft.bench.turns import take_turns
-from outdraft.cli.comparison import method_configs
+from outdraft.bench.driver import EngineRun, take_turns
+from outdraft.bench.report import compute, environment
+from outdraft.bench.side_by_side import PLAIN, method_configs, share_target
 from outdraft.config.engine import EngineConfig
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine
@@ -91,7 +90,8 @@ def complete_in_turns(
     engines: dict[str, Engine], text: str, params: SamplingParams, number: int
 ) -> dict[str, dict[str, Any]]:
     """Every engine completes the prompt. `number`: of the prompt."""
-    runs = {name: Completion(engine, "prompt", text, params) for name, engine in engines.items()}
+    asked = [("prompt", text, params, 0)]
+    runs = {name: EngineRun(engine, asked) for name, engine in engines.items()}
     take_turns(runs, number)
     return {
         name: {
@@ -104,7 +104,7 @@ def complete_in_turns(
 
 
 def with_chosen_lengths(config: EngineConfig) -> EngineConfig:
-    """As an engine speculates where nobody says how far."""
+    """Let the engine choose the lengths of drafts, as it does by default."""
     speculation = replace(config.speculation, num_speculative_tokens="auto", control="adaptive")
     return replace(config, speculation=speculation)
 

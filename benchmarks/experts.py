@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from outdraft.bench.environment import compute, environment
+from outdraft.bench.report import compute, environment
 from outdraft.core.weights import WeightFormat
 from outdraft.kernels.choose import choose_kernels, machine_limits
 from outdraft.models.experts import replace_experts

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from outdraft import LLM, SamplingParams
-from outdraft.bench.environment import environment
+from outdraft.bench.report import environment
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.choose import automatic_dtype

@@ -20,7 +20,7 @@ from peers.make_big import Shape, make_pair
 from torch.profiler import ProfilerActivity, profile
 
 from outdraft import assets
-from outdraft.bench.environment import compute, environment
+from outdraft.bench.report import compute, environment
 from outdraft.bench.side_by_side import share_target
 from outdraft.config.engine import EngineConfig
 from outdraft.core.sampling import SamplingParams

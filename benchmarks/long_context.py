@@ -27,8 +27,8 @@ from local_target import write_local_target
 
 from outdraft import assets
 from outdraft.attention.base import AttentionMetadata
-from outdraft.bench.environment import compute, environment
-from outdraft.bench.side_by_side import complete_alone
+from outdraft.bench.driver import complete_alone
+from outdraft.bench.report import compute, environment
 from outdraft.config.engine import EngineConfig
 from outdraft.control.policy import FixedLength, LengthPolicy
 from outdraft.core.sampling import SamplingParams, SpeculationParams

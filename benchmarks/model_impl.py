@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from outdraft.attention.rows import Span, lay_out, metadata_of
-from outdraft.bench.environment import compute, environment
+from outdraft.bench.report import compute, environment
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.choose import load_language_model

@@ -1,4 +1,4 @@
-"""What a loaded drafter costs while nobody drafts: steps against those of an engine without one.
+"""Costs of a loaded drafter while no request drafts: steps against those of an engine without one.
 
 All engines decode the same prompts greedily, so every step computes the same. They take their turn
 step by step, in another order each time, and steps are compared pair by pair. A second engine
@@ -22,9 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from outdraft import assets
-from outdraft.bench.environment import compute, environment
-from outdraft.bench.side_by_side import share_target
-from outdraft.cli.comparison import method_configs
+from outdraft.bench.report import compute, environment
+from outdraft.bench.side_by_side import method_configs, share_target
 from outdraft.control.controller import Controller
 from outdraft.core.sampling import SamplingParams, SpeculationParams
 from outdraft.engine.build import build_engine
@@ -68,10 +67,10 @@ def main() -> None:
             if name != PLAIN
         },
     }
-    told = json.dumps(result, indent=1)
+    written = json.dumps(result, indent=1)
     if args.json:
-        args.json.write_text(told)
-    print(told)
+        args.json.write_text(written)
+    print(written)
 
 
 def make_engines(args: argparse.Namespace) -> dict[str, Engine]:
@@ -126,7 +125,7 @@ def run_round(
 
 
 def num_drafts(engines: dict[str, Engine]) -> dict[str, int]:
-    """Tokens that each engine drafted so far: whoever is off drafts no more."""
+    """Tokens that each engine drafted so far: one that is off drafts no more."""
     return {name: engine.stats.num_draft_tokens for name, engine in engines.items()}
 
 

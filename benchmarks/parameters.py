@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from outdraft import LLM, SamplingParams, StructuredOutputsParams, assets
-from outdraft.bench.environment import compute, environment
-from outdraft.cli.threads import use_physical_cores
+from outdraft.bench.report import compute, environment
+from outdraft.cli.command import use_physical_cores
 from outdraft.engine.engine import Engine
 
 GREEDY = "greedy"
@@ -66,10 +66,10 @@ def main() -> None:
         "options": {key: str(value) for key, value in vars(args).items()},
         "cells": cells,
     }
-    told = json.dumps(result, indent=1)
+    written = json.dumps(result, indent=1)
     if args.json:
-        args.json.write_text(told + "\n")
-    print(told)
+        args.json.write_text(written + "\n")
+    print(written)
 
 
 def make_engine(args: argparse.Namespace, speculation: dict[str, Any] | None) -> Engine:

@@ -11,9 +11,9 @@ from pathlib import Path
 from random import Random
 
 from outdraft import assets
-from outdraft.bench.environment import compute, environment
-from outdraft.bench.side_by_side import PLAIN, complete_alone
-from outdraft.cli.comparison import method_configs
+from outdraft.bench.driver import complete_alone
+from outdraft.bench.report import compute, environment
+from outdraft.bench.side_by_side import PLAIN, method_configs
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine
 from outdraft.loading.models import load_models

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from outdraft.bench.host_drafts import MAX_TOKENS, make_phrases, measure, phrases_text
+from outdraft.bench.methods import MAX_TOKENS, make_phrases, measure, phrases_text
 from outdraft.config.speculation import NgramConfig, SuffixConfig
 from outdraft.core.draft import Draft, DraftAsk
 from outdraft.drafting.host.ngram import NgramProposer

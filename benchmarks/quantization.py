@@ -22,7 +22,7 @@ from passes import LAYERS, Network
 from roofline import run_step
 
 from outdraft import LLM, SamplingParams, assets
-from outdraft.bench.environment import compute, environment
+from outdraft.bench.report import compute, environment
 from outdraft.core.weights import QUANTIZATIONS, WeightFormat
 from outdraft.kernels.native.library import open_library
 from outdraft.kernels.native.limits import Limits

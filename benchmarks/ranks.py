@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import save_file
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not name it
 
-from outdraft.bench.environment import compute, environment
+from outdraft.bench.report import compute, environment
 from outdraft.core.plan import StepStats
 from outdraft.core.sampling import SamplingParams
 from outdraft.distributed.process_groups import join_ranks
@@ -38,9 +38,9 @@ from outdraft.kernels.native.library import open_library
 from outdraft.kernels.native.linear import NativeLinear
 from outdraft.kernels.native.ranks import shares_memory
 from outdraft.kernels.native.team import shared_team
-from outdraft.planning.hardware import Link, Machine, find_machine
+from outdraft.planning.hardware import Hardware, Link, find_hardware
 from outdraft.planning.roofline import Setup, Workload, step_time
-from outdraft.planning.shapes import Drafter, find_network
+from outdraft.planning.shapes import PlannedDrafter, find_network
 
 MEMORY, SOCKETS = "memory", "sockets"
 LENGTH, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 16, 24
@@ -100,8 +100,8 @@ def main() -> None:
                 layers_us[d].append(narrow_layer_us(target, narrow, d, size))
         setup = Setup(
             target=find_network(str(target)),
-            drafter=Drafter("draft_model", find_network(str(drafter))),
-            machine=machine,
+            drafter=PlannedDrafter("draft_model", find_network(str(drafter))),
+            hardware=machine,
             tp=size,
             workload=Workload(PROMPT_TOKENS, OUTPUT_TOKENS),
         )
@@ -241,7 +241,7 @@ class Rates:
     large_sum_s: float
 
 
-def measured_machine(size: int, transport: str | None) -> tuple[Machine, str]:
+def measured_machine(size: int, transport: str | None) -> tuple[Hardware, str]:
     """A card for each rank, with the memory and the sums that they share; their transport."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
@@ -255,11 +255,11 @@ def measured_machine(size: int, transport: str | None) -> tuple[Machine, str]:
     rates: Rates = results.get(timeout=120)
     for process in others:
         process.join()
-    card = find_machine("laptop").card
-    reached = card.constants.bandwidth_efficiency  # the plan multiplies with it
+    card = find_hardware("laptop").card
+    reached = card.bandwidth_efficiency  # the plan multiplies with it
     num_bytes = 2 * (size - 1) / size * LARGE_SUM * 2  # as Link counts them
     slope_s = max(rates.large_sum_s - rates.small_sum_s, 1e-9)
-    machine = Machine(
+    machine = Hardware(
         replace(card, bandwidth=rates.lone_rank / reached),
         size,
         Link("measured", num_bytes / slope_s, rates.small_sum_s, 0.0),
@@ -312,12 +312,11 @@ def measure_rank(rank: int, size: int, port: int, transport: str | None, results
 
 def planned_ms(setup: Setup, draft_size: int, num_requests: int, layer_us: float) -> float:
     """`layer_us`: sums included, which the plan adds itself."""
-    machine, link = setup.machine, setup.machine.link
+    machine, link = setup.hardware, setup.hardware.link
     if draft_size > 1 and link is not None:
         layer_us -= 2e6 * link.all_reduce_s(0, draft_size)
-    constants = replace(machine.card.constants, layer_us=max(0.0, layer_us))
-    machine = replace(machine, card=replace(machine.card, constants=constants))
-    setup = replace(setup, machine=machine, draft_tp=draft_size)
+    machine = replace(machine, card=replace(machine.card, layer_us=max(0.0, layer_us)))
+    setup = replace(setup, hardware=machine, draft_tp=draft_size)
     return 1e3 * step_time(setup, num_requests, LENGTH, 1.0).drafting_s / LENGTH
 
 

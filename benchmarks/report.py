@@ -1,4 +1,4 @@
-"""Writes tables of results into the documents, so that nobody edits numbers by hand.
+"""Writes tables of results into the documents; no number is edited by hand.
 
 docs/measuring.md has the tables of decode.py, of sweeps and of roofline.py.
 """

@@ -31,7 +31,7 @@ import torch
 from passes import LAYERS, Network, cases_of
 from shares import shares
 
-from outdraft.bench.environment import compute, environment
+from outdraft.bench.report import compute, environment
 from outdraft.core.weights import QUANTIZATIONS, WeightFormat
 from outdraft.kernels.native.library import open_library
 from outdraft.kernels.native.limits import Limits

@@ -22,7 +22,7 @@ import httpx
 import psutil
 
 from outdraft import assets
-from outdraft.bench.environment import environment
+from outdraft.bench.report import environment
 
 WARM_UP_SHARE = 0.25  # of the time; buffers and learned texts may grow in it
 MAX_GROWTH_MIB = 24.0  # of both processes together, from the warm-up to the end
@@ -185,7 +185,7 @@ async def _ask_for_form(client: httpx.AsyncClient, rng: random.Random, body: dic
 
 
 def _status(code: int) -> str:
-    return "told to come later" if code == 429 else f"server error {code}"
+    return "asked to come later" if code == 429 else f"server error {code}"
 
 
 async def _memory(process: psutil.Process, end_s: float) -> list[float]:

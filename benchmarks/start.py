@@ -19,7 +19,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from outdraft.bench.environment import environment
+from outdraft.bench.report import environment
 
 COMMANDS = {
     "import torch": ("-c", "import torch; print('.', flush=True)"),

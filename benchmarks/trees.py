@@ -13,14 +13,13 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from outdraft import assets
-from outdraft.bench.environment import compute, environment
+from outdraft.bench.report import compute, environment
 from outdraft.bench.side_by_side import (
     PLAIN,
     Sample,
@@ -30,9 +29,9 @@ from outdraft.bench.side_by_side import (
     median_tokens_per_s,
     ms_per_step,
     share_target,
+    variants,
 )
 from outdraft.config.engine import EngineConfig
-from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine
 
@@ -86,24 +85,18 @@ def measure(warm_up: str, prompts: Sequence[str], args: argparse.Namespace) -> S
         dtype="float32",
         device="cpu",
         max_num_seqs=1,
-        enable_prefix_caching=False,
     )
     drafter = {
         "method": "draft_model",
         "model": str(assets.drafter_path()),
         "control": "fixed",
     }
-    configs = {
-        name: replace(
-            base, speculation=parse_speculative_config(None if own is None else drafter | own)
-        )
-        for name, own in speculation.items()
-    }
+    configs = variants(base, {name: own and drafter | own for name, own in speculation.items()})
     models = share_target(configs)
     engines = {name: build_engine(config, models[name])[0] for name, config in configs.items()}
     samples: Samples = {name: [] for name in configs}
     with tqdm(total=args.repeats * len(configs) * (1 + len(prompts)), leave=False) as bar:
-        params = SamplingParams(  # without a seed: verified as the engines are told
+        params = SamplingParams(  # without a seed: verified as the engines are configured
             temperature=args.temperature,
             max_tokens=args.max_tokens,
             ignore_eos=True,

@@ -1,6 +1,6 @@
 """Writes run.py's result into docs/measuring.md: tables, a plot, and where outdraft loses.
 
-Nobody edits the numbers by hand: `python benchmarks/peers/report.py`. The name of a result is that
+No number is edited by hand: `python benchmarks/peers/report.py`. The name of a result is that
 of its place on the page and of its plot. A rate is the median over repeats; for one request at a
 time, a repeat is all its prompts' tokens by all their time.
 """

@@ -33,7 +33,7 @@ import numpy as np
 from cells import ENGINES, OURS, Cell, Group, prompts, quick, whole
 from protocol import Ask, Spec
 
-from outdraft.bench.environment import environment
+from outdraft.bench.report import environment
 
 HERE = Path(__file__).parent
 PATIENCE_S = 300.0  # vLLM compiles for a minute when it first meets a model
@@ -61,7 +61,7 @@ def main() -> None:
     result |= {"threads": args.threads, "environment": environment()}
 
     def save() -> None:
-        # Where the folder is matters to nobody else, nor where this project is.
+        # Paths of this machine mean nothing elsewhere.
         text = json.dumps(result, indent=1).replace(f"{args.folder.absolute()}/", "")
         # An answer is a line.
         text = re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda found: " ".join(found[0].split()), text)
@@ -135,8 +135,8 @@ def measure_cell(
     for name, new in done.items():
         runs[name] += new
         rate = cell.batch * cell.new_tokens * len(new) / (sum(run["wall_s"] for run in new) or 1)
-        told = f"{rate:.1f} tokens/s with prompts" if new else runners[name].about["failure"]
-        print(f"{datetime.now():%H:%M:%S} {group.name}, {cell.name}: {name}: {told}", flush=True)
+        outcome = f"{rate:.1f} tokens/s with prompts" if new else runners[name].about["failure"]
+        print(f"{datetime.now():%H:%M:%S} {group.name}, {cell.name}: {name}: {outcome}", flush=True)
 
 
 def measure(

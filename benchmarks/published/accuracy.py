@@ -19,7 +19,7 @@ from fetch import MODELS, fetch
 from torch import Tensor
 
 from outdraft import assets
-from outdraft.bench.environment import compute, environment
+from outdraft.bench.report import compute, environment
 from outdraft.kernels.choose import automatic_dtype, choose_kernels
 from outdraft.models.base import LanguageModel
 from outdraft.models.choose import load_language_model

@@ -32,12 +32,12 @@ from servers import LLAMA_CPP, MODEL_NAME, OURS, Limits, Server, Way, started, v
 from tasks import TASKS, Cell, cells_of_round
 
 from outdraft.bench.client import Endpoint
-from outdraft.bench.environment import environment
 from outdraft.bench.metrics import acceptance_report, load_report
+from outdraft.bench.report import environment
 from outdraft.bench.serve import run_load
 from outdraft.bench.workloads import BenchRequest
-from outdraft.cli.threads import num_physical_cores
-from outdraft.config.benchmarks import Traffic
+from outdraft.cli.command import num_physical_cores
+from outdraft.config.benchmarks import TrafficPlan
 from outdraft.kernels.native.library import open_library
 from outdraft.kernels.native.limits import Limits as MachineLimits
 from outdraft.kernels.native.team import shared_team
@@ -206,13 +206,13 @@ def ask(
     body |= OWN_BODY[server.way.engine]
     endpoint = Endpoint(server.url, "/v1/chat/completions", MODEL_NAME, body=body)
     requests = [BenchRequest(text, new_tokens) for text in prompts]
-    traffic = Traffic(max_concurrency=cell.concurrency)
+    traffic = TrafficPlan(max_concurrency=cell.concurrency)
     deadline_s = time.monotonic() + ANSWER_S
     run = asyncio.run(run_load(endpoint, requests, traffic, deadline_s, lambda sample: None))
     for sample in run.samples:
         if sample.error or sample.completion_tokens != new_tokens:
-            told = sample.error or f"{sample.completion_tokens} tokens, not {new_tokens}"
-            raise RuntimeError(f"{server.way.name}, {cell.name}: {told}")
+            problem = sample.error or f"{sample.completion_tokens} tokens, not {new_tokens}"
+            raise RuntimeError(f"{server.way.name}, {cell.name}: {problem}")
     report = load_report(run.samples, run.duration_s, ("ttft", "tpot"), ())
     accepted = acceptance_report(run.speculation) if run.speculation else {}
     return {

@@ -1,6 +1,6 @@
 """Writes run.py's results into README.md and docs/measuring.md, without arguments.
 
-Nobody edits the numbers by hand. A number is the median over rounds, with the least and the most
+No number is edited by hand. A number is the median over rounds, with the least and the most
 in brackets.
 """
 
@@ -66,12 +66,12 @@ def failures(result: dict[str, Any]) -> str:
     """The turns that a server did not answer; no rate above has them."""
     asked = [(one["engine"], one["method"]) for one in result["turns"] + result["failures"]]
     failed = [(one["engine"], one["method"]) for one in result["failures"]]
-    told = [
+    rows = [
         f"{engine}, {method.replace('_', ' ')}: {failed.count((engine, method))} of "
         f"{asked.count((engine, method))}"
         for engine, method in dict.fromkeys(failed)
     ]
-    return f"Turns that were not answered: {'; '.join(told)}." if told else ""
+    return f"Turns that were not answered: {'; '.join(rows)}." if rows else ""
 
 
 def whole(result: dict[str, Any]) -> str:
@@ -167,7 +167,7 @@ def about(result: dict[str, Any]) -> str:
 def equal_texts(result: dict[str, Any]) -> str:
     """How many greedy texts are those of the first way, and how long the others are the same."""
     (first_engine, first_method), *others = names(result)
-    told: list[str] = []
+    rows: list[str] = []
     for engine, method in others:
         mine = [one for one in result["turns"] if is_of(one, engine, method)]
         found = [at for one in mine for at in one.get("first_differences", [])]
@@ -175,10 +175,10 @@ def equal_texts(result: dict[str, Any]) -> str:
         after = f" (the others part after {median(parted):.0f} characters)" if parted else ""
         if found:
             same = len(found) - len(parted)
-            told.append(f"{engine}, {method.replace('_', ' ')}: {same} of {len(found)}{after}")
-    if not told:
+            rows.append(f"{engine}, {method.replace('_', ' ')}: {same} of {len(found)}{after}")
+    if not rows:
         return "No greedy texts were compared."
-    return f"Greedy texts that equal those of {first_engine}, {first_method}: {'; '.join(told)}."
+    return f"Greedy texts that equal those of {first_engine}, {first_method}: {'; '.join(rows)}."
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from outdraft.bench import host_drafts
-from outdraft.bench.host_drafts import (
+from outdraft.bench import methods
+from outdraft.bench.methods import (
     MAX_TOKENS,
     draft_us_per_request_32k,
     make_phrases,
@@ -47,8 +47,8 @@ def test_every_step_asks_for_a_longer_text_and_is_timed_a_request():
 
 
 def test_only_sources_of_the_host_have_a_price_there(monkeypatch):
-    monkeypatch.setattr(host_drafts, "LONG_CONTEXT", 500)
-    monkeypatch.setattr(host_drafts, "NUM_STEPS", 3)
+    monkeypatch.setattr(methods, "LONG_CONTEXT", 500)
+    monkeypatch.setattr(methods, "NUM_STEPS", 3)
     network = DraftNetworkConfig(model="m")
     assert draft_us_per_request_32k([SuffixConfig(), network], cpu_kernels()) is None
     for sources in ([NgramConfig()], [SuffixConfig()], [NgramConfig(), SuffixConfig()]):

@@ -6,11 +6,12 @@ from collections import Counter
 
 import pytest
 
+from outdraft.bench.driver import queued
 from outdraft.bench.in_process import (
-    Generation,
     LatencyPlan,
     measure_latency,
     measure_throughput,
+    num_tokens,
     run_batch,
     stats_report,
 )
@@ -22,7 +23,7 @@ from outdraft.engine.stats import StatsTotal
 from tests.oracle.engines import engine
 
 FAMILY = "qwen2"
-GENERATION = Generation(ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 def requests(count, max_tokens=6):
@@ -35,30 +36,29 @@ def soon(seconds=30.0):
 
 def test_a_batch_is_what_the_engine_generates():
     llm, twin = engine(FAMILY, "ngram"), engine(FAMILY, "plain")
-    done = run_batch(llm.engine, requests(5), GENERATION, soon())
+    done = run_batch(llm.engine, requests(5), GREEDY, soon())
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     wanted = twin.generate([list(one.prompt) for one in requests(5)], params, use_tqdm=False)
-    by_id = {output.request_id: output for output in done.outputs}
+    by_id = {output.request_id: output for output in done.finished}
     assert [by_id[str(i)].outputs[0].token_ids for i in range(5)] == [
         output.outputs[0].token_ids for output in wanted
     ]
-    assert done.num_input_tokens == 35
-    assert done.num_output_tokens == 30
-    assert done.num_unfinished == 0
+    assert num_tokens(done.finished) == 30
+    assert done.num_left == 0
 
 
 def test_more_requests_than_fit_the_queue_are_fed_as_there_is_room():
     llm = engine(FAMILY, "plain", max_waiting=2)
-    assert len(run_batch(llm.engine, requests(9), GENERATION, soon()).outputs) == 9
+    assert len(run_batch(llm.engine, requests(9), GREEDY, soon()).finished) == 9
 
 
 def test_a_deadline_leaves_an_empty_engine_and_counts_what_it_cut():
     llm = engine(FAMILY, "plain")
-    done = run_batch(llm.engine, requests(6), GENERATION, soon(-1.0))
-    assert (len(done.outputs), done.num_unfinished) == (0, 6)
+    done = run_batch(llm.engine, requests(6), GREEDY, soon(-1.0))
+    assert (len(done.finished), done.num_left) == (0, 6)
     assert not llm.engine.has_work
     llm.engine.check_invariants()
-    result = measure_throughput(llm.engine, requests(1)[0], requests(6), GENERATION, soon(-1.0))
+    result = measure_throughput(llm.engine, requests(1)[0], requests(6), GREEDY, soon(-1.0))
     assert result["failed"] == 6
     assert result["requests_per_second"] == 0.0
     assert "before 6 of the requests" in result["notes"][0]
@@ -67,25 +67,26 @@ def test_a_deadline_leaves_an_empty_engine_and_counts_what_it_cut():
 def test_a_request_that_can_never_run_is_refused():
     llm = engine(FAMILY, "plain")
     with pytest.raises(RequestError, match="prompt"):
-        run_batch(llm.engine, [BenchRequest((), 3)], GENERATION, soon())
+        run_batch(llm.engine, [BenchRequest((), 3)], GREEDY, soon())
 
 
 def test_a_request_whose_output_would_be_cut_is_refused():
     llm = engine(FAMILY, "plain")
     most = llm.engine.inputs.max_model_len
-    run_batch(llm.engine, requests(1, most - 7), GENERATION, soon(-1.0))
+    run_batch(llm.engine, requests(1, most - 7), GREEDY, soon(-1.0))
     with pytest.raises(RequestError, match="exceed max_model_len"):
-        run_batch(llm.engine, requests(1, most - 6), GENERATION, soon())
+        run_batch(llm.engine, requests(1, most - 6), GREEDY, soon())
 
 
 def test_throughput_counts_every_token_once_with_vllms_names():
     llm = engine(FAMILY, "perfect")
     seen = []
     result = measure_throughput(
-        llm.engine, requests(9)[8], requests(8), GENERATION, soon(), seen.append
+        llm.engine, requests(9)[8], requests(8), GREEDY, soon(), seen.append
     )
     assert len(seen) == result["num_requests"] == 8
     assert result["failed"] == 0
+    assert result["total_input_tokens"] == 8 * 7
     assert result["total_output_tokens"] == 48
     assert result["total_num_tokens"] == 48 + 8 * 7
     assert result["tokens_per_second"] == pytest.approx(104 / result["elapsed_time"])
@@ -101,7 +102,7 @@ def test_latency_has_one_time_per_iteration_and_vllms_names():
     llm = engine(FAMILY, "perfect")
     plan = LatencyPlan(batch_size=2, num_iters_warmup=1, num_iters=3)
     seen = []
-    result = measure_latency(llm.engine, requests(8), plan, GENERATION, soon(), seen.append)
+    result = measure_latency(llm.engine, requests(8), plan, GREEDY, soon(), seen.append)
     assert result["latencies"] == seen
     assert len(seen) == 3
     assert result["avg_latency"] == pytest.approx(sum(seen) / 3)
@@ -120,13 +121,13 @@ def test_latency_without_one_whole_iteration_is_refused():
     llm = engine(FAMILY, "plain")
     plan = LatencyPlan(batch_size=1, num_iters_warmup=0, num_iters=2)
     with pytest.raises(ConfigError, match="--max-seconds"):
-        measure_latency(llm.engine, requests(2), plan, GENERATION, soon(-1))
+        measure_latency(llm.engine, requests(2), plan, GREEDY, soon(-1))
     assert llm.engine.on_step is None
 
 
 def test_repeated_prompts_are_admitted():
     llm = engine(FAMILY, "plain")
-    result = measure_throughput(llm.engine, requests(1)[0], requests(2) * 2, GENERATION, soon())
+    result = measure_throughput(llm.engine, requests(1)[0], requests(2) * 2, GREEDY, soon())
     assert "only 2 of 4 prompts differ" in result["notes"][0]
 
 
@@ -136,7 +137,9 @@ def test_plain_decoding_has_no_acceptance():
 
 def test_a_prediction_reaches_the_engine():
     request = BenchRequest("def", 4, "ine")
-    assert GENERATION.params(request).prediction == "ine"
+    [(_, prompt, params, _)] = queued([request], GREEDY)
+    assert (prompt, params.max_tokens, params.prediction) == ("def", 4, "ine")
+    assert params.ignore_eos
 
 
 def test_a_trace_has_a_range_around_every_phase_of_every_step(tmp_path):
@@ -145,7 +148,7 @@ def test_a_trace_has_a_range_around_every_phase_of_every_step(tmp_path):
     llm.engine.on_step = steps.append
     path = tmp_path / "traces" / "one.json"
     with traced(llm.engine, path):
-        run_batch(llm.engine, requests(2), GENERATION, soon())
+        run_batch(llm.engine, requests(2), GREEDY, soon())
     events = json.loads(path.read_text())["traceEvents"]
     names = {"step", "schedule", "draft", "verify", "sample", "commit"}
     spans = [e for e in events if e.get("cat") == "user_annotation" and e["name"] in names]

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from outdraft.bench import environment as environment_module
-from outdraft.bench.environment import environment
+from outdraft.bench import report
 from outdraft.bench.metrics import RequestSample, SpecCounters
 from outdraft.bench.report import (
     as_table,
     check_installed,
+    environment,
     sweep_picture,
     sweep_plot,
     sweep_table,
     write_json,
 )
-from outdraft.bench.serve import LoadRun, Reporting, Traffic, serve_report
+from outdraft.bench.serve import LoadRun, Reporting, TrafficPlan, serve_report
 from outdraft.bench.workloads import BenchRequest
 from outdraft.core.errors import ConfigError
 
@@ -34,7 +34,9 @@ def result(concurrency=2, **reporting):
     ]
     run = LoadRun(samples, 2.0, SpecCounters(4, 8, 6, {0: 4, 1: 2}), 0)
     requests = [BenchRequest(str(i), 3) for i in range(3)]
-    return serve_report(run, requests, Traffic(max_concurrency=concurrency), Reporting(**reporting))
+    return serve_report(
+        run, requests, TrafficPlan(max_concurrency=concurrency), Reporting(**reporting)
+    )
 
 
 def test_a_load_tests_result_is_this():
@@ -104,7 +106,7 @@ def test_the_table_shows_every_number_that_was_reported():
 
 def test_a_latency_that_no_request_has_is_a_dash():
     run = LoadRun([RequestSample(0.0, error="not sent")], 1.0, None, 0)
-    empty = serve_report(run, [BenchRequest("a", 1)], Traffic(), Reporting())
+    empty = serve_report(run, [BenchRequest("a", 1)], TrafficPlan(), Reporting())
     assert any(
         line.split() == ["Mean", "TTFT", "(ms):", "-"] for line in as_table("x", empty).splitlines()
     )
@@ -164,7 +166,7 @@ def test_the_environment_names_the_commit_only_of_a_tracked_package(tmp_path, mo
     package = tmp_path / "src" / "outdraft" / "bench"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").touch()
-    monkeypatch.setattr(environment_module, "__file__", str(package / "environment.py"))
+    monkeypatch.setattr(report, "__file__", str(package / "report.py"))
     assert environment()["commit"] is None
     git(tmp_path, "init")
     git(tmp_path, "commit", "--allow-empty", "-m", "x")

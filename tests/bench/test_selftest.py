@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from outdraft import assets
+from outdraft.bench.driver import complete_alone
 from outdraft.bench.selftest import (
     ALWAYS,
     LEAST_P,
@@ -15,8 +16,8 @@ from outdraft.bench.selftest import (
     fit,
     self_test,
 )
-from outdraft.bench.side_by_side import PLAIN, Sample, complete_alone, share_target
-from outdraft.bench.synthetic import SyntheticVerifier
+from outdraft.bench.side_by_side import PLAIN, Sample, share_target
+from outdraft.bench.sweep import SyntheticVerifier
 from outdraft.config.engine import EngineConfig, SchedulerConfig
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.sampling import SamplingParams

@@ -10,7 +10,7 @@ import pytest
 
 from outdraft.bench.client import Clients, Endpoint
 from outdraft.bench.metrics import RequestSample
-from outdraft.bench.serve import LoadRun, Reporting, Traffic, run_load, serve_report, with_model
+from outdraft.bench.serve import LoadRun, Reporting, TrafficPlan, run_load, serve_report, with_model
 from outdraft.bench.workloads import BenchRequest, arrival_times
 from outdraft.core.errors import ConfigError
 from tests.bench.scripted_server import DONE, Script, completion, serving
@@ -23,7 +23,7 @@ def endpoint(seen, path="/v1/completions", **options):
 
 
 def load(where, requests, traffic=None, seconds=60.0):
-    traffic = traffic or Traffic()
+    traffic = traffic or TrafficPlan()
     deadline_s = time.monotonic() + seconds
     return asyncio.run(run_load(where, requests, traffic, deadline_s, lambda sample: None))
 
@@ -104,7 +104,7 @@ def test_what_is_not_answered_in_time_has_failed_and_is_kept():
         return completion(["a", "b"], gap_s=0.0 if body["prompt"] == "prompt 0" else 30.0)
 
     with serving(answer) as seen:
-        traffic = Traffic(max_concurrency=2)
+        traffic = TrafficPlan(max_concurrency=2)
         run = load(endpoint(seen), PROMPTS[:4], traffic, seconds=0.5)
     errors = [sample.error for sample in run.samples]
     assert errors[0] is None
@@ -159,7 +159,7 @@ def test_the_model_is_the_servers_first_one_unless_it_is_named():
 @pytest.mark.parametrize("limit", [1, 3])
 def test_no_more_requests_than_the_concurrency_are_under_way(limit):
     with serving(lambda number, body: completion(["a"], first_s=0.02)) as seen:
-        run = load(endpoint(seen), PROMPTS, Traffic(max_concurrency=limit))
+        run = load(endpoint(seen), PROMPTS, TrafficPlan(max_concurrency=limit))
     assert seen.most_running == limit
     assert len(seen.bodies) == len(PROMPTS)
     assert all(sample.error is None for sample in run.samples)
@@ -178,7 +178,7 @@ def test_requests_under_way_have_clients_of_their_own_which_are_used_again():
 
 def test_in_a_closed_loop_latency_counts_from_the_sending():
     with serving(lambda number, body: completion(["a"], first_s=0.1)) as seen:
-        run = load(endpoint(seen), PROMPTS[:4], Traffic(max_concurrency=1))
+        run = load(endpoint(seen), PROMPTS[:4], TrafficPlan(max_concurrency=1))
     assert run.duration_s >= 0.4
     # One after the other: had they counted from the start, they would add up to more.
     assert sum(sample.e2el_s for sample in run.samples) <= run.duration_s
@@ -190,7 +190,7 @@ def test_in_an_open_loop_latency_counts_from_the_scheduled_arrival():
         with serving(
             lambda number, body: completion(["a"], first_s=0.1), one_at_a_time=True
         ) as seen:
-            traffic = Traffic(request_rate=50.0, max_concurrency=limit)
+            traffic = TrafficPlan(request_rate=50.0, max_concurrency=limit)
             run = load(endpoint(seen), PROMPTS[:6], traffic)
         due = [sample.due_s for sample in run.samples]
         assert due == arrival_times(6, 50.0, 1.0, np.random.default_rng(0))
@@ -204,7 +204,7 @@ def test_in_an_open_loop_latency_counts_from_the_scheduled_arrival():
 
 def test_requests_are_sent_when_they_are_due():
     with serving(lambda number, body: completion(["a"])) as seen:
-        run = load(endpoint(seen), PROMPTS, Traffic(request_rate=40.0, seed=5))
+        run = load(endpoint(seen), PROMPTS, TrafficPlan(request_rate=40.0, seed=5))
     late_s = [sample.sent_s - sample.due_s for sample in run.samples]
     assert min(late_s) >= 0
     assert np.median(late_s) < 0.1  # the machine may stall, but not half the time
@@ -228,7 +228,7 @@ def test_acceptance_is_what_the_servers_counters_rose_by_behind_the_warm_ups():
         seen.metrics = shown.get(number, seen.metrics)
         return completion(["a"])
 
-    traffic = Traffic(num_warmups=2, max_concurrency=1)
+    traffic = TrafficPlan(num_warmups=2, max_concurrency=1)
     with serving(answer) as seen:
         seen.metrics = shown[0]
         run = load(endpoint(seen), PROMPTS[:5], traffic)
@@ -243,7 +243,7 @@ def test_acceptance_is_what_the_servers_counters_rose_by_behind_the_warm_ups():
 def test_chunks_that_were_held_up_together_are_counted_and_warned_of(gap_s, num_bunched):
     times = [0.2 + i * gap_s for i in range(4)]
     samples = [RequestSample(0.0, 0.0, times, times[-1], 5, 4) for _ in range(2)]
-    report = serve_report(LoadRun(samples, 1.0, None, 0), PROMPTS[:2], Traffic(), Reporting())
+    report = serve_report(LoadRun(samples, 1.0, None, 0), PROMPTS[:2], TrafficPlan(), Reporting())
     assert report["num_bunched_chunks"] == num_bunched
     assert ("TCP_NODELAY" in "".join(report["notes"])) == bool(num_bunched)
 
@@ -251,7 +251,7 @@ def test_chunks_that_were_held_up_together_are_counted_and_warned_of(gap_s, num_
 def test_a_server_without_counters_has_no_acceptance():
     with serving(lambda number, body: completion(["a"])) as seen:
         run = load(endpoint(seen), PROMPTS[:1])
-    report = serve_report(run, PROMPTS[:1], Traffic(), Reporting())
+    report = serve_report(run, PROMPTS[:1], TrafficPlan(), Reporting())
     assert not any("spec_decode" in name for name in report)
 
 
@@ -260,12 +260,12 @@ def test_reports_say_how_latency_was_counted_and_what_failed():
         return Script(status=429, body="full") if number == 0 else completion(["a", "b"])
 
     with serving(answer) as seen:
-        traffic = Traffic(max_concurrency=1, num_warmups=1)
+        traffic = TrafficPlan(max_concurrency=1, num_warmups=1)
         requests = [PROMPTS[0], *PROMPTS[1:4], PROMPTS[1]]
         closed = serve_report(
             load(endpoint(seen), requests, traffic), requests, traffic, Reporting()
         )
-        traffic = Traffic(request_rate=100.0)
+        traffic = TrafficPlan(request_rate=100.0)
         opened = serve_report(
             load(endpoint(seen), PROMPTS[:2], traffic), PROMPTS[:2], traffic, Reporting()
         )
@@ -285,7 +285,7 @@ def test_reports_say_how_latency_was_counted_and_what_failed():
 )
 def test_impossible_traffic_is_refused(options):
     with pytest.raises(ConfigError):
-        Traffic(**options)
+        TrafficPlan(**options)
 
 
 @pytest.mark.parametrize("options", [{"metrics": ("ttfb",)}, {"percentiles": (101.0,)}])

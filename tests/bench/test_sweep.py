@@ -9,13 +9,13 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 
-from outdraft.bench import turns as turns_module
-from outdraft.bench.in_process import Generation
+from outdraft.bench import driver
 from outdraft.bench.side_by_side import PLAIN, share_target
 from outdraft.bench.sweep import (
     CHOSEN,
     LevelResult,
     SweepPlan,
+    SyntheticVerifier,
     level_engines,
     level_report,
     median_interval,
@@ -24,7 +24,6 @@ from outdraft.bench.sweep import (
     sweep,
     unequal,
 )
-from outdraft.bench.synthetic import SyntheticVerifier
 from outdraft.bench.workloads import BenchRequest
 from outdraft.cli.bench_sweep import plot, variants
 from outdraft.config.engine import EngineConfig
@@ -39,6 +38,7 @@ from tests.cli.pair import pair
 from tests.sampling_batches import batch_of_params
 
 VOCAB = 11
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 def synthetic_verdict(chances, lengths, seeds):
@@ -138,9 +138,7 @@ def test_all_variants_complete_the_same_prompts_and_each_level_others(configs, m
     models = share_target(configs)
     all_requests = requests(plan)
     results = []
-    for result in sweep(
-        configs, models, all_requests, plan, Generation(ignore_eos=True), runs.append
-    ):
+    for result in sweep(configs, models, all_requests, plan, GREEDY, runs.append):
         results.append(result)
         for name, total in result.stats.items():
             seen[result.concurrency, name] = [total.num_emitted, total.num_drafts]
@@ -159,10 +157,10 @@ def test_all_variants_complete_the_same_prompts_and_each_level_others(configs, m
 
 
 def test_variants_take_turns_within_a_round_and_each_follows_every_other_one(configs, monkeypatch):
-    monkeypatch.setattr(turns_module, "TURN_S", 1e-9)  # a turn is a step
+    monkeypatch.setattr(driver, "TURN_S", 1e-9)  # a turn is a step
     plan = SweepPlan(levels=(2,))
     engines = level_engines(configs, share_target(configs), plan, [2])[0]
-    result, part = next(plan.parts(requests(plan), list(configs)))
+    result = next(plan.parts(requests(plan), list(configs)))
     order: list[str] = []
     for name, total in result.stats.items():
         log = create_autospec(total, instance=True)
@@ -171,7 +169,7 @@ def test_variants_take_turns_within_a_round_and_each_follows_every_other_one(con
     names, firsts, follows = list(configs), set[str](), Counter[tuple[str, str]]()
     for number in range(40):
         order.clear()
-        run_round(engines, part.of_round, result, Generation(ignore_eos=True), number)
+        run_round(engines, result, GREEDY, number)
         firsts.add(order[0])
         for start in range(0, 9, 3):  # while all of them run
             assert sorted(order[start : start + 3]) == sorted(names)
@@ -193,7 +191,7 @@ def test_the_engines_of_a_level_are_gone_before_the_next_ones_are_built(configs)
     gc.disable()  # they are gone at once, not when somebody looks for cycles
     try:
         on_run = lambda name: counts.append(living() - before)  # noqa: E731
-        list(sweep(configs, models, requests(plan), plan, Generation(ignore_eos=True), on_run))
+        list(sweep(configs, models, requests(plan), plan, GREEDY, on_run))
     finally:
         gc.enable()
     assert set(counts) == {len(configs)}
@@ -201,7 +199,7 @@ def test_the_engines_of_a_level_are_gone_before_the_next_ones_are_built(configs)
 
 def test_a_plot_and_strict_json_come_of_a_result(configs, tmp_path):
     plan = SweepPlan(levels=(2,), min_rounds=1, max_rounds=1)
-    level = next(sweep(configs, share_target(configs), requests(plan), plan, Generation()))
+    level = next(sweep(configs, share_target(configs), requests(plan), plan, GREEDY))
     result = {"levels": [level_report(level, plan)], "acceptance": "decided by the target"}
     json.dumps(result, allow_nan=False)
     plot(result, tmp_path / "sweep.png")

@@ -10,7 +10,7 @@ import torch
 
 from outdraft import assets
 from outdraft.cli.app import app
-from outdraft.cli.chat import chat
+from outdraft.cli.generate import chat
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
 from outdraft.kernels.native.library import usable_instruction_sets

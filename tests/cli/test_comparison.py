@@ -6,14 +6,12 @@ from dataclasses import replace
 import pytest
 
 from outdraft.bench.side_by_side import (
+    NUM_DRAFTS,
+    PLAIN,
     Sample,
     acceptance_length,
     acceptance_rate,
     are_identical,
-)
-from outdraft.cli.comparison import (
-    NUM_DRAFTS,
-    PLAIN,
     as_json,
     compare,
     method_configs,

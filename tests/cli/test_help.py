@@ -7,10 +7,9 @@ from rich.console import Console
 from typer.main import get_command
 
 from outdraft import LLM, assets
-from outdraft.bench.side_by_side import Sample
+from outdraft.bench.side_by_side import PLAIN, Sample
 from outdraft.cli.app import app
-from outdraft.cli.comparison import PLAIN
-from outdraft.cli.demo_view import DemoView
+from outdraft.cli.demo import DemoView
 from outdraft.engine.stats import StatsTotal
 from tests.cli.pair import pair
 

@@ -9,7 +9,7 @@ import pytest
 from outdraft.cli import serving
 from outdraft.cli.app import app
 from outdraft.cli.options import EngineOptions, SchedulerOptions, serving_config
-from outdraft.cli.server_options import ServerOptions, api_key, listed, profiler_dir
+from outdraft.cli.serve import ServerOptions, api_key, listed, profiler_dir
 from outdraft.config.engine import EngineConfig
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from outdraft.cli.threads import num_physical_cores, use_physical_cores
+from outdraft.cli.command import num_physical_cores, use_physical_cores
 from outdraft.core.openmp import prepare_openmp
 
 

@@ -5,9 +5,8 @@ import math
 
 import pytest
 
-from outdraft.config.checks import parse_bytes
-from outdraft.config.engine import CacheConfig, EngineConfig, SchedulerConfig
-from outdraft.config.parallel import ParallelConfig
+from outdraft.config.engine import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from outdraft.config.fields import parse_bytes
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.errors import ConfigError
 

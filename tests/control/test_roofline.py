@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from outdraft.control.roofline import ROWS as PRIOR_ROWS
-from outdraft.control.roofline import Launches, Machine, PassSize, prior_table
+from outdraft.control.roofline import Machine, PassSize, pass_s, prior_table
 from outdraft.core.weights import RoutedWeights
 
 # 1 GB/s; 100 Gop/s; a million weights of two bytes: 2 ms to read, 20 us for each row.
@@ -22,15 +22,14 @@ def test_a_pass_is_bound_by_its_bytes_and_then_by_its_operations():
 
 
 def test_launches_bound_it_from_below_and_calls_come_on_top():
-    machine = Machine(1e9, 1e11, Launches(floor_s=300e-6), call_s=50e-6)
+    machine = Machine(1e9, 1e11, 300e-6, call_s=50e-6)
     ends = (1, 1000)
     assert TARGET.curve(machine, ends).seconds == pytest.approx([3050e-6, 20050e-6], rel=1e-4)
     assert DRAFTER.curve(machine, ends).seconds[0] == pytest.approx(350e-6)
 
 
 def test_kernels_that_begin_and_end_add_to_a_pass_however_long_it_computes():
-    launches = Launches(floor_s=3.0, more_s=2.0)
-    assert launches.around(np.array([10.0, 40.0]), 5).tolist() == [25.0, 50.0]
+    assert pass_s(np.array([10.0, 40.0]), 5, launch_s=3.0, begin_s=2.0).tolist() == [25.0, 50.0]
 
 
 def test_a_table_of_a_pair():

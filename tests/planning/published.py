@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from outdraft.planning.hardware import find_machine
+from outdraft.planning.hardware import find_hardware
 from outdraft.planning.planner import best_length
 from outdraft.planning.predictors import (
     CalibratedPredictor,
@@ -66,11 +66,11 @@ def setup_of(setting: str, card: str = "h100") -> Setup:
     if "70b" in setting:
         target, machine = (
             find_network("llama-3.3-70b"),
-            find_machine(f"2x{card}", "pcie-no-p2p"),
+            find_hardware(f"2x{card}", "pcie-no-p2p"),
         )
         return Setup(target, find_drafter("llama-3.2-1b", target), machine, 2, 2)
     target = find_network("qwen3-1.7b" if setting.startswith("qwen3-1.7b") else "qwen3-32b")
-    return Setup(target, find_drafter("qwen3-1.7b", target), find_machine(card))
+    return Setup(target, find_drafter("qwen3-1.7b", target), find_hardware(card))
 
 
 def errors(predictor: Predictor, points: Iterable[Point]) -> Errors:
@@ -113,7 +113,7 @@ def other_points() -> Iterator[tuple[str, Predictor, Point]]:
         for row in csv.DictReader(file, delimiter="\t"):
             target, tp = find_network(row["target"], row["dtype"]), int(row["tp"])
             work = Workload(int(row["prompt_tokens"]), int(row["output_tokens"]))
-            machine = find_machine(f"{tp}x{row['card']}")
+            machine = find_hardware(f"{tp}x{row['card']}")
             setup = Setup(target, find_drafter(row["draft"], target), machine, tp, tp, work)
             tpot_s, tokens = float(row["tpot_ms"]) / 1e3, float(row["acceptance_length"])
             point = Point(int(row["concurrency"]), int(row["k"]), tpot_s, tokens)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outdraft.core.errors import ConfigError
-from outdraft.planning.hardware import Machine, find_machine
+from outdraft.planning.hardware import Hardware, find_hardware
 from outdraft.planning.planner import (
     Acceptance,
     best_length,
@@ -36,7 +36,7 @@ DRAFTS = ["qwen3-0.6b", "eagle3", "medusa", "suffix"]
 
 def setup(target="llama-3.1-8b", draft="llama-3.2-1b", hardware="h100", **more) -> Setup:
     network = find_network(target)
-    return Setup(network, find_drafter(draft, network), find_machine(hardware), **more)
+    return Setup(network, find_drafter(draft, network), find_hardware(hardware), **more)
 
 
 @pytest.mark.parametrize(
@@ -113,15 +113,15 @@ def test_ranks_of_one_memory_read_as_fast_as_those_that_read_at_once_leave_them(
     """A rank reads at most 60 GB/s, and all of them together 80: two have 40 each."""
     still = Workload(prompt_tokens=100, output_tokens=10**9)
     one = setup(hardware="laptop", workload=still)
-    card, link = one.machine.card, find_machine("2xh100").link
+    card, link = one.hardware.card, find_hardware("2xh100").link
     full, half = replace(card, bandwidth=60e9), replace(card, bandwidth=40e9)
-    own = Machine(half, 2, link)
-    shared = Machine(full, 2, link, shared_bandwidth=80e9)
+    own = Hardware(half, 2, link)
+    shared = Hardware(full, 2, link, shared_bandwidth=80e9)
     for requests, of_a_lone_rank in ((1, full), (2, half), (6, half)):
-        step = step_time(replace(one, machine=shared, tp=2), requests, 3, 1.0)
-        like = step_time(replace(one, machine=own, tp=2), requests, 3, 1.0)
+        step = step_time(replace(one, hardware=shared, tp=2), requests, 3, 1.0)
+        like = step_time(replace(one, hardware=own, tp=2), requests, 3, 1.0)
         assert (step.target_s, step.communication_s) == (like.target_s, like.communication_s)
-        lone = replace(one, machine=Machine(of_a_lone_rank, 1, None))
+        lone = replace(one, hardware=Hardware(of_a_lone_rank, 1, None))
         expected = step_time(lone, -(-requests // 2), 3, 1.0)
         assert step.draft_s == pytest.approx(expected.draft_s)
 
@@ -246,9 +246,9 @@ def test_steps_grow_with_requests_and_lengths_and_shrink_with_bandwidth(
     assert step.total_s < step_time(one, requests, length + 1, tokens[length + 1]).total_s * (
         1 + 1e-12
     )
-    card_ = one.machine.card
-    faster = replace(one.machine, card=replace(card_, bandwidth=2 * card_.bandwidth))
-    assert step_time(replace(one, machine=faster), requests, length, 1.0).total_s <= step.total_s
+    card_ = one.hardware.card
+    faster = replace(one.hardware, card=replace(card_, bandwidth=2 * card_.bandwidth))
+    assert step_time(replace(one, hardware=faster), requests, length, 1.0).total_s <= step.total_s
 
 
 @settings(max_examples=30, deadline=None)
@@ -385,10 +385,10 @@ def test_points_are_words_tables_or_json(tmp_path):
     [
         (lambda: find_network("llama-3.3-71b"), "did you mean 'llama-3.3-70b'"),
         (lambda: find_drafter("eagle4", find_network("qwen3-8b")), "did you mean 'eagle3'"),
-        (lambda: find_machine("2xh10"), "did you mean 'h100"),
-        (lambda: find_machine("2xrtx-4090", "nvlink"), "has no nvlink; it has pcie"),
-        (lambda: find_machine("2xh100", "wires"), "known: nvlink, pcie, pcie-no-p2p"),
-        (lambda: find_machine("h100", graphs="some"), "full, piecewise or none"),
+        (lambda: find_hardware("2xh10"), "did you mean 'h100"),
+        (lambda: find_hardware("2xrtx-4090", "nvlink"), "has no nvlink; it has pcie"),
+        (lambda: find_hardware("2xh100", "wires"), "known: nvlink, pcie, pcie-no-p2p"),
+        (lambda: find_hardware("h100", graphs="some"), "full, piecewise or none"),
         (lambda: find_network("qwen3-8b", "int3"), "unknown dtype 'int3'"),
         (lambda: setup(tp=2), "between 1 and the 1 cards"),
         (lambda: setup(hardware="2xh100", draft_tp=2), "draft_tp 2 must divide tp 1"),
@@ -432,7 +432,7 @@ def test_a_card_can_be_described_by_a_file(tmp_path):
     card = {"kind": "gpu", "memory_gb_s": 100, "memory_gib": 8, "tflops": {"bf16": 10}}
     path = tmp_path / "card.json"
     path.write_text(json.dumps(card))
-    assert find_machine(str(path)).card.bandwidth == 100e9
+    assert find_hardware(str(path)).card.bandwidth == 100e9
     path.write_text(json.dumps({"kind": "gpu"}))
     with pytest.raises(ConfigError, match="no description of a card"):
-        find_machine(str(path))
+        find_hardware(str(path))

@@ -59,7 +59,7 @@ def test_networks_are_those_that_drafted():
 
 def test_an_easy_request_stays_easier_than_a_hard_one():
     easy, hard = request(*[(1, 1)] * 200), request(*[(1, 0)] * 200)
-    network = RecordedAcceptance(DraftSource.EAGLE3, [easy, hard], seed=0)
+    network = RecordedAcceptance(DraftSource.EAGLE3, [easy, hard])
     lucky = [
         sum(network.accepted(index, "block", 5, place, 1) for place in range(400))
         for index in (0, 1)
@@ -70,7 +70,7 @@ def test_an_easy_request_stays_easier_than_a_hard_one():
 
 def test_luck_belongs_to_a_text_and_a_place():
     one = request(*[(3, number % 4) for number in range(60)])
-    network, again = (RecordedAcceptance(DraftSource.EAGLE3, [one], seed=0) for _ in range(2))
+    network, again = (RecordedAcceptance(DraftSource.EAGLE3, [one]) for _ in range(2))
     places = range(300)
     forwards = [network.accepted(0, "block", 1, place, 3) for place in places]
     backwards = [again.accepted(0, "block", 1, place, 3) for place in reversed(places)]

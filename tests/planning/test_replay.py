@@ -16,8 +16,8 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
 from outdraft.loading.methods import host_proposers
 from outdraft.planning.replay import (
+    RecordedTraffic,
     Replayed,
-    Traffic,
     replay,
     with_length,
 )
@@ -48,7 +48,7 @@ def network(length: int | str = 7, **changes) -> SpeculationConfig:
 def replayed(llm: LLM, requests: list[RecordedRequest], concurrency: int = 1) -> Replayed:
     config = llm.config.speculation
     proposers = host_proposers(config.sources, llm.models.kernels)
-    return replay(Traffic(requests, concurrency), config, proposers)
+    return replay(RecordedTraffic(requests, concurrency), config, proposers)
 
 
 def assert_same_steps(run: Replayed, requests: list[RecordedRequest]) -> None:
@@ -136,14 +136,14 @@ def test_a_request_that_was_aborted_before_its_first_token_only_reads_its_prompt
         made_up([], [], finish_reason="abort"),
         made_up([5, 6], [RecordedStep(1)] * 2),
     ]
-    run = replay(Traffic(requests, 1), SpeculationConfig(), ())
+    run = replay(RecordedTraffic(requests, 1), SpeculationConfig(), ())
     assert [text.request.num_output for text in run.texts] == [0, 2]
     assert run.stats.num_steps == 3
 
 
 def test_plain_decoding_takes_what_the_table_says():
     texts = [made_up([9] * 5, [RecordedStep(1)] * 5), made_up([8] * 3, [RecordedStep(1)] * 3)]
-    run = plain_run(Traffic(texts, 2), TABLE)
+    run = plain_run(RecordedTraffic(texts, 2), TABLE)
 
     def step_s(rows: int, context: int, count: int) -> float:
         target_s = 1.0 + 0.1 * (rows - 1) + 0.001 * context + 0.01 * (count - 1)
@@ -159,7 +159,7 @@ def test_plain_decoding_takes_what_the_table_says():
 def test_drafts_of_a_network_take_its_passes_and_their_rows():
     rng = np.random.default_rng(1)
     request = drafted_by_network(rng, 60, 3, 0.6)
-    run = replay(Traffic([request], 1), with_length(network(), 3), (), TABLE)
+    run = replay(RecordedTraffic([request], 1), with_length(network(), 3), (), TABLE)
     [text] = run.texts
     seconds, length = 1.3 + 0.004 + 0.02, 4
     for _, drafted, accepted in text.steps[1:]:
@@ -176,7 +176,7 @@ def test_networks_are_as_lucky_as_they_were(chance: float):
     requests = [drafted_by_network(rng, 400, 4, chance) for _ in range(8)]
     recorded = recorded_score(requests)
     assert recorded.level_chances["draft_model"][0] == pytest.approx(chance, abs=0.05)
-    run = replay(Traffic(requests, 4), with_length(network(), 4), ())
+    run = replay(RecordedTraffic(requests, 4), with_length(network(), 4), ())
     expected = 1 + sum(chance**level for level in range(1, 5))
     assert run.stats.acceptance_length == pytest.approx(expected, rel=0.06)
 
@@ -187,7 +187,7 @@ def test_requests_come_when_they_came_and_idle_time_is_not_busy():
         made_up([8] * 3, [RecordedStep(1)] * 3, arrival_s=51.5),
         made_up([7] * 2, [RecordedStep(1)] * 2, arrival_s=150.0),
     ]
-    run = plain_run(Traffic(texts), CostTable(CostCurve((1,), (1.0,))))
+    run = plain_run(RecordedTraffic(texts), CostTable(CostCurve((1,), (1.0,))))
     first, second, third = run.texts
     assert (first.first_s, first.end_s) == (1.0, 3.0)
     assert (second.first_s, second.end_s) == (3.0, 5.0)
@@ -203,7 +203,7 @@ def test_the_controller_is_never_far_below_the_best_fixed_length():
         requests = [drafted_by_network(rng, 700, 5, chance) for _ in range(12)]
         cost = DrafterCost(CostCurve((1,), (pass_s,)), CostCurve((1,), (0.0,)))
         table = CostTable(CostCurve((1, 16), (1.0, 1.6)), drafters={"draft_model": cost})
-        traffic = Traffic(requests, 4)
+        traffic = RecordedTraffic(requests, 4)
         costs = table, plain_run(traffic, table)
         runs = score(traffic, network(7), lambda chosen: (), costs, FIXED).runs
         assert [run.name for run in runs] == [
@@ -219,7 +219,7 @@ def test_heads_have_no_more_lengths_than_the_trace_has_levels():
     requests = [drafted_by_network(rng, 200, 4, 0.5, DraftSource.MEDUSA) for _ in range(2)]
     cost = DrafterCost(CostCurve((1,), (0.1,)), CostCurve((1,), (0.0,)), max_passes=1)
     table = CostTable(CostCurve((1, 16), (1.0, 1.6)), drafters={"medusa": cost})
-    traffic = Traffic(requests, 1)
+    traffic = RecordedTraffic(requests, 1)
     costs = table, plain_run(traffic, table)
     runs = score(traffic, network(method="medusa"), lambda chosen: (), costs, FIXED).runs
     assert [run.length for run in runs] == [0, 1, 2, 3, 4, None]
@@ -227,7 +227,7 @@ def test_heads_have_no_more_lengths_than_the_trace_has_levels():
 
 def test_two_replays_say_the_same():
     rng = np.random.default_rng(4)
-    traffic = Traffic([drafted_by_network(rng, 200, 5, 0.7) for _ in range(4)], 2)
+    traffic = RecordedTraffic([drafted_by_network(rng, 200, 5, 0.7) for _ in range(4)], 2)
 
     def told() -> str:
         costs = TABLE, plain_run(traffic, TABLE)
@@ -242,10 +242,10 @@ def test_networks_that_nobody_recorded_or_measured_are_named():
     rng = np.random.default_rng(5)
     requests = [drafted_by_network(rng, 50, 3, 0.5)]
     with pytest.raises(ConfigError, match="no drafts of eagle3"):
-        replay(Traffic(requests), network(method="eagle3"), ())
+        replay(RecordedTraffic(requests), network(method="eagle3"), ())
     bare = CostTable(CostCurve((1,), (1.0,)))
     with pytest.raises(ConfigError, match="nothing of the passes of draft_model"):
-        replay(Traffic(requests), network(), (), bare)
+        replay(RecordedTraffic(requests), network(), (), bare)
 
 
 def test_a_tree_is_replayed_by_its_levels():
@@ -261,7 +261,7 @@ def test_a_tree_is_replayed_by_its_levels():
     config = parse_speculative_config(
         {"method": "eagle3", "model": "recorded", "tree_levels": [2, 3, 1]}
     )
-    traffic = Traffic([request] * 20, 1)
+    traffic = RecordedTraffic([request] * 20, 1)
     run = replay(traffic, with_length(config, 6), ())
     assert {drafted for text in run.texts for _, drafted, _ in text.steps} <= {0, 2, 5, 6}
     chances = recorded_score([request] * 20).level_chances["eagle3"]

@@ -21,7 +21,7 @@ Clock = Callable[[], float]  # seconds since the start of the test
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where requests go.
+    """The route of a server that requests go to.
 
     Attributes:
         path: of the chat route if it ends in chat/completions, else of one for completions.
@@ -75,7 +75,7 @@ def open_client(
 
 
 class Clients:
-    """As many clients as there are requests under way, each with a connection of its own.
+    """A client for each request under way, with a connection of its own.
 
     One client for all would look through all its connections whenever a request begins or ends:
     where there are a thousand, that takes longer than the server does.
@@ -90,7 +90,7 @@ class Clients:
 
     @contextmanager
     def lend(self) -> Generator[httpx.AsyncClient]:
-        """One that nobody else uses in this block; its connection may be open already."""
+        """Lend a client that no other request uses; its connection may be open already."""
         if not self._free:
             self._free.append(open_client(self._base_url, self._headers, self._verify))
             self._all.append(self._free[-1])

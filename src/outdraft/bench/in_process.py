@@ -1,71 +1,37 @@
 """Requests run by an engine in this process: latency of batches, and throughput of many prompts."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from outdraft.bench.driver import EngineRun, queued, steps_added_to
 from outdraft.bench.metrics import SpecCounters, acceptance_report, per_second
 from outdraft.bench.workloads import BenchRequest, num_distinct_prompts, repetition_notes
 from outdraft.config.benchmarks import LatencyPlan
 from outdraft.core.errors import ConfigError, RequestError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.assembly import Assembler, Queued, checked
+from outdraft.engine.assembly import Queued
 from outdraft.engine.engine import Engine
 from outdraft.engine.stats import StatsTotal
 
 PERCENTAGES = (10, 25, 50, 75, 90, 99)  # as in vLLM
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """How every request of a benchmark is sampled."""
-
-    temperature: float = 0.0
-    ignore_eos: bool = False
-    detokenize: bool = True
-
-    def params(self, request: BenchRequest) -> SamplingParams:
-        return SamplingParams(
-            temperature=self.temperature,
-            ignore_eos=self.ignore_eos,
-            detokenize=self.detokenize,
-            max_tokens=request.max_tokens,
-            prediction=request.prediction,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What became of some requests that were queued at once."""
-
-    outputs: list[RequestOutput]  # of those that finished, in the order they did
-    num_unfinished: int  # requests that the deadline ended
-    elapsed_s: float
-
-    @property
-    def num_input_tokens(self) -> int:
-        return sum(len(output.prompt_token_ids) for output in self.outputs)
-
-    @property
-    def num_output_tokens(self) -> int:
-        return sum(len(output.outputs[0].token_ids) for output in self.outputs)
-
-
 def run_batch(
     engine: Engine,
     requests: Sequence[BenchRequest],
-    generation: Generation,
+    params: SamplingParams,
     deadline_s: float,
     on_done: Callable[[RequestOutput], object] = lambda output: None,
-) -> Batch:
+) -> EngineRun:
     """Queue everything, as fast as there is room, and step until nothing is left to do.
 
     Args:
+        params: of every request, but for its length and its prediction.
         deadline_s: of time.monotonic; what runs then is aborted.
 
     Raises:
@@ -73,27 +39,30 @@ def run_batch(
         GenerationError: one failed while it ran.
     """
     queue: list[Queued] = []
-    for number, request in enumerate(requests):
-        params = generation.params(request)
-        prompt = engine.check_request(request.prompt, params)
-        most, used = engine.inputs.max_model_len, len(prompt.token_ids)
-        if used + request.max_tokens > most:
+    most = engine.inputs.max_model_len
+    for request_id, given, own, priority in queued(requests, params):
+        prompt = engine.check_request(given, own)
+        used, wanted = len(prompt.token_ids), own.max_tokens or 0
+        if used + wanted > most:
             raise RequestError(
-                f"a prompt of {used:,} tokens and an output of {request.max_tokens:,} exceed "
+                f"a prompt of {used:,} tokens and an output of {wanted:,} exceed "
                 f"max_model_len, which is {most:,}: lower output_len",
                 "max_tokens",
             )
-        queue.append((str(number), prompt, params, 0))
-    outputs: list[RequestOutput] = []
-    started_s = time.perf_counter()
-    with closing(Assembler(engine).run(queue)) as steps:
-        while time.monotonic() < deadline_s and (grown := next(steps, None)) is not None:
-            for output in grown:
-                if output.finished or output.error is not None:
-                    outputs.append(checked(output))
-                    on_done(output)
-        elapsed_s = time.perf_counter() - started_s
-    return Batch(outputs, len(requests) - len(outputs), elapsed_s)
+        queue.append((request_id, prompt, own, priority))
+
+    def note(output: RequestOutput) -> None:
+        if output.finished:
+            on_done(output)
+
+    with closing(EngineRun(engine, queue, note)) as run:
+        run.advance(deadline_s - time.monotonic())
+    return run
+
+
+def num_tokens(outputs: Iterable[RequestOutput]) -> int:
+    """Tokens that were generated, of one output a request."""
+    return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
 def stats_report(total: StatsTotal) -> dict[str, Any]:
@@ -123,11 +92,11 @@ def measure_latency(
     engine: Engine,
     requests: Sequence[BenchRequest],
     plan: LatencyPlan,
-    generation: Generation,
+    params: SamplingParams,
     deadline_s: float,
     on_iteration: Callable[[float], object] = lambda latency_s: None,
 ) -> dict[str, Any]:
-    """How long one batch takes, from its first prompt token to the last token of its last request.
+    """Time batches, each from its first prompt token to the last token of its last request.
 
     The result has vLLM's fields; seconds.
 
@@ -142,21 +111,18 @@ def measure_latency(
         for start in range(0, len(requests), plan.batch_size)
     ]
     for batch in batches[: plan.num_iters_warmup]:
-        run_batch(engine, batch, generation, deadline_s)
+        run_batch(engine, batch, params, deadline_s)
     total = StatsTotal()
     latencies: list[float] = []
     num_output_tokens = 0
-    engine.on_step = total.add
-    try:
+    with steps_added_to(total, engine):
         for batch in batches[plan.num_iters_warmup :]:
-            done = run_batch(engine, batch, generation, deadline_s)
-            if done.num_unfinished:
+            done = run_batch(engine, batch, params, deadline_s)
+            if done.num_left:
                 break
             latencies.append(done.elapsed_s)
-            num_output_tokens += done.num_output_tokens
+            num_output_tokens += num_tokens(done.finished)
             on_iteration(done.elapsed_s)
-    finally:
-        engine.on_step = None
     if not latencies:
         raise ConfigError("no iteration was over within --max-seconds")
     distinct = num_distinct_prompts(requests)
@@ -195,40 +161,38 @@ def measure_throughput(
     engine: Engine,
     warm_up: BenchRequest,
     requests: Sequence[BenchRequest],
-    generation: Generation,
+    params: SamplingParams,
     deadline_s: float,
     on_done: Callable[[RequestOutput], object] = lambda output: None,
 ) -> dict[str, Any]:
-    """How fast many prompts that are all there at once are completed; vLLM's fields.
+    """Complete many prompts that are all there at once; the result has vLLM's fields.
 
     The warm-up is run first and not measured: threads and memory come with it.
 
     Requests that the deadline ends are counted as failed; neither they nor their tokens are in the
     other counts, so a run that was cut looks slower than it was, never faster.
     """
-    run_batch(engine, [warm_up], generation, deadline_s)
+    run_batch(engine, [warm_up], params, deadline_s)
     total = StatsTotal()
-    engine.on_step = total.add
-    try:
-        done = run_batch(engine, requests, generation, deadline_s, on_done)
-    finally:
-        engine.on_step = None
-    num_tokens = done.num_input_tokens + done.num_output_tokens
+    with steps_added_to(total, engine):
+        done = run_batch(engine, requests, params, deadline_s, on_done)
+    num_input = sum(len(output.prompt_token_ids) for output in done.finished)
+    num_output = num_tokens(done.finished)
     distinct = num_distinct_prompts(requests)
     notes = repetition_notes(distinct, len(requests))
-    if done.num_unfinished:
-        notes.append(f"the time was over before {done.num_unfinished} of the requests were done")
+    if done.num_left:
+        notes.append(f"the time was over before {done.num_left} of the requests were done")
     return {
         "elapsed_time": done.elapsed_s,
-        "num_requests": len(done.outputs),
-        "failed": done.num_unfinished,
+        "num_requests": len(done.finished),
+        "failed": done.num_left,
         "num_distinct_prompts": distinct,
-        "total_input_tokens": done.num_input_tokens,
-        "total_output_tokens": done.num_output_tokens,
-        "total_num_tokens": num_tokens,
-        "requests_per_second": per_second(len(done.outputs), done.elapsed_s),
-        "tokens_per_second": per_second(num_tokens, done.elapsed_s),
-        "output_throughput": per_second(done.num_output_tokens, done.elapsed_s),
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        "total_num_tokens": num_input + num_output,
+        "requests_per_second": per_second(len(done.finished), done.elapsed_s),
+        "tokens_per_second": per_second(num_input + num_output, done.elapsed_s),
+        "output_throughput": per_second(num_output, done.elapsed_s),
         **stats_report(total),
         "notes": notes,
     }

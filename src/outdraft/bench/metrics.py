@@ -58,7 +58,7 @@ class RequestSample:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per output token behind the first."""
+        """Mean time per output token after the first."""
         if self.num_output_tokens < 2 or self.ttft_s is None:
             return None
         return (self.e2el_s - self.ttft_s) / (self.num_output_tokens - 1)
@@ -100,7 +100,7 @@ def parse_spec_counters(exposition: str) -> SpecCounters | None:
         prefix, _, name = sample.name.removesuffix("_total").partition(":spec_decode_")
         if prefix not in ("outdraft", "vllm", "llamacpp"):
             continue
-        if name == "num_accepted_tokens_per_pos":  # others tell positions by source
+        if name == "num_accepted_tokens_per_pos":  # others have positions by source
             per_pos[int(sample.labels["position"])] += sample.value
         else:
             sums[name] += sample.value

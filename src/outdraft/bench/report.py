@@ -1,15 +1,21 @@
-"""Results for people and for files: a table, JSON, and the plots of a sweep."""
+"""Results for people and for files: a table, JSON, the plots of a sweep, and where they ran."""
 
 import json
+import os
+import platform
+import subprocess
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from outdraft.core.errors import ConfigError
+from outdraft.loading.machine import installed_version, processor
 
 WIDTH = 60  # of tables, in letters
 PLOT_SIZE = (72, 14)  # in the terminal, in letters
+PACKAGES = ("outdraft", "torch", "tokenizers", "transformers", "httpx")
+GIT_TIMEOUT_S = 10
 
 _TITLES = {
     "ttft": "Time to First Token",
@@ -103,9 +109,39 @@ def strict_json(result: dict[str, Any]) -> str:
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """As `strict_json`, into a file."""
+    """Write strict JSON into a file, whose folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(strict_json(result) + "\n", encoding="utf-8")
+
+
+def environment() -> dict[str, Any]:
+    """Commit and whether the tree differs from it, None outside of a checkout; host and versions.
+
+    All of it is about the machine that measures: a server may run elsewhere.
+    """
+    status = _git("status", "--porcelain")
+    return {
+        "commit": _git("rev-parse", "HEAD"),
+        "is_dirty": None if status is None else bool(status),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
+        "python": platform.python_version(),
+        "versions": {name: installed_version(name) for name in PACKAGES},
+    }
+
+
+def compute() -> dict[str, Any]:
+    """Processor, card and threads of this process: for results about an engine in it."""
+    import torch
+
+    return {
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads(),
+    }
 
 
 def check_installed(*packages: str) -> None:
@@ -124,12 +160,22 @@ def sweep_picture(results: Sequence[dict[str, Any]], path: Path) -> None:
         axes = figure.add_subplot(1, len(_PANELS), place)
         xs, ys = _curve(results, name)
         axes.plot(xs, ys, marker="o")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(xs, labels=[str(x) for x in xs])
+        by_concurrency(axes, xs, heading)
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("concurrent requests")
-        axes.set_title(heading, fontsize=10)
-        axes.grid(alpha=0.3)
+    save_figure(figure, path)
+
+
+def by_concurrency(axes: Any, xs: Sequence[int], title: str, more: str = "") -> None:
+    """Give a plot over concurrent requests its axis, title and grid. `more`: after the label."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(xs, labels=[str(x) for x in xs])
+    axes.set_xlabel(f"concurrent requests{more}")
+    axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.3)
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure of matplotlib; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 
@@ -185,3 +231,21 @@ def _number(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of git in the package's folder, if it is tracked there; else None.
+
+    An installed package may lie in a checkout of something else, in which git ignores it.
+    """
+    folder = Path(__file__).parent
+    for command in (("ls-files", "--error-unmatch", "../__init__.py"), arguments):
+        try:
+            done = subprocess.run(
+                ["git", *command], cwd=folder, capture_output=True, text=True, timeout=GIT_TIMEOUT_S
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        if done.returncode != 0:
+            return None
+    return done.stdout.strip()

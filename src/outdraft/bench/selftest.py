@@ -1,7 +1,7 @@
-"""Whether speculation keeps what it promises for somebody's own models.
+"""Tests that speculation keeps its promises for the user's own models.
 
 Greedy ids must be those of plain decoding. Sampled tokens must have the target's distribution: many
-short texts are drawn with drafts, and behind each beginning that came up often enough the counts of
+short texts are drawn with drafts, and after each beginning that came up often enough the counts of
 the next token are compared with the target's own probabilities.
 """
 
@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outdraft.bench.in_process import Generation, run_batch
+from outdraft.bench.driver import complete_alone
+from outdraft.bench.in_process import run_batch
 from outdraft.bench.side_by_side import (
     PLAIN,
     Sample,
     acceptance_length,
     acceptance_rate,
-    complete_alone,
     complete_in_turn,
     median_ratio,
     median_tokens_per_s,
@@ -40,7 +40,7 @@ LEAST_P = 1e-3  # a smaller chance of such counts is no accident
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a greedy text first parts from plain decoding's.
+    """The first token at which a greedy text is not plain decoding's.
 
     Attributes:
         engine: whose text it is, SPECULATIVE or ALWAYS.
@@ -59,7 +59,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How often each token followed one beginning, and the target's chances of them.
+    """Counts of the tokens that followed one beginning, and the target's chances of them.
 
     The last place stands for all tokens that are expected too seldom to be counted alone.
     """
@@ -82,7 +82,7 @@ def self_test(
 
     Args:
         engines: PLAIN, SPECULATIVE and ALWAYS; the last two have seeds of their own, so that their
-            drawn texts know nothing of each other.
+            drawn texts are independent.
         prompts: the last one is for warming up.
         num_samples: texts that both draw for each of the first `num_sampled_prompts`.
     """
@@ -118,7 +118,7 @@ def self_test(
 def first_difference(
     plain: Engine, prompt: str, number: int, name: str, samples: Mapping[str, Sequence[Sample]]
 ) -> Difference | None:
-    """Where an engine's text of a prompt parts from plain decoding's; None if they are equal."""
+    """Find where an engine's text differs from plain decoding's; None if they are equal."""
     own, other = samples[PLAIN][number].token_ids, samples[name][number].token_ids
     length = min(len(own), len(other))
     place = next((i for i in range(length) if own[i] != other[i]), length)
@@ -139,13 +139,13 @@ def first_difference(
 
 
 def counted(plain: Engine, drafting: Engine, prompt: str, num_samples: int) -> list[Counts]:
-    """The tokens behind each frequent beginning of texts that were drawn with drafts."""
+    """Count the tokens after each frequent beginning of texts that were drawn with drafts."""
     prompt_ids = tuple(plain.inputs.encoded(prompt).token_ids.tolist())
-    generation = Generation(temperature=1.0, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=1.0, ignore_eos=True, detokenize=False)
     requests = [BenchRequest(prompt_ids, DRAWN_TOKENS)] * num_samples
-    done = run_batch(drafting, requests, generation, float("inf"))
+    done = run_batch(drafting, requests, params, float("inf"))
     nexts: defaultdict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
-    for output in done.outputs:
+    for output in done.finished:
         ids = tuple(output.outputs[0].token_ids)
         for place, token_id in enumerate(ids):
             nexts[ids[:place]][token_id] += 1
@@ -154,7 +154,7 @@ def counted(plain: Engine, drafting: Engine, prompt: str, num_samples: int) -> l
 
 
 def fit(counts: Sequence[Counts]) -> float:
-    """How probable counts as far from what is expected are; 1 without any.
+    """The probability of counts that are as far from those expected; 1 without any.
 
     The likelihood ratio of all beginnings together, against draws from the expected chances
     themselves: exact for small counts, too.

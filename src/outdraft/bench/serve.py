@@ -37,7 +37,7 @@ from outdraft.bench.workloads import (
     num_distinct_prompts,
     repetition_notes,
 )
-from outdraft.config.benchmarks import Traffic
+from outdraft.config.benchmarks import TrafficPlan
 from outdraft.core.errors import ConfigError
 
 MAX_BUNCHED_SHARE = 0.1  # of the chunks, without a word about it
@@ -47,7 +47,7 @@ OnDone = Callable[[RequestSample], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reporting:
-    """What of the samples is reported; names of metrics as in vLLM."""
+    """Metrics and percentiles to report; names as in vLLM."""
 
     metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
     percentiles: tuple[float, ...] = (99.0,)
@@ -64,7 +64,7 @@ class Reporting:
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """What was measured: a sample per request, in order."""
+    """Samples of a load test, one per request, in order."""
 
     samples: list[RequestSample]
     duration_s: float
@@ -75,7 +75,7 @@ class LoadRun:
 async def run_load(
     endpoint: Endpoint,
     requests: Sequence[BenchRequest],
-    traffic: Traffic,
+    traffic: TrafficPlan,
     deadline_s: float,
     on_done: OnDone,
 ) -> LoadRun:
@@ -119,7 +119,7 @@ async def with_model(endpoint: Endpoint) -> Endpoint:
 
 
 def serve_report(
-    run: LoadRun, requests: Sequence[BenchRequest], traffic: Traffic, reporting: Reporting
+    run: LoadRun, requests: Sequence[BenchRequest], traffic: TrafficPlan, reporting: Reporting
 ) -> dict[str, Any]:
     """The result of one run, and what a reader has to know about its numbers.
 
@@ -144,7 +144,7 @@ def serve_report(
     return result | {"notes": _notes(result, run, traffic)}
 
 
-def _notes(result: dict[str, Any], run: LoadRun, traffic: Traffic) -> list[str]:
+def _notes(result: dict[str, Any], run: LoadRun, traffic: TrafficPlan) -> list[str]:
     if traffic.is_closed_loop:
         notes = [
             "closed loop: a request is sent when an earlier one ends, and latencies count from "
@@ -181,7 +181,7 @@ async def _send_all(
     clients: Clients,
     endpoint: Endpoint,
     requests: Sequence[BenchRequest],
-    traffic: Traffic,
+    traffic: TrafficPlan,
     deadline_s: float,
     on_done: OnDone,
 ) -> list[RequestSample]:

@@ -1,8 +1,8 @@
 """Speculation that chooses its lengths against plain decoding and fixed lengths, by concurrency.
 
-At each level all variants complete the same prompts, which no other level saw, a tenth of a second
-in turn, so that a machine whose speed drifts treats them alike. What counts is the time in which
-exactly so many requests run: a variant's part of a round ends when there is none left to begin.
+At each level all variants complete the same prompts, which no other level saw, 0.1 s in turn, so
+that a machine whose speed drifts treats them alike. The time counts in which as many requests run
+as the level says: a variant's part of a round ends when there is none left to begin.
 """
 
 import math
@@ -11,22 +11,27 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from outdraft.bench.in_process import Generation
+from outdraft.bench.driver import EngineRun, queued, steps_added_to, take_turns
 from outdraft.bench.side_by_side import PLAIN, build_together
-from outdraft.bench.synthetic import SyntheticVerifier
-from outdraft.bench.turns import take_turns
 from outdraft.bench.workloads import BenchRequest
 from outdraft.config.engine import EngineConfig
-from outdraft.engine.assembly import Assembler, Queued, checked
+from outdraft.config.speculation import RejectionMethod
+from outdraft.core.sampling import SamplingParams
 from outdraft.engine.engine import Engine
 from outdraft.engine.stats import StatsTotal
+from outdraft.kernels.data.drafts import DraftBatch, Verdict
+from outdraft.kernels.ops import Kernels
 from outdraft.loading.models import LoadedModels
 from outdraft.runner.model_runner import ModelRunner
+from outdraft.sampling.batch import SamplingBatch
+from outdraft.sampling.processors import Paths
+from outdraft.verification.verifier import Verifier
 
 CHOSEN = "auto"  # the variant that chooses
 REQUESTS_PER_PLACE = 3  # of a round,
@@ -38,7 +43,7 @@ GOLDEN = (5**0.5 - 1) / 2  # its multiples, whole parts left out, are spread eve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepPlan:
-    """How long a sweep measures.
+    """Levels and rounds of a sweep.
 
     Attributes:
         levels: requests that run at once.
@@ -71,33 +76,25 @@ class SweepPlan:
 
     def parts(
         self, requests: Sequence[BenchRequest], names: Collection[str]
-    ) -> Iterator[tuple["LevelResult", "LevelRequests"]]:
-        """Each level without rounds yet, and its requests, which no other level has."""
+    ) -> Iterator["LevelResult"]:
+        """Each level without rounds yet, with requests that no other level has."""
         assert len(requests) == self.num_prompts
         left = iter(unequal(requests))
         for level in self.levels:
-            rates = {name: list[float]() for name in names}
-            stats = {name: StatsTotal() for name in names}
-            own = LevelRequests(
+            yield LevelResult(
+                level,
+                {name: [] for name in names},
+                {name: StatsTotal() for name in names},
                 list(islice(left, self.num_warm_up(level))),
                 list(islice(left, self.num_requests(level))),
             )
-            yield LevelResult(level, rates, stats), own
-
-
-@dataclass(frozen=True, slots=True)
-class LevelRequests:
-    """What one level completes: before the first round, and in each one."""
-
-    warm_up: Sequence[BenchRequest]
-    of_round: Sequence[BenchRequest]
 
 
 def unequal(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
-    """The same requests, which ask for half of their tokens up to all of them.
+    """Shorten requests so that they ask for half of their tokens up to all of them.
 
     Requests of one length that begin together end together with plain decoding, which gives each a
-    token a step: it would read its prompts in one pass, and nobody else would.
+    token a step: it alone would read its prompts in one pass.
     """
     shares = [1 - (number * GOLDEN) % 1 / 2 for number in range(len(requests))]
     return [
@@ -108,11 +105,19 @@ def unequal(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
 
 @dataclass(slots=True)
 class LevelResult:
-    """One level: tokens a second of each variant, round by round."""
+    """One level.
+
+    Attributes:
+        rates: tokens a second of each variant, round by round.
+        warm_up: requests before the first round.
+        of_round: requests of each round.
+    """
 
     concurrency: int
     rates: dict[str, list[float]]
     stats: dict[str, StatsTotal]
+    warm_up: Sequence[BenchRequest] = ()
+    of_round: Sequence[BenchRequest] = ()
 
     @property
     def num_rounds(self) -> int:
@@ -167,12 +172,12 @@ def sweep(
     models: Mapping[str, LoadedModels],
     requests: Sequence[BenchRequest],
     plan: SweepPlan,
-    generation: Generation,
+    params: SamplingParams,
     on_run: Callable[[str], object] = lambda variant: None,
 ) -> Iterator[LevelResult]:
     """Each level when it is measured. `requests`: `plan.num_prompts` different ones."""
-    for result, own in plan.parts(requests, list(configs)):
-        _measure(result, configs, models, own, plan, generation, on_run)
+    for result in plan.parts(requests, list(configs)):
+        _measure(result, configs, models, plan, params, on_run)
         yield result
 
 
@@ -180,16 +185,15 @@ def _measure(
     result: LevelResult,
     configs: Mapping[str, EngineConfig],
     models: Mapping[str, LoadedModels],
-    requests: LevelRequests,
     plan: SweepPlan,
-    generation: Generation,
+    params: SamplingParams,
     on_run: Callable[[str], object],
 ) -> None:
     """One level, whose engines are gone when it returns: the next one's need their memory."""
     engines = level_engines(configs, models, plan, [result.concurrency])[0]
-    warm_up_level(engines, requests.warm_up, result.concurrency, generation, on_run)
+    warm_up_level(engines, result, params, on_run)
     while not _is_enough(result, plan):
-        run_round(engines, requests.of_round, result, generation, result.num_rounds, on_run)
+        run_round(engines, result, params, result.num_rounds, on_run)
 
 
 def level_engines(
@@ -199,56 +203,61 @@ def level_engines(
     levels: Sequence[int],
 ) -> list[dict[str, Engine]]:
     """An engine for each variant at each level; all of them share the memory."""
-    parts = [
-        (replace(config, scheduler=replace(config.scheduler, max_num_seqs=level)), models[name])
+    parts = {
+        (level, name): (
+            replace(config, scheduler=replace(config.scheduler, max_num_seqs=level)),
+            models[name],
+        )
         for level in levels
         for name, config in configs.items()
-    ]
+    }
     engines = build_together(parts)
     if plan.acceptance is not None:
-        for engine in engines:
-            runner, kernels = engine.runner, parts[0][1].kernels
+        kernels = next(iter(models.values())).kernels
+        for engine in engines.values():
+            runner = engine.runner
             assert isinstance(runner, ModelRunner), "engines that are compared have one rank"
             runner.verifier = SyntheticVerifier(kernels, runner.verifier.method, plan.acceptance)
-    size = len(configs)
-    starts = range(0, len(engines), size)
-    return [dict(zip(configs, engines[start : start + size], strict=True)) for start in starts]
+    return [{name: engines[level, name] for name in configs} for level in levels]
 
 
 def warm_up_level(
     engines: Mapping[str, Engine],
-    requests: Sequence[BenchRequest],
-    level: int,
-    generation: Generation,
+    result: LevelResult,
+    params: SamplingParams,
     on_run: Callable[[str], object] = lambda variant: None,
 ) -> None:
-    """Each engine in turn completes all of these requests."""
+    """Each engine in turn completes the level's first requests."""
     for name, engine in engines.items():
-        with closing(_Run(engine, requests, level, generation)) as run:
-            run.advance(math.inf)
+        with closing(_run(engine, result.warm_up, result.concurrency, params)) as run:
+            run.advance()
         on_run(name)
 
 
 def run_round(
     engines: Mapping[str, Engine],
-    requests: Sequence[BenchRequest],
     result: LevelResult,
-    generation: Generation,
+    params: SamplingParams,
     number: int,
     on_run: Callable[[str], object] = lambda variant: None,
 ) -> None:
-    """Each variant completes all of these requests; they take turns, see `take_turns`."""
-    level = result.concurrency
+    """Each variant completes all requests of a round; they take turns, see `take_turns`."""
     with ExitStack() as stack:
-        runs: dict[str, _Run] = {}
+        runs: dict[str, EngineRun] = {}
         for name, engine in engines.items():
-            engine.on_step = result.stats[name].add
-            stack.callback(setattr, engine, "on_step", None)
-            run = _Run(engine, requests, level, generation)
+            stack.enter_context(steps_added_to(result.stats[name], engine))
+            run = _run(engine, result.of_round, result.concurrency, params)
             runs[name] = stack.enter_context(closing(run))
         take_turns(runs, number, on_run)
         for name, run in runs.items():
-            result.rates[name].append(run.rate)
+            result.rates[name].append(run.tokens_per_s)
+
+
+def _run(
+    engine: Engine, requests: Sequence[BenchRequest], level: int, params: SamplingParams
+) -> EngineRun:
+    """The time counts in which `level` requests run; the rest of the last ones is not generated."""
+    return EngineRun(engine, queued(requests, params), num_together=level)
 
 
 def level_report(result: LevelResult, plan: SweepPlan) -> dict[str, Any]:
@@ -291,40 +300,38 @@ def _is_enough(result: LevelResult, plan: SweepPlan) -> bool:
     return result.num_rounds >= plan.max_rounds or _is_narrow(result.ratios(result.best), plan)
 
 
-class _Run:
-    """Requests that an engine completes, bit by bit, until there is none left to begin."""
+class SyntheticVerifier(Verifier):
+    """A verifier that works as another one does, for its cost, then keeps what coins say.
 
-    def __init__(
-        self, engine: Engine, requests: Sequence[BenchRequest], level: int, generation: Generation
-    ) -> None:
-        """`level`: how many of them run at once."""
-        queue: list[Queued] = [
-            (str(number), request.prompt, generation.params(request), 0)
-            for number, request in enumerate(requests)
-        ]
-        self._engine, self._level, self._num_left = engine, level, len(queue)
-        self._steps = Assembler(engine).run(queue)
-        self._before = engine.stats.num_emitted
-        self._elapsed_s = 0.0
+    Speculation's gain hangs on how often drafts are right, which random weights cannot show.
+    The chance of each token of a draft, given those before it, is one of `chances`; which of them
+    hangs on the request alone. Drafts must be chains, requests must not all be greedy: greedy
+    batches are matched without a verifier.
+    """
+
+    def __init__(self, kernels: Kernels, method: RejectionMethod, chances: Sequence[float]) -> None:
+        super().__init__(kernels, method)
+        self._chances = torch.tensor(chances)
+        self._coins = torch.Generator().manual_seed(0)
 
     @property
-    def is_over(self) -> bool:
-        return self._num_left < self._level
+    def rule(self) -> None:
+        """No operation keeps what coins say."""
 
-    @property
-    def rate(self) -> float:
-        """Tokens a second while `level` requests ran."""
-        return (self._engine.stats.num_emitted - self._before) / self._elapsed_s
-
-    def advance(self, seconds: float) -> None:
-        """As Run."""
-        started_s = perf_counter()
-        passed_s = 0.0
-        while not self.is_over and passed_s < seconds:
-            self._num_left -= sum(checked(output).finished for output in next(self._steps))
-            passed_s = perf_counter() - started_s
-        self._elapsed_s += passed_s
-
-    def close(self) -> None:
-        """The rest of the last requests is not generated."""
-        self._steps.close()
+    def verify(
+        self, logits_RV: Tensor, drafts: DraftBatch, sampling: SamplingBatch, committed: Paths
+    ) -> Verdict:
+        verdict = super().verify(logits_RV, drafts, sampling, committed)
+        if not drafts.is_chain:
+            raise ValueError("synthetic acceptance is of chains")
+        device = logits_RV.device
+        chance_B1 = self._chances[sampling.seeds_B.cpu() % len(self._chances)][:, None].to(device)
+        coins_BN = torch.rand(drafts.token_ids_BN.shape, generator=self._coins).to(device)
+        is_kept_BN = ((coins_BN < chance_B1) & drafts.is_draft_BN).long().cumprod(1).bool()
+        num_kept_B1 = is_kept_BN.sum(1, keepdim=True)
+        ids_BN1 = torch.cat([drafts.token_ids_BN, torch.full_like(num_kept_B1, -1)], 1)
+        place_N1 = torch.arange(ids_BN1.shape[1], device=device)
+        ids_BN1 = ids_BN1.masked_fill(place_N1 >= num_kept_B1, -1)
+        ids_BN1 = ids_BN1.scatter(1, num_kept_B1, verdict.token_ids_BN1[:, :1])
+        rows_BN = place_N1[:-1].expand_as(is_kept_BN).masked_fill(~is_kept_BN, -1)
+        return Verdict(ids_BN1, num_kept_B1[:, 0] + 1, rows_BN)

@@ -1,8 +1,8 @@
 """The best way to draft for one model, on this machine and for this traffic.
 
 All candidates and plain decoding complete the same prompts in turn. After the first round only
-those go on that are not far behind the best. What a fixed draft of few tokens takes and brings
-tells why speculation does not pay where it does not.
+those go on that are almost as fast as the best. Costs and gains of a fixed draft of few tokens
+explain why speculation does not pay where it does not.
 """
 
 import json
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from outdraft.bench.in_process import Generation
 from outdraft.bench.side_by_side import PLAIN, SharedModels
 from outdraft.bench.sweep import (
     LevelResult,
@@ -25,19 +24,20 @@ from outdraft.bench.workloads import BenchRequest
 from outdraft.config.benchmarks import PROBE_LENGTH
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
+from outdraft.core.sampling import SamplingParams
 from outdraft.engine.stats import StatsTotal
 from outdraft.loading.memory_plan import plan_memory
 from outdraft.loading.models import LoadedModels
 
 FAR_BEHIND = 0.10  # of the best speed
 WORTH_IT = 0.01  # gain over plain decoding, and of fixed lengths over those that adapt
-OFTEN = 0.9  # of the steps; who drafts in fewer is told so
+OFTEN = 0.9  # of the steps; drafting in fewer is named as a reason
 GROWN = 1.25  # times the target's plain pass: rows are no longer free
 
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """What fixed drafts bring and take at one concurrency, in steps of plain decoding.
+    """Gains and costs of fixed drafts at one concurrency, in steps of plain decoding.
 
     Attributes:
         length: tokens that a step brings, its own one included.
@@ -122,20 +122,18 @@ def race(
     models: Mapping[str, LoadedModels],
     requests: Sequence[BenchRequest],
     plan: SweepPlan,
-    generation: Generation,
+    params: SamplingParams,
     on_run: Callable[[str], object] = lambda name: None,
 ) -> list[LevelResult]:
-    """Every level; candidates that fell behind have fewer rounds than the others."""
-    parts = list(plan.parts(requests, list(configs)))
-    results = [result for result, _ in parts]
+    """Measure every level; slow candidates have fewer rounds than the others."""
+    results = list(plan.parts(requests, list(configs)))
     engines = level_engines(configs, models, plan, plan.levels)
-    for (result, part), own in zip(parts, engines, strict=True):
-        warm_up_level(own, part.warm_up, result.concurrency, generation, on_run)
+    for result, own in zip(results, engines, strict=True):
+        warm_up_level(own, result, params, on_run)
     running = list(configs)
     for number in range(plan.max_rounds):
-        for (result, part), own in zip(parts, engines, strict=True):
-            left = {name: own[name] for name in running}
-            run_round(left, part.of_round, result, generation, number, on_run)
+        for result, own in zip(results, engines, strict=True):
+            run_round({name: own[name] for name in running}, result, params, number, on_run)
         running = survivors(results, running)
         if number + 1 >= plan.min_rounds and len(running) <= 2:
             break
@@ -143,7 +141,7 @@ def race(
 
 
 def survivors(results: Sequence[LevelResult], running: Sequence[str]) -> list[str]:
-    """Plain decoding, and who is not far behind the best of the others."""
+    """Plain decoding, and the candidates that are almost as fast as the best."""
     found = {name: gain(results, name) for name in running if name != PLAIN}
     best = max(found.values())
     return [PLAIN, *(name for name, one in found.items() if one >= best * (1 - FAR_BEHIND))]

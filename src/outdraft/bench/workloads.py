@@ -1,4 +1,4 @@
-"""What a benchmark sends, and when.
+"""Requests of a benchmark, and their times.
 
 Prompts are drawn without repetition for as long as the data lasts: one that comes again is found in
 the prefix cache and in the memory of the suffix proposer, which would flatter both.
@@ -67,12 +67,12 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def num_distinct_prompts(requests: Iterable[BenchRequest]) -> int:
-    """How many of the prompts differ."""
+    """Count the prompts that differ."""
     return len({request.prompt for request in requests})
 
 
 def repetition_notes(num_distinct: int, num_prompts: int) -> list[str]:
-    """What a reader has to know of numbers of prompts that came again."""
+    """A note for readers if prompts came again."""
     if num_distinct == num_prompts:
         return []
     return [
@@ -84,7 +84,7 @@ def repetition_notes(num_distinct: int, num_prompts: int) -> list[str]:
 def arrival_times(
     count: int, request_rate: float, burstiness: float, rng: np.random.Generator
 ) -> list[float]:
-    """When each request is due, in seconds from the start, ascending.
+    """Draw the times at which requests are due, in seconds from the start, ascending.
 
     Gaps are gamma distributed with shape `burstiness` and mean 1 / rate: a Poisson process for 1,
     bursts below, even gaps in the limit of infinity. They are scaled, as in vLLM, so that the last

@@ -7,11 +7,10 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from outdraft.cli.bench import bench
-from outdraft.cli.chat import chat
 from outdraft.cli.command import CONTEXT, Command
 from outdraft.cli.demo import demo
 from outdraft.cli.doctor import doctor
-from outdraft.cli.generate import generate
+from outdraft.cli.generate import chat, generate
 from outdraft.cli.plan import plan
 from outdraft.cli.replay import replay
 from outdraft.cli.selftest import selftest

@@ -13,23 +13,22 @@ from tqdm import tqdm
 
 from outdraft.cli.bench_methods import methods
 from outdraft.cli.bench_options import (
+    EndpointOptions,
     LengthOptions,
     ResultOptions,
     RunOptions,
-    ServerOptions,
     endpoint_of,
     numbers,
     traffics_of,
 )
 from outdraft.cli.bench_sweep import sweep
-from outdraft.cli.command import Command, check_output
+from outdraft.cli.command import Command, check_output, use_physical_cores
 from outdraft.cli.options import EngineOptions, engine_config, takes_options
-from outdraft.cli.threads import use_physical_cores
-from outdraft.config.benchmarks import Dataset, LatencyPlan, Traffic
+from outdraft.config.benchmarks import Dataset, LatencyPlan, TrafficPlan
 from outdraft.config.engine import SchedulerConfig
+from outdraft.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from outdraft.bench.in_process import Generation
     from outdraft.engine.llm import LLM
 
 bench = typer.Typer(
@@ -49,10 +48,10 @@ ModelFlag = Annotated[
 @takes_options
 def serve(
     *,
-    server: ServerOptions,
+    server: EndpointOptions,
     dataset: Dataset,
     length: LengthOptions,
-    traffic: Traffic,
+    traffic: TrafficPlan,
     result: ResultOptions,
     tokenizer: Annotated[
         str | None, typer.Option(help="The served model's; random and sharegpt need it.")
@@ -128,12 +127,12 @@ def latency(
     llm = _llm(model, engine, plan.batch_size)
     count = plan.num_requests + plan.batch_size * profile
     requests = load_requests(dataset, count, engine.seed or 0, llm.models.tokenizer)
-    generation = _generation(run)
+    params = _params(run)
     measured = requests[: plan.num_requests]
     deadline_s = time.monotonic() + run.max_seconds
     with tqdm(total=plan.num_iters, desc="iterations", leave=False, disable=None) as bar:
         result = measure_latency(
-            llm.engine, measured, plan, generation, deadline_s, lambda _: bar.update()
+            llm.engine, measured, plan, params, deadline_s, lambda _: bar.update()
         )
     _show_in_process("Latency Benchmark Result", result, llm, dataset, run.output_json)
     if profile:
@@ -143,7 +142,7 @@ def latency(
         trace = (run.output_json or Path("outdraft-latency.json")).with_suffix(".trace.json")
         with traced(llm.engine, trace):
             until_s = time.monotonic() + run.max_seconds
-            run_batch(llm.engine, requests[plan.num_requests :], generation, until_s)
+            run_batch(llm.engine, requests[plan.num_requests :], params, until_s)
         typer.echo(f"trace of one batch, for chrome://tracing or ui.perfetto.dev: {trace}")
 
 
@@ -176,29 +175,33 @@ def throughput(
             llm.engine,
             requests[0],
             requests[1:],
-            _generation(run),
+            _params(run),
             deadline_s,
             lambda _: bar.update(),
         )
     _show_in_process("Throughput Benchmark Result", result, llm, dataset, run.output_json)
 
 
-def _generation(run: RunOptions) -> "Generation":
-    from outdraft.bench.in_process import Generation
-
+def _params(run: RunOptions) -> SamplingParams:
+    """Sampling of every request, but for its length."""
     detokenize = not run.disable_detokenize
-    return Generation(temperature=run.temperature, ignore_eos=True, detokenize=detokenize)
+    return SamplingParams(temperature=run.temperature, ignore_eos=True, detokenize=detokenize)
 
 
 def _keep(
     where: dict[str, Any],
     results: list[dict[str, Any]],
-    traffic: Traffic | None,
+    traffic: TrafficPlan | None,
     options: ResultOptions,
 ) -> None:
     """Write what was asked for; a sweep, whose traffic is None, is one file and has its plots."""
-    from outdraft.bench.environment import environment
-    from outdraft.bench.report import sweep_picture, sweep_plot, sweep_table, write_json
+    from outdraft.bench.report import (
+        environment,
+        sweep_picture,
+        sweep_plot,
+        sweep_table,
+        write_json,
+    )
 
     now = datetime.now().strftime("%Y%m%d-%H%M%S")
     whole = {"date": now, "backend": "openai", **where}
@@ -237,8 +240,7 @@ def _show_in_process(
     dataset: Dataset,
     output_json: Path | None,
 ) -> None:
-    from outdraft.bench.environment import compute, environment
-    from outdraft.bench.report import as_table, write_json
+    from outdraft.bench.report import as_table, compute, environment, write_json
     from outdraft.models.layers.linear import dtype_name
 
     typer.echo(as_table(title, result))

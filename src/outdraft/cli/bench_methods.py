@@ -3,22 +3,19 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 from tqdm import tqdm
 
 from outdraft import assets
-from outdraft.cli.command import Json, Model, held_out
+from outdraft.cli.command import Json, Model, held_out, table_of, use_physical_cores, wide_console
 from outdraft.cli.options import (
     EngineOptions,
     engine_config,
     parse_json_object,
     with_embedded_network,
 )
-from outdraft.cli.threads import use_physical_cores
-from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.errors import ConfigError
 
@@ -75,12 +72,11 @@ def methods(
     )
     base = engine_config(model, engine)
     use_physical_cores(os.environ)
-    from outdraft.bench.environment import compute, environment
     from outdraft.bench.methods import TEMPERATURES, measure_methods
-    from outdraft.bench.side_by_side import PLAIN
-    from outdraft.cli.methods_view import show
+    from outdraft.bench.report import compute, environment
+    from outdraft.bench.side_by_side import PLAIN, variants
 
-    configs = {name: _alone(base, values) for name, values in ({PLAIN: None} | selected).items()}
+    configs = variants(base, {PLAIN: None} | selected)
     count = len(TEMPERATURES) * len(configs) * (1 + prompts)
     with tqdm(total=count, desc="requests", unit="req", leave=False, disable=None) as bar:
         result = measure_methods(configs, warm_up, texts, max_tokens, lambda: bar.update())
@@ -95,7 +91,7 @@ def methods(
 
 
 def available(model: str | None, more: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What can draft for the target, by name: speculative_configs, those of the user last.
+    """List speculative_configs that can draft for the target, by name, those of the user last.
 
     Raises:
         ConfigError: one of the user's is wrong.
@@ -149,10 +145,56 @@ def _name(values: dict[str, Any]) -> str:
     return f"{joined}-tree" if has_tree else joined
 
 
-def _alone(base: EngineConfig, values: dict[str, Any] | None) -> EngineConfig:
-    return replace(
-        base,
-        # Methods that come later must not profit from a prompt that is computed already.
-        cache=replace(base.cache, enable_prefix_caching=False),
-        speculation=parse_speculative_config(values),
+def show(result: dict[str, Any]) -> None:
+    """The table, and below it what its columns mean."""
+    from outdraft.bench.methods import TEMPERATURES, temperature_key
+    from outdraft.bench.side_by_side import PLAIN
+
+    console = wide_console(110)
+    console.print(
+        f"One request at a time: {result['num_prompts']} prompts of {result['max_tokens']} tokens, "
+        f"{result['dtype']}, {result['device']}",
+        style="bold",
     )
+    keys = [temperature_key(temperature) for temperature in TEMPERATURES]
+    lengths, speeds = (
+        [f"{what}\nT = {temperature}" for temperature in TEMPERATURES]
+        for what in ("length", "tokens/s")
+    )
+    more = "weights\nMiB", "KV KiB\nper 1k", "same\nids"
+    rows: list[tuple[str, ...]] = []
+    for name, numbers in ({PLAIN: result[PLAIN]} | result["methods"]).items():
+        runs = [numbers[key] for key in keys]
+        is_plain = name == PLAIN
+        row = (
+            name,
+            *("" if is_plain else f"{run['acceptance_length']:.2f}" for run in runs),
+            "" if is_plain else f"{runs[0]['draft_ms']:.2f}",
+            f"{runs[0]['verify_ms']:.2f}",
+            *(f"{run['tokens_per_s']:.0f} {run['ratio_to_plain']:.2f}x" for run in runs),
+            f"{numbers['weight_bytes'] / 2**20:.1f}",
+            f"{numbers['kv_bytes_per_1k_tokens'] / 2**10:.0f}",
+            "" if is_plain else "yes" if numbers["identical"] else "[bold red]NO[/]",
+        )
+        rows.append(row)
+    headings = [*lengths, "draft\nms", "verify\nms", *speeds, *more]
+    console.print(table_of(["method"], headings, rows))
+    console.print(
+        "length: tokens a verified draft brought, the target's own one included. draft, verify: a "
+        "step at T = 0. tokens/s: median of the prompts, and of their ratios to plain decoding. "
+        "KV: of a thousand tokens, beside the target's. same ids: as plain decoding at T = 0.",
+        style="dim",
+    )
+    searches = {
+        name: numbers["draft_us_per_request_32k"]
+        for name, numbers in result["methods"].items()
+        if "draft_us_per_request_32k" in numbers
+    }
+    if searches:
+        listed = ", ".join(f"{name} {us:.1f} us" for name, us in searches.items())
+        console.print(f"A draft after a text of 32k tokens: {listed}.")
+    if result["all_identical"]:
+        console.print("At T = 0 every method gave plain decoding's tokens.")
+    else:
+        changed = [name for name, one in result["methods"].items() if not one["identical"]]
+        console.print(f"[bold red]At T = 0 tokens were changed by {', '.join(changed)}.[/]")

@@ -4,12 +4,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from outdraft.cli.options import json_object
-from outdraft.config.benchmarks import Traffic
-from outdraft.config.checks import check_whole
-from outdraft.config.flags import flag
+from outdraft.config.benchmarks import TrafficPlan
+from outdraft.config.fields import check_whole, flag
 from outdraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,9 +19,10 @@ _Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
-    """Who is asked; names as in vLLM."""
+class EndpointOptions:
+    """The server that is asked; names as in vLLM."""
 
+    PANEL: ClassVar = "Server"  # of help
     base_url: str | None = flag("Default: http://HOST:PORT.")
     host: str = flag(default="127.0.0.1")
     port: int = flag(default=8000)
@@ -31,7 +31,7 @@ class ServerOptions:
     header: list[str] | None = flag("Sent along; repeatable.", metavar="KEY=VALUE")
     temperature: float | None = flag("0 is greedy; default: the server's own.")
     ignore_eos: bool = flag(
-        "Go on behind the end; random prompts always do.", "--ignore-eos", default=False
+        "Go on after the end; random prompts always do.", "--ignore-eos", default=False
     )
     extra_body: str | None = flag(
         'JSON object of more fields: \'{"speculation": {"enabled": false}}\'.'
@@ -40,7 +40,7 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthOptions:
-    """How long a load test is; names as in vLLM."""
+    """Length of a load test; names as in vLLM."""
 
     num_prompts: int = flag("Prompts of each run.", default=100, min=1)
     sweep: str | None = flag("A run for each concurrency, and a plot.", metavar="1,2,4")
@@ -49,7 +49,7 @@ class LengthOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultOptions:
-    """What is kept; names as in vLLM."""
+    """Numbers and files that are kept; names as in vLLM."""
 
     percentile_metrics: str = flag(
         "Some of ttft, tpot, itl, e2el, client_queue_time.", default="ttft,tpot,itl,e2el"
@@ -65,7 +65,7 @@ class ResultOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """How an engine of this process is measured; names as in vLLM."""
+    """Measurement of an engine of this process; names as in vLLM."""
 
     temperature: float = flag(default=0.0)
     disable_detokenize: bool = flag(
@@ -75,8 +75,8 @@ class RunOptions:
     max_seconds: float = flag(MAX_SECONDS, default=600, min=1)
 
 
-def endpoint_of(options: ServerOptions, *, ignores_eos: bool) -> "Endpoint":
-    """Where requests go, and the fields that all of them carry."""
+def endpoint_of(options: EndpointOptions, *, ignores_eos: bool) -> "Endpoint":
+    """Make the endpoint that requests go to, with the fields that all of them carry."""
     from outdraft.bench.client import Endpoint
 
     body: dict[str, Any] = {}
@@ -101,7 +101,7 @@ def endpoint_of(options: ServerOptions, *, ignores_eos: bool) -> "Endpoint":
     )
 
 
-def traffics_of(traffic: Traffic, sweep: str | None) -> list[Traffic]:
+def traffics_of(traffic: TrafficPlan, sweep: str | None) -> list[TrafficPlan]:
     """One, or one for each concurrency of a sweep."""
     if sweep is None:
         return [traffic]

@@ -1,7 +1,7 @@
 """`outdraft bench sweep`: chosen draft lengths against plain decoding and fixed ones."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import typer
 from tqdm import tqdm
 
 from outdraft.cli.bench_options import concurrencies, numbers
-from outdraft.cli.command import Model, check_output, table_of, wide_console
+from outdraft.cli.command import Model, check_output, table_of, use_physical_cores, wide_console
 from outdraft.cli.options import (
     EngineOptions,
     engine_config,
@@ -17,12 +17,9 @@ from outdraft.cli.options import (
     takes_options,
     with_embedded_network,
 )
-from outdraft.cli.threads import use_physical_cores
 from outdraft.config.benchmarks import Dataset
-from outdraft.config.checks import check_number, check_whole
 from outdraft.config.engine import EngineConfig
-from outdraft.config.flags import flag
-from outdraft.config.speculation_json import parse_speculative_config
+from outdraft.config.fields import check_number, check_whole, flag
 from outdraft.core.errors import ConfigError
 
 SLACK = 0.03  # of the best variant's speed; what choosing may cost
@@ -30,13 +27,13 @@ SLACK = 0.03  # of the best variant's speed; what choosing may cost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOptions:
-    """What is compared, and how long."""
+    """Variants to compare, and the length of the comparison."""
 
     concurrency: str = flag("Requests that run at once.", default="1,2,4,8,16,32", metavar="1,2,4")
     lengths: str = flag("Fixed numbers of drafts to compare with.", default="1,2,3,5,7")
     temperature: float = flag(default=0.0, min=0)
-    min_rounds: int = flag("At least so many at each level.", default=3)
-    max_rounds: int = flag("At most so many at each level.", default=12)
+    min_rounds: int = flag("Fewest rounds of each level.", default=3)
+    max_rounds: int = flag("Most rounds of each level.", default=12)
     tolerance: float = flag(
         "Rounds are added until the ratio is known as well, to either side.", default=0.02
     )
@@ -76,11 +73,11 @@ def sweep(
         base, _speculation(model, engine), numbers(options.lengths, "--lengths", int)
     )
     use_physical_cores(os.environ)
-    from outdraft.bench.in_process import Generation
     from outdraft.bench.side_by_side import share_target
     from outdraft.bench.sweep import SweepPlan, level_report
     from outdraft.bench.sweep import sweep as measure
     from outdraft.bench.workloads import load_requests, num_distinct_prompts, repetition_notes
+    from outdraft.core.sampling import SamplingParams
     from outdraft.models.layers.linear import dtype_name
 
     plan = SweepPlan(
@@ -93,10 +90,10 @@ def sweep(
     models = share_target(configs)
     tokenizer = next(iter(models.values())).tokenizer
     requests = load_requests(dataset, plan.num_prompts, engine.seed or 0, tokenizer)
-    generation = Generation(temperature=options.temperature, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=options.temperature, ignore_eos=True, detokenize=False)
     results: list[dict[str, Any]] = []
     with tqdm(desc="runs", unit="run", leave=False, disable=None) as bar:
-        runs = measure(configs, models, requests, plan, generation, lambda name: bar.update())
+        runs = measure(configs, models, requests, plan, params, lambda name: bar.update())
         for level in runs:
             results.append(level_report(level, plan))
             bar.write(line(results[-1]))
@@ -124,29 +121,25 @@ def variants(
     Raises:
         ConfigError: a length is not possible.
     """
-    from outdraft.bench.side_by_side import PLAIN
+    from outdraft.bench import side_by_side
     from outdraft.bench.sweep import CHOSEN
 
     if speculation.get("method") in ("suffix", "combined"):
         speculation = {"suffix_decoding_max_cached_requests": 0} | speculation
-    base = replace(base, cache=replace(base.cache, enable_prefix_caching=False))
-    values: dict[str, dict[str, Any] | None] = {PLAIN: None}
-    for length in lengths:
-        values[str(length)] = speculation | {"num_speculative_tokens": length, "control": "fixed"}
-    values[CHOSEN] = speculation
-    return {
-        name: replace(base, speculation=parse_speculative_config(one))
-        for name, one in values.items()
+    fixed = {
+        str(length): speculation | {"num_speculative_tokens": length, "control": "fixed"}
+        for length in lengths
     }
+    values = {side_by_side.PLAIN: None} | fixed | {CHOSEN: speculation}
+    return side_by_side.variants(base, values)
 
 
 def line(level: dict[str, Any]) -> str:
     """A level's result while others are measured."""
-    ratio = level["ratio_to_best"]
+    median, interval = _with_interval(level).split(" ", 1)
     return (
-        f"{level['concurrency']:>3} at once: {ratio['median']:.3f} times {level['best']} "
-        f"({ratio['low']:.3f} to {ratio['high']:.3f}), {_split_half(level)} by halves, "
-        f"{level['num_rounds']} rounds"
+        f"{level['concurrency']:>3} at once: {median} times {level['best']} {interval}, "
+        f"{_split_half(level)} by halves, {level['num_rounds']} rounds"
     )
 
 
@@ -156,18 +149,18 @@ def show(result: dict[str, Any]) -> None:
     console.print(f"Acceptance is {result['acceptance']}. Tokens a second:", style="bold")
     levels = result["levels"]
     more = "drafts\na step", "best", "auto / best", "by halves"
-    table = table_of((), ["at once", *levels[0]["variants"], *more])
-    for level in levels:
-        ratio = level["ratio_to_best"]
-        table.add_row(
+    rows = [
+        (
             str(level["concurrency"]),
             *(f"{one['tokens_per_s']:.0f}" for one in level["variants"].values()),
             f"{level['variants']['auto']['draft_tokens_per_step']:.2f}",
             level["best"],
-            f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})",
+            _with_interval(level),
             _split_half(level),
         )
-    console.print(table)
+        for level in levels
+    ]
+    console.print(table_of((), ["at once", *levels[0]["variants"], *more], rows))
     console.print("By halves: one half of the rounds names the best, the other measures it.")
     for note in result["notes"]:
         console.print(f"note: {note}", style="dim")
@@ -178,8 +171,14 @@ def show(result: dict[str, Any]) -> None:
         console.print(f"At no level more than {SLACK:.0%} below the best of the others.")
 
 
+def _with_interval(level: dict[str, Any]) -> str:
+    """The ratio to the best: "median (low to high)"."""
+    ratio = level["ratio_to_best"]
+    return f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
+
+
 def _split_half(level: dict[str, Any]) -> str:
-    """As a number; "-": too few rounds."""
+    """Format the ratio by halves; "-": too few rounds."""
     ratio = level["split_half_ratio"]
     return "-" if ratio is None else f"{ratio:.3f}"
 
@@ -204,8 +203,7 @@ def _chances(text: str | None) -> tuple[float, ...] | None:
 
 
 def _write(result: dict[str, Any], path: Path) -> None:
-    from outdraft.bench.environment import compute, environment
-    from outdraft.bench.report import write_json
+    from outdraft.bench.report import compute, environment, write_json
 
     write_json(path, result | {"environment": environment() | compute()})
     picture = path.with_suffix(".png")
@@ -214,8 +212,10 @@ def _write(result: dict[str, Any], path: Path) -> None:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Each variant's speed as a multiple of plain decoding's, over concurrency."""
+    """Draw each variant's speed as a multiple of plain decoding's, over concurrency."""
     from matplotlib.figure import Figure
+
+    from outdraft.bench.report import by_concurrency, save_figure
 
     levels = result["levels"]
     xs = [level["concurrency"] for level in levels]
@@ -233,10 +233,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
             linewidth=2.5 if is_auto else 1,
             color="black" if is_auto else None,
         )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(xs, labels=[str(x) for x in xs])
-    axes.set_xlabel("concurrent requests")
-    axes.set_title(f"tokens a second, times plain; acceptance {result['acceptance']}", fontsize=10)
-    axes.grid(alpha=0.3)
+    title = f"tokens a second, times plain; acceptance {result['acceptance']}"
+    by_concurrency(axes, xs, title)
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path)

@@ -1,8 +1,9 @@
-"""What commands share: flags, how they show them, what they say about one they do not know."""
+"""Parts that commands share: flags, threads, tables, and what is said about an unknown flag."""
 
 import logging
+import os
 from collections import defaultdict
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ from typer.core import TyperCommand
 from outdraft import assets
 from outdraft.assets import HeldOutPrompt
 from outdraft.core.errors import ConfigError
+from outdraft.core.openmp import prepare_openmp
 
 # Underscores in names of flags are hyphens. Help uses the whole terminal, up to this width.
 CONTEXT: dict[str, Any] = {
@@ -39,6 +41,39 @@ Verbose = Annotated[
 ]
 
 
+def engine_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of an engine process: as many threads as cores, which spin a little.
+
+    The process that serves HTTP runs on the same cores, so this is the contended case.
+    """
+    chosen = dict(environ)
+    prepare_openmp(chosen)
+    chosen.setdefault("OMP_NUM_THREADS", str(num_physical_cores()))
+    return chosen
+
+
+def use_physical_cores(environ: Mapping[str, str]) -> int:
+    """Let torch use every core that this process may run on, unless OMP_NUM_THREADS says how many.
+
+    Returns the number of threads. Has to come before models are loaded.
+    """
+    import torch
+
+    if "OMP_NUM_THREADS" not in environ:
+        torch.set_num_threads(num_physical_cores())
+    return torch.get_num_threads()
+
+
+def num_physical_cores() -> int:
+    """Cores of this process: two threads on one core would share its vector units."""
+    import psutil
+
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = min(cores, len(os.sched_getaffinity(0)))
+    return cores
+
+
 @contextmanager
 def shown_log(is_wanted: bool) -> Generator[None]:
     """Meanwhile, if that is wanted, write what the engine logs to stderr, a line each."""
@@ -55,10 +90,10 @@ def shown_log(is_wanted: bool) -> Generator[None]:
 
 
 def held_out(count: int) -> list[HeldOutPrompt]:
-    """So many of the package's prompts, and one more to warm up with.
+    """Take `count` of the package's prompts, and one more to warm up with.
 
     Raises:
-        ConfigError: there are not so many.
+        ConfigError: there are fewer.
     """
     prompts = assets.prompts()
     if count >= len(prompts):
@@ -85,30 +120,42 @@ def check_output(path: Path | None, flag: str) -> None:
 
 
 def wide_console(least: int) -> Console:
-    """As wide as the terminal, but no less than so many letters: a narrower terminal breaks the
-    lines, a file has no width."""
+    """Make a console as wide as the terminal, and at least `least` letters wide: a narrower
+    terminal breaks the lines, and a file has no width.
+    """
     console = Console(highlight=False)
     return Console(highlight=False, width=max(console.width, least))
 
 
 def table_of(
-    names: Iterable[str], numbers: Iterable[str], title: str | None = None, **style: Any
+    words: Iterable[str],
+    numbers: Iterable[str],
+    rows: Iterable[Iterable[str]],
+    title: str | None = None,
+    texts: Iterable[str] = (),
+    **style: Any,
 ) -> Table:
-    """Columns of words, which are not broken, then columns of numbers."""
+    """A table whose columns hold words, which are not broken, then numbers, then texts.
+
+    Args:
+        words, numbers, texts: their headings.
+        rows: a cell for each column.
+    """
     table = Table(title=title, title_justify="left", **style)
-    for heading in names:
+    for heading in words:
         table.add_column(heading, no_wrap=True)
     for heading in numbers:
         table.add_column(heading, justify="right")
-    return table
-
-
-def pairs_of(rows: Iterable[tuple[str, str]], **style: Any) -> Table:
-    """What has a name, line by line."""
-    table = Table(show_header=False, box=None, title_justify="left", **style)
+    for heading in texts:
+        table.add_column(heading)
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def pairs_of(rows: Iterable[tuple[str, str]], title: str | None = None) -> Table:
+    """A table without lines: names, and beside each its value."""
+    return table_of((), (), rows, title, show_header=False, box=None, title_style="bold")
 
 
 class Command(TyperCommand):

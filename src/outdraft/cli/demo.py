@@ -1,25 +1,49 @@
-"""`outdraft demo`: the embedded pair completes held-out prompts, plain and with every method."""
+"""`outdraft demo`: the embedded pair completes held-out prompts, plain and with every method.
+
+It shows who guessed each token, and a table.
+"""
 
 import json
 import os
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.text import Text
 
 from outdraft import assets
-from outdraft.cli.command import Json, held_out
-from outdraft.cli.threads import use_physical_cores
+from outdraft.assets import HeldOutPrompt
+from outdraft.cli.command import Json, held_out, table_of, use_physical_cores
+from outdraft.core.outputs import RequestOutput, TokenOrigin
 
 if TYPE_CHECKING:
+    from outdraft.bench.side_by_side import Samples
     from outdraft.config.engine import EngineConfig
     from outdraft.engine.llm import LLM
+    from outdraft.text.detokenizer import Detokenizer
 
 SHOWN = "combined"  # the method whose text is printed
 # Text at this temperature does not repeat itself: repetition is easy to draft.
 TEMPERATURE = 0.8
+SOURCES = {  # label and style of each
+    TokenOrigin.PREDICTION: ("prediction", "bold magenta"),
+    TokenOrigin.SUFFIX: ("suffix", "bold cyan"),
+    TokenOrigin.NGRAM: ("n-gram", "bold yellow"),
+    TokenOrigin.MODEL: ("draft model", "bold green"),
+    TokenOrigin.EAGLE: ("EAGLE", "bold blue"),
+    TokenOrigin.EAGLE3: ("EAGLE-3", "bold bright_blue"),
+    TokenOrigin.MEDUSA: ("Medusa", "bold red"),
+    TokenOrigin.MLP: ("MLP speculator", "bold bright_magenta"),
+    TokenOrigin.DFLASH: ("DFlash", "bold bright_green"),
+    TokenOrigin.DSPARK: ("DSpark", "bold bright_yellow"),
+    TokenOrigin.MTP: ("MTP", "bold bright_white"),
+    TokenOrigin.SELF: ("self", "bold bright_cyan"),
+}
+PROMPT_LINES = 4  # of the end of each prompt
 
 
 def demo(
@@ -38,9 +62,7 @@ def demo(
     """
     *texts, warm_up = held_out(prompts)
     use_physical_cores(os.environ)
-    from outdraft.bench.side_by_side import PLAIN, are_identical
-    from outdraft.cli.comparison import as_json, compare, method_configs
-    from outdraft.cli.demo_view import DemoView
+    from outdraft.bench.side_by_side import PLAIN, are_identical, as_json, compare, method_configs
 
     started_s = time.monotonic()
     heads = {method: assets.head_path(method) for method in assets.available_heads()}
@@ -71,3 +93,132 @@ def load(configs: Mapping[str, "EngineConfig"]) -> dict[str, "LLM"]:
 
     models = share_target(configs)
     return {name: LLM.from_config(config, models[name]) for name, config in configs.items()}
+
+
+class DemoView:
+    """Prints one engine's texts while they grow, then the comparison."""
+
+    def __init__(self, console: Console, llm: "LLM", prompts: Sequence[HeldOutPrompt]) -> None:
+        self._console = console
+        self._llm = llm
+        self._sources = [TokenOrigin(str(name)) for name in llm.config.speculation.methods]
+        self._coming = iter(prompts)
+        self._current: RequestOutput | None = None
+        self._detokenizer: Detokenizer | None = None
+        self._num_shown = 0
+
+    def header(self) -> None:
+        """Print the memory that engines take, and the meaning of the colours."""
+        memory = self._llm.memory.table()
+        self._console.print(table_of((), (), memory, texts=["memory", ""], box=None))
+        legend = Text("\nPlain text: chosen by the target. Accepted drafts: ")
+        for index, origin in enumerate(self._sources):
+            legend.append(", " if index else "").append(*SOURCES[origin])
+        self._console.print(legend.append("."))
+
+    def show(self, output: RequestOutput) -> None:
+        """Print the tokens that came since the last call."""
+        if output is not self._current:
+            self._begin(output)
+        assert self._detokenizer is not None
+        completion = output.outputs[0]
+        grown = Text()
+        for token_id, origin in zip(
+            completion.token_ids[self._num_shown :],
+            completion.origins[self._num_shown :],
+            strict=True,
+        ):
+            start = len(self._detokenizer.text)
+            self._detokenizer.push(token_id)
+            grown.append(self._detokenizer.text[start:], SOURCES.get(origin, ("", None))[1])
+        if output.finished:
+            start = len(self._detokenizer.text)
+            self._detokenizer.finish()
+            grown.append(self._detokenizer.text[start:])
+        self._num_shown = len(completion.token_ids)
+        self._console.print(grown, end="", soft_wrap=True)
+
+    def footer(
+        self, compared: "Mapping[str, Samples]", temperature: float, elapsed_s: float
+    ) -> None:
+        """Print the comparison.
+
+        Args:
+            compared: what each method completed, plain decoding under PLAIN.
+            elapsed_s: of everything.
+        """
+        from outdraft.bench.side_by_side import PLAIN, as_json
+
+        report = as_json(compared)
+        numbers = self._llm.models.target.numbers
+        self._console.print(
+            f"\n\nTemperature {temperature:g}, {numbers}, one request at a time", style="bold"
+        )
+        headings = "tokens/s", "TPOT ms", "acceptance", "length", "speedup", "identical"
+        rows = _rows(report, PLAIN)
+        fits_80_columns = (0, 1, 0, 0)
+        table = table_of(["method"], headings, rows, box=SIMPLE_HEAD, padding=fits_80_columns)
+        self._console.print(table)
+        self._console.print(
+            "acceptance: accepted per drafted token; length: tokens a step that verified drafts, "
+            "the target's own one included. Each method drafts in every step here; where nothing "
+            "else is asked, outdraft drafts only what pays.",
+            style="dim",
+        )
+        self._console.print(_sources(compared, self._sources))
+        self._console.print(self._bandwidth(report[PLAIN]["tokens_per_s"]))
+        self._console.print(f"{elapsed_s:.0f} s in all, loading and warming up included.")
+
+    def _begin(self, output: RequestOutput) -> None:
+        prompt = next(self._coming)
+        from outdraft.text.detokenizer import Detokenizer
+
+        tokenizer = self._llm.models.tokenizer
+        assert tokenizer is not None
+        self._current, self._num_shown = output, 0
+        self._detokenizer = Detokenizer(tokenizer, ())
+        self._console.print(Text(f"\n\n# {prompt.path}", "bold"))
+        end = prompt.text.splitlines()[-PROMPT_LINES:]
+        self._console.print(Text("\n".join(end), "dim"), end="", soft_wrap=True)
+
+    def _bandwidth(self, tokens_per_s: float) -> str:
+        read = self._llm.models.target.weight_bytes
+        per_s = read * tokens_per_s / 1e9
+        return (
+            f"A plain step reads {read / 1e6:.1f} MB of weights: {per_s:.1f} GB/s; what the "
+            "memory can give is the floor of its time."
+        )
+
+
+def _rows(report: dict[str, Any], base: str) -> list[tuple[str, ...]]:
+    """A row for each method, that of plain decoding, `base`, first."""
+    plain = report[base]
+    speed = f"{plain['tokens_per_s']:.1f}", f"{plain['tpot_ms']:.2f}"
+    rows: list[tuple[str, ...]] = [(base, *speed, "", "", "1.00x", "")]
+    rows += [
+        (
+            name,
+            f"{one['tokens_per_s']:.1f}",
+            f"{one['tpot_ms']:.2f}",
+            f"{one['acceptance_rate']:.0%}",
+            f"{one['acceptance_length']:.2f}",
+            f"{one['speedup']:.2f}x",
+            "yes" if one["identical"] else "[bold red]NO[/]",
+        )
+        for name, one in report["methods"].items()
+    ]
+    return rows
+
+
+def _sources(compared: "Mapping[str, Samples]", sources: Sequence[TokenOrigin]) -> Text:
+    """Say who chose the tokens of the last, most elaborate method."""
+    name, samples = list(compared.items())[-1]
+    counts = Counter(origin for sample in samples for origin in sample.origins)
+    total = max(1, counts.total())
+    line = Text(f"{name} made {total} tokens. The target chose ")
+    drafted = sum(counts[origin] for origin in SOURCES)
+    line.append(f"{(total - drafted) / total:.0%}")
+    for origin in sources:
+        label, style = SOURCES[origin]
+        line.append(", ").append(f"{label} {counts[origin] / total:.0%}", style)
+    return line.append(".")

@@ -9,9 +9,8 @@ import typer
 from rich.console import Console
 
 from outdraft import assets
-from outdraft.cli.command import Model, pairs_of
+from outdraft.cli.command import Model, num_physical_cores, pairs_of, use_physical_cores
 from outdraft.cli.options import EngineOptions, SchedulerOptions, serving_config, takes_options
-from outdraft.cli.threads import num_physical_cores, use_physical_cores
 from outdraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def doctor(
     if cost:
         config = serving_config(model, engine, scheduler)
         use_physical_cores(os.environ)
-        from outdraft.cli.doctor_cost import show_costs
+        from outdraft.cli.doctor_measure import show_costs
 
         show_costs(console, config)
         return
@@ -51,7 +50,7 @@ def doctor(
         config = serving_config(model, engine, scheduler)
         sections = {f"Weights of {model}": report(config)} | sections
     for title, rows in sections.items():
-        console.print(pairs_of(rows.items(), title=title, title_style="bold"), "")
+        console.print(pairs_of(rows.items(), title), "")
     if not missing:
         console.print("Nothing is missing.", style="green")
     for line in missing:
@@ -119,7 +118,7 @@ def _gpu() -> Section:
 
 
 def _ranks(size: int, num_threads: int, device: "torch.device") -> Section:
-    """What each of so many ranks would compute with."""
+    """List the processors or the card of each of `size` ranks."""
     from outdraft.loading.machine import cores_of_ranks, topology
 
     found: Section = {}
@@ -154,7 +153,7 @@ def _libraries() -> Section:
 def _used(device: "torch.device") -> Section:
     import torch
 
-    from outdraft.bench.quantized_speed import LARGE, SMALL, advice, quantized_speeds
+    from outdraft.cli.doctor_measure import LARGE, SMALL, advice, quantized_speeds
     from outdraft.core.weights import QUANTIZATIONS, WeightFormat
     from outdraft.kernels.choose import choose_kernels, kernels_options
     from outdraft.loading.models import choose_dtype
@@ -179,7 +178,7 @@ def _used(device: "torch.device") -> Section:
 
 
 def _operations(device: "torch.device") -> Section:
-    """What computes each operation for the usual dtypes, and for another one if that differs."""
+    """Name the module of each operation for the usual dtypes, and for another one if it differs."""
     import torch
 
     from outdraft.kernels.choose import choose_kernels, computed_by
@@ -206,7 +205,7 @@ def _operations(device: "torch.device") -> Section:
 
 
 def _embedded() -> tuple[Section, list[str]]:
-    """Where the embedded models are, and what is not there."""
+    """Find the embedded models; also a message for each that is missing."""
     finders: dict[str, Callable[[], object]] = {
         "target": assets.target_path,
         "drafter": assets.drafter_path,

@@ -1,4 +1,4 @@
-"""Starts what answers a server's requests: one engine, or several behind one client."""
+"""Starts the engines that answer a server's requests: one, or several with one client."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
@@ -12,7 +12,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from outdraft.cli.replica_options import ReplicasOptions, replica_plan
-from outdraft.cli.server_options import ServerOptions
+from outdraft.cli.serve import ServerOptions
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError, EngineDeadError
 from outdraft.dashboard.feed import EngineFacts, LiveFeed
@@ -34,12 +34,12 @@ NO_RAY = "--data-parallel-size and --max-replicas need Ray: pip install 'outdraf
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """What engines are started with.
+    """Arguments that engines are started with.
 
     Attributes:
         environ: of engine processes on this machine.
         name: of the model, for metrics.
-        show: is told how far an engine is.
+        show: called with each stage of an engine's start.
     """
 
     config: EngineConfig
@@ -126,7 +126,7 @@ async def several_engines(parts: Starting, options: ReplicasOptions) -> AsyncGen
 async def _start(pool: "ReplicaPool", deployment: "Deployment", num_replicas: int) -> None:
     """Wait until all replicas are ready. Raises ConfigError, EngineDeadError: they never will be.
 
-    What a replica tells of its failure says more than what Ray Serve tells of it.
+    A replica's own words about its failure say more than those of Ray Serve.
     """
     await asyncio.to_thread(deployment.start)
     starting = asyncio.create_task(pool.start(num_replicas))
@@ -140,7 +140,7 @@ async def _start(pool: "ReplicaPool", deployment: "Deployment", num_replicas: in
 
 
 def with_local_paths(info: EngineInfo, config: EngineConfig) -> EngineInfo:
-    """What a replica elsewhere tells, with this machine's directories of model and tokenizer.
+    """Replace a replica's directories of model and tokenizer by those of this machine.
 
     Raises:
         ConfigError: they are not here, nor on the hub.
@@ -175,7 +175,7 @@ def check_replicas(config: EngineConfig, options: ServerOptions, replicas: Repli
 
 
 def engine_facts(info: EngineInfo, name: str) -> EngineFacts:
-    """What the page tells of the engine."""
+    """Facts of the engine that the page shows."""
     return EngineFacts(
         name,
         info.dtype,

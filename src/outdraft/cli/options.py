@@ -15,9 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from outdraft import assets
-from outdraft.config.checks import check_whole
 from outdraft.config.engine import DTYPES, LOAD_FORMATS, MODEL_IMPLS, POLICIES, EngineConfig
-from outdraft.config.flags import flag
+from outdraft.config.fields import check_whole, flag
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.weights import QUANTIZATIONS
@@ -27,7 +26,7 @@ DEFAULT_MAX_TOKENS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What an engine is started with; names as in vLLM."""
+    """Arguments of an engine; names as in vLLM."""
 
     tokenizer: str | None = flag("Directory or hub name; default: the model's own.")
     revision: str | None = flag("Branch, tag or commit of a model of the hub.")
@@ -39,7 +38,7 @@ class EngineOptions:
         "outdraft where it has the family, else the transformers library."
     )
     generation_config: str | None = flag(
-        "Where sampling parameters come from that nobody gives: auto (the model's "
+        "Source of sampling parameters that a request leaves open: auto (the model's "
         "generation_config.json, the default), vllm (nowhere), or a directory."
     )
     dtype: str | None = flag(f"One of {', '.join(DTYPES)}.")
@@ -89,7 +88,7 @@ class EngineOptions:
         "--rank-timeout",
     )
     check_ranks: bool | None = flag(
-        "Compare in each step what the ranks were told and what they chose.", "--check-ranks"
+        "Compare in each step the ranks' plans and their choices.", "--check-ranks"
     )
     seed: int | None = flag("For everything random.")
     speculative_config: str | None = flag(
@@ -102,7 +101,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
-    """How requests share the engine; names as in vLLM where it has one."""
+    """Limits of requests that share the engine; names as in vLLM where it has one."""
 
     max_num_seqs: int | None = flag("Requests that run together.")
     max_num_batched_tokens: int | None = flag(
@@ -117,7 +116,7 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """How tokens are chosen; names as in vLLM."""
+    """Choice of tokens; names as in vLLM."""
 
     max_tokens: int = flag("Most tokens to generate.", default=DEFAULT_MAX_TOKENS)
     min_tokens: int | None = flag("Tokens before it may end.")
@@ -129,7 +128,7 @@ class SamplingOptions:
     frequency_penalty: float | None = flag()
     repetition_penalty: float | None = flag()
     stop: list[str] | None = flag("End before this text; repeatable.")
-    ignore_eos: bool = flag("Go on behind the end.", "--ignore-eos", default=False)
+    ignore_eos: bool = flag("Go on after the end.", "--ignore-eos", default=False)
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -207,7 +206,7 @@ def _config(
 def sampling_params(
     options: SamplingOptions, defaults: SamplingParams | None = None
 ) -> SamplingParams:
-    """What the flags say; what they leave open is as in `defaults`.
+    """Make sampling parameters of flags; those that are not given are as in `defaults`.
 
     Raises:
         RequestError: a value is out of its range.
@@ -238,9 +237,10 @@ def parse_json_object(text: str) -> dict[str, Any] | None:
 
 
 def _in_panel(one: Field[Any], group: type) -> Any:
-    """The annotation of a flag, which help lists under the name of its group."""
+    """The annotation of a flag, which help lists under the name of its group, or its PANEL."""
     settings = dict(one.metadata)
-    settings["rich_help_panel"] = group.__name__.removesuffix("Options").removesuffix("Plan")
+    name = group.__name__.removesuffix("Options").removesuffix("Plan")
+    settings["rich_help_panel"] = getattr(group, "PANEL", name)
     return Annotated[one.type, typer.Option(*settings.pop("spellings"), **settings)]
 
 
@@ -257,18 +257,27 @@ def with_embedded_network(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: this installation came without the network.
     """
+
+    def embedded(method: Any) -> str | None:
+        if method in ("draft_model", "combined"):
+            return str(assets.drafter_path())
+        return str(assets.head_path(method)) if method in assets.HEADS else None
+
+    return with_networks(values, embedded)
+
+
+def with_networks(values: dict[str, Any], model_of: Callable[[Any], str | None]) -> dict[str, Any]:
+    """A speculative_config in which each source that names no model has the one of its method.
+
+    model_of: by method; None: it needs none.
+    """
     if isinstance(sources := values.get("sources"), list):
         listed: list[Any] = sources
-        completed = [with_embedded_network(one) if isinstance(one, dict) else one for one in listed]
-        return {**values, "sources": completed}
-    method = values.get("method")
-    if values.get("model") is not None:
+        named = [with_networks(one, model_of) if isinstance(one, dict) else one for one in listed]
+        return {**values, "sources": named}
+    if values.get("model") is not None or (model := model_of(values.get("method"))) is None:
         return values
-    if method in ("draft_model", "combined"):
-        return {**values, "model": str(assets.drafter_path())}
-    if method in assets.HEADS:
-        return {**values, "model": str(assets.head_path(method))}
-    return values
+    return {**values, "model": model}
 
 
 def read_config_file(context: typer.Context, path: Path | None) -> Path | None:

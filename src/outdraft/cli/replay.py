@@ -1,16 +1,18 @@
 """`outdraft replay`: ways to speculate, tried on requests that a server recorded."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from outdraft.cli.bench_options import numbers
-from outdraft.cli.command import Json
-from outdraft.cli.options import json_object, takes_options, with_embedded_network
-from outdraft.config.checks import check_whole
-from outdraft.config.flags import flag
+from outdraft.cli.command import Json, table_of, wide_console
+from outdraft.cli.options import json_object, takes_options, with_embedded_network, with_networks
+from outdraft.config.fields import check_whole, flag
 from outdraft.core.draft import MAX_DRAFTS
 from outdraft.core.errors import ConfigError
 
@@ -18,29 +20,29 @@ if TYPE_CHECKING:
     from outdraft.config.speculation import SpeculationConfig
     from outdraft.control.costs import CostTable
     from outdraft.core.recorded import RecordedRequest
-    from outdraft.planning.replay import Replayed, Traffic
-    from outdraft.planning.replay_scores import Report
+    from outdraft.planning.replay import RecordedTraffic, Replayed
+    from outdraft.planning.replay_scores import Recorded, ReplayReport, RunScore, Score, SourceScore
 
 EMBEDDED = "embedded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
-    """What is tried."""
+    """Configurations to try."""
 
     speculative_config: list[str] | None = flag(
         "JSON as for serve; repeatable. Networks need no model unless --model measures them. "
         "Default: suffix, ngram, and the networks of the trace."
     )
     concurrency: int | None = flag(
-        "So many texts run at once. Default: they come as they came.", min=1
+        "Texts that run at once. Default: they come as they came.", min=1
     )
     lengths: str = flag("Fixed lengths beside the greatest.", default="1,2,3,5,7")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostOptions:
-    """What steps take; without any, acceptance alone is told."""
+    """Costs of steps; without any, acceptance alone is shown."""
 
     costs: Path | None = flag("File with a table of costs.", exists=True, dir_okay=False)
     model: str | None = flag(
@@ -66,7 +68,6 @@ def replay(
     controller run the same requests against the clock.
     """
     from outdraft.bench.report import strict_json
-    from outdraft.cli import replay_view
     from outdraft.core.recorded import read_requests
 
     if prices.costs is not None and prices.model is not None:
@@ -78,29 +79,29 @@ def replay(
     if json_:
         typer.echo(strict_json(asdict(report)))
     else:
-        replay_view.show(report)
+        show(report)
 
 
 def _report(
     requests: "list[RecordedRequest]", ways: ReplayOptions, prices: CostOptions
-) -> "Report":
+) -> "ReplayReport":
     import torch
 
     from outdraft.costs.table import read_table
     from outdraft.kernels.choose import AUTO, choose_kernels
     from outdraft.loading.methods import host_proposers
-    from outdraft.planning.replay import Traffic
-    from outdraft.planning.replay_scores import Report, plain_run, recorded_score, score
+    from outdraft.planning.replay import RecordedTraffic
+    from outdraft.planning.replay_scores import ReplayReport, plain_run, recorded_score, score
 
     kernels = choose_kernels(AUTO, torch.device("cpu"), torch.float32)
-    traffic = Traffic(requests, ways.concurrency)
+    traffic = RecordedTraffic(requests, ways.concurrency)
     lengths = numbers(ways.lengths, "--lengths", int)
     for length in lengths:
         check_whole("--lengths", length, 1, MAX_DRAFTS)
-    told = None if prices.costs is None else read_table(prices.costs, f"--costs {prices.costs}")
+    table = None if prices.costs is None else read_table(prices.costs, f"--costs {prices.costs}")
     configs = _configs(requests, ways, prices)  # refused before anything is run
     plain = plain_run(traffic, None)
-    return Report(
+    return ReplayReport(
         recorded_score(requests),
         ways.concurrency,
         plain.cached_tokens,
@@ -109,7 +110,7 @@ def _report(
                 traffic,
                 config,
                 lambda chosen: host_proposers(chosen.sources, kernels),
-                _costs(traffic, given, prices, told),
+                _costs(traffic, given, prices, table),
                 lengths,
             )
             for given, config in configs
@@ -120,8 +121,14 @@ def _report(
 def _configs(
     requests: "list[RecordedRequest]", ways: ReplayOptions, prices: CostOptions
 ) -> "list[tuple[dict[str, Any], SpeculationConfig]]":
-    """What was asked for, as JSON and understood."""
+    """Configurations that were asked for, each as JSON and parsed."""
+    from outdraft.config.speculation import NETWORK_SOURCES, OWN_SOURCES
     from outdraft.config.speculation_json import parse_speculative_config
+
+    def any_network(method: Any) -> str | None:
+        """Networks are not loaded, so their names do not matter."""
+        is_named = method in NETWORK_SOURCES and method not in OWN_SOURCES
+        return "recorded" if is_named else None
 
     given = [
         json_object(text, "--speculative-config") for text in ways.speculative_config or ()
@@ -129,7 +136,7 @@ def _configs(
     if prices.model == EMBEDDED:
         given = [with_embedded_network(one) for one in given]
     elif prices.model is None:
-        given = [_with_any_network(one) for one in given]
+        given = [with_networks(one, any_network) for one in given]
     return [(one, parse_speculative_config(one)) for one in given]
 
 
@@ -145,29 +152,16 @@ def _defaults(requests: "list[RecordedRequest]", prices: CostOptions) -> list[di
     return chosen
 
 
-def _with_any_network(given: dict[str, Any]) -> dict[str, Any]:
-    """Networks are not loaded, so their names do not matter."""
-    from outdraft.config.speculation import NETWORK_SOURCES, OWN_SOURCES
-
-    if isinstance(sources := given.get("sources"), list):
-        listed: list[Any] = sources
-        named = [_with_any_network(one) if isinstance(one, dict) else one for one in listed]
-        return {**given, "sources": named}
-    method = given.get("method")
-    is_named = method in NETWORK_SOURCES and method not in OWN_SOURCES
-    if is_named and given.get("model") is None:
-        return {**given, "model": "recorded"}
-    return given
-
-
 def _costs(
-    traffic: "Traffic", given: dict[str, Any], prices: CostOptions, told: "CostTable | None"
+    traffic: "RecordedTraffic",
+    given: dict[str, Any],
+    prices: CostOptions,
+    table: "CostTable | None",
 ) -> "tuple[CostTable, Replayed] | None":
-    """`told`: the table of --costs."""
+    """The table for a configuration, and plain decoding by it. `table`: that of --costs."""
     from outdraft.planning.replay import Replayed
     from outdraft.planning.replay_scores import plain_run
 
-    table = told
     if prices.model is not None:
         table = _measured(prices.model, given)
     if table is None:
@@ -190,3 +184,77 @@ def _measured(model: str, given: dict[str, Any]) -> "CostTable":
     control = engine.drafting.control
     assert isinstance(control, Controller)
     return control.costs.table
+
+
+def show(report: "ReplayReport") -> None:
+    """The trace, then each configuration."""
+    console = wide_console(100)
+    recorded = report.recorded
+    console.print(_facts(recorded), style="bold")
+    pace = "as they came" if report.concurrency is None else f"{report.concurrency} at once"
+    console.print(
+        f"Replayed {pace}. The prefix cache supplied {recorded.cached_tokens:,} tokens of prompts, "
+        f"in the replay {report.replayed_cached_tokens:,}."
+    )
+    if recorded.sources:
+        console.print(_sources("As recorded", recorded.sources))
+    for source, chances in recorded.level_chances.items():
+        console.print(f"{source}, acceptance by position: {_chances(chances)}")
+    for one in report.scores:
+        _show_score(console, one)
+    if not any(one.runs for one in report.scores):
+        console.print("Without --costs or --model the time of steps is unknown.", style="dim")
+
+
+def _facts(recorded: "Recorded") -> str:
+    return (
+        f"{recorded.num_requests:,} requests in {recorded.span_s:,.1f} s, "
+        f"{recorded.num_texts:,} texts ({recorded.num_aborted:,} aborted), "
+        f"{recorded.prompt_tokens:,} tokens of prompts, {recorded.output_tokens:,} of outputs"
+    )
+
+
+def _show_score(console: Console, one: "Score") -> None:
+    if one.sources:
+        console.print(_sources(f"{one.method}, at its greatest length", one.sources))
+    else:
+        console.print(f"{one.method}: no drafts were found")
+    if one.runs:
+        console.print(_runs(one.method, one.runs))
+
+
+def _sources(title: str, scores: "Sequence[SourceScore]") -> Table:
+    numbers = "drafts", "drafted", "accepted", "rate", "acceptance\nlength"
+    rows = [
+        (
+            one.source,
+            f"{one.num_drafts:,}",
+            f"{one.drafted:,}",
+            f"{one.accepted:,}",
+            f"{one.acceptance_rate:.2f}",
+            f"{one.acceptance_length:.2f}",
+            one.basis,
+        )
+        for one in scores
+    ]
+    return table_of(["source"], numbers, rows, title, ["basis"])
+
+
+def _runs(method: str, runs: "Sequence[RunScore]") -> Table:
+    numbers = "tokens/s", "TPOT ms", "against\nplain", "acceptance\nlength", "drafts\na token"
+    rows = [
+        (
+            run.name,
+            f"{run.tokens_per_s:,.1f}",
+            "-" if run.tpot_ms is None else f"{run.tpot_ms:.3f}",
+            f"{run.against_plain:.3f}x",
+            f"{run.acceptance_length:.2f}",
+            f"{run.drafts_per_token:.2f}",
+        )
+        for run in runs
+    ]
+    return table_of(["lengths"], numbers, rows, f"{method}, predicted")
+
+
+def _chances(chances: Sequence[float]) -> str:
+    return " ".join(f"{chance:.2f}" for chance in chances)

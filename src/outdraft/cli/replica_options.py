@@ -1,11 +1,11 @@
-"""The flags of `outdraft serve` that are about several engines behind one server."""
+"""The flags of `outdraft serve` that are about several engines of one server."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from outdraft.cli.threads import num_physical_cores
+from outdraft.cli.command import num_physical_cores
 from outdraft.config.engine import EngineConfig
-from outdraft.config.flags import flag
+from outdraft.config.fields import flag
 from outdraft.core.errors import ConfigError
 from outdraft.core.openmp import prepare_openmp
 from outdraft.server.replicas.plan import ReplicaPlan
@@ -13,7 +13,7 @@ from outdraft.server.replicas.plan import ReplicaPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicasOptions:
-    """How many engines answer, and on which machines; they need `pip install 'outdraft[ray]'`."""
+    """Number of engines, and their machines; several need `pip install 'outdraft[ray]'`."""
 
     data_parallel_size: int = flag(
         "Engines (replicas) that share the requests; with autoscaling: at the start.",
@@ -62,7 +62,7 @@ class ReplicasOptions:
 
     @property
     def has_replicas(self) -> bool:
-        """Whether there is more than the server's one engine."""
+        """True if there is more than the server's one engine."""
         return self.data_parallel_size > 1 or self.max_replicas is not None
 
 
@@ -75,7 +75,7 @@ def replica_plan(
     log_level: str,
     drain_timeout_s: float,
 ) -> ReplicaPlan:
-    """What is asked of Ray Serve.
+    """Make the deployment that Ray Serve is asked for.
 
     Args:
         environ: of this process.

@@ -9,19 +9,17 @@ import typer
 from rich.console import Console
 from tqdm import tqdm
 
-from outdraft.cli.command import Model, held_out
+from outdraft.cli.command import Model, held_out, use_physical_cores
 from outdraft.cli.options import EngineOptions, engine_config, takes_options
-from outdraft.cli.threads import use_physical_cores
-from outdraft.config.checks import check_whole
 from outdraft.config.engine import SchedulerConfig
-from outdraft.config.flags import flag
+from outdraft.config.fields import check_whole, flag
 from outdraft.config.speculation import SpeculationConfig
 from outdraft.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfTestOptions:
-    """How much is looked at."""
+    """Numbers of texts and of their tokens."""
 
     prompts: int = flag("Prompts of the package that are completed greedily.", default=8)
     max_tokens: int = flag("Tokens to complete each of them by.", default=64)
@@ -47,7 +45,7 @@ def selftest(model: Model = None, *, options: SelfTestOptions, engine: EngineOpt
     """Check that drafts change nothing but the speed, with your models on your machine.
 
     Greedy texts must be plain decoding's, token by token, and drawn tokens must have the target's
-    distribution. Exits with 1 if not, and tells how undecided the target was at the first
+    distribution. Exits with 1 if not, and says how undecided the target was at the first
     difference.
     """
     config = engine_config(model, engine)
@@ -70,8 +68,7 @@ def selftest(model: Model = None, *, options: SelfTestOptions, engine: EngineOpt
         ALWAYS: replace(config, speculation=always, seed=config.seed + 1),
     }
     models = share_target(configs)
-    parts = [(one, models[name]) for name, one in configs.items()]
-    engines = dict(zip(configs, build_together(parts), strict=True))
+    engines = build_together({name: (configs[name], models[name]) for name in configs})
     with tqdm(desc="texts", leave=False, disable=True if options.json_ else None) as bar:
         result = self_test(
             engines,
@@ -109,7 +106,7 @@ def show(result: dict[str, Any]) -> None:
     p_value = result["p_value"]
     console.print(
         f"{_mark(p_value >= LEAST_P)} temperature 1: {result['num_samples']} texts, the next token "
-        f"behind {result['num_beginnings']} beginnings: p = {p_value:.3g} (at least {LEAST_P:g})"
+        f"after {result['num_beginnings']} beginnings: p = {p_value:.3g} (at least {LEAST_P:g})"
     )
     speed = result["speed"]
     console.print(

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -20,15 +20,15 @@ from outdraft.cli.engines import (
     several_engines,
 )
 from outdraft.cli.replica_options import ReplicasOptions
-from outdraft.cli.server_options import (
+from outdraft.cli.serve import (
     API_KEY_VARIABLE,
     ServerOptions,
     api_key,
     listed,
     profiler_dir,
 )
-from outdraft.config.checks import as_choice, check_choice
 from outdraft.config.engine import EngineConfig
+from outdraft.config.fields import as_choice, check_choice
 from outdraft.core.errors import ConfigError
 from outdraft.dashboard.feed import LiveFeed
 from outdraft.dashboard.router import dashboard_router
@@ -47,7 +47,7 @@ from outdraft.text.chat import ChatTemplate, as_content_format, special_tokens
 _logger = logging.getLogger(__name__)
 
 EMBEDDED_NAME = "outdraft"
-# The embedded model completes code: nobody taught it who speaks.
+# The embedded model completes code: it was not trained on conversations.
 JOINED_CONTENTS = "{{ messages | map(attribute='content') | join('\\n') }}"
 
 
@@ -65,12 +65,7 @@ def run(
         ConfigError, EngineDeadError: the server could not start.
     """
     settings = settings_of(config, options, environ, is_embedded=is_embedded)
-    http = HttpOptions(
-        ssl_certfile=options.ssl_certfile,
-        ssl_keyfile=options.ssl_keyfile,
-        header_timeout_s=options.header_timeout,
-        body_timeout_s=options.body_timeout,
-    )
+    http = _http_options(options)
     chosen_hosts = listed(options.allowed_hosts, "--allowed-hosts")
     environ = {name: value for name, value in environ.items() if name != API_KEY_VARIABLE}
     given_template = _given_template(options)  # refused before anything is loaded
@@ -88,12 +83,7 @@ def run(
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             if not is_loopback(host) and settings.api_key is None:
-                console.print(
-                    f"WARNING: everybody who can reach {shown} may use this server: give it a key "
-                    f"with --api-key-file or {API_KEY_VARIABLE}, or --host 127.0.0.1",
-                    style="bold red",
-                    markup=False,
-                )
+                _warn_of_guests(console, shown)
             name = settings.served_model_names[0]
             parts = Starting(config, options, environ, name, show, trace)
             engines = several_engines(parts, replicas) if has_replicas else one_engine(parts)
@@ -101,10 +91,8 @@ def run(
                 client = started.client
                 if settings.reasoning_parser is not None:
                     check_marks(client.inputs.tokenizer)
-                console.print(client.info.memory, markup=False)
-                if client.info.tensor_parallel_size > 1:
-                    console.print(_ranks(config), markup=False)
-                known = replace(
+                _show_engine(console, client.info, config)
+                complete = replace(
                     settings,
                     allowed_hosts=allowed_hosts(chosen_hosts, options.host, host),
                     default_sampling=_default_sampling(config, client.info),
@@ -118,13 +106,20 @@ def run(
                 feed = LiveFeed(engine_facts(client.info, name))
                 started.show(feed)
                 launcher = Launcher(client, listener, options.drain_timeout, feed.close, http)
-                return await _serve(started, launcher, feed, known, template)
+                return await _serve(started, launcher, feed, complete, template)
 
-    with ExitStack() as stack:
-        trace = None
-        if options.record_trace is not None:  # refused before anything is loaded
-            trace = stack.enter_context(TraceFile(options.record_trace, config.speculation))
+    path = options.record_trace  # refused before anything is loaded
+    with nullcontext() if path is None else TraceFile(path, config.speculation) as trace:
         return asyncio.run(serve(trace))
+
+
+def _http_options(options: ServerOptions) -> HttpOptions:
+    return HttpOptions(
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
+        header_timeout_s=options.header_timeout,
+        body_timeout_s=options.body_timeout,
+    )
 
 
 async def _serve(
@@ -144,12 +139,25 @@ async def _serve(
         traffic.cancel()
 
 
-def _ranks(config: EngineConfig) -> str:
-    size, told = config.parallel.tensor_parallel_size, ""
+def _warn_of_guests(console: Console, shown: str) -> None:
+    console.print(
+        f"WARNING: everybody who can reach {shown} may use this server: give it a key "
+        f"with --api-key-file or {API_KEY_VARIABLE}, or --host 127.0.0.1",
+        style="bold red",
+        markup=False,
+    )
+
+
+def _show_engine(console: Console, info: EngineInfo, config: EngineConfig) -> None:
+    """Print the memory of an engine, and its ranks if it has several."""
+    console.print(info.memory, markup=False)
+    size, drafters = info.tensor_parallel_size, ""
+    if size == 1:
+        return
     if config.speculation.network is not None:
         draft_size = config.draft_tensor_parallel_size
-        told = f", {size // draft_size} drafters over {draft_size} each"
-    return f"the target over {size} ranks{told}"
+        drafters = f", {size // draft_size} drafters over {draft_size} each"
+    console.print(f"the target over {size} ranks{drafters}", markup=False)
 
 
 def _default_sampling(config: EngineConfig, info: EngineInfo) -> dict[str, Any]:
@@ -180,7 +188,7 @@ def allowed_hosts(chosen: tuple[str, ...], host: str, listens_on: str) -> tuple[
 def settings_of(
     config: EngineConfig, options: ServerOptions, environ: Mapping[str, str], *, is_embedded: bool
 ) -> ApiSettings:
-    """What the API is started with. Raises ConfigError if a value is wrong."""
+    """Make the settings of the API. Raises ConfigError if a value is wrong."""
     parsers = (
         ("--tool-call-parser", options.tool_call_parser, get_args(ToolCallFormat)),
         ("--reasoning-parser", options.reasoning_parser, get_args(ReasoningFormat)),

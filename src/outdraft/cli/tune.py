@@ -13,19 +13,16 @@ from tqdm import tqdm
 from outdraft import assets
 from outdraft.cli.bench_methods import TREE_LEVELS
 from outdraft.cli.bench_options import concurrencies
-from outdraft.cli.command import Model, check_output, table_of
+from outdraft.cli.command import Model, check_output, table_of, use_physical_cores
 from outdraft.cli.options import (
     EngineOptions,
     engine_config,
     takes_options,
     with_embedded_network,
 )
-from outdraft.cli.threads import use_physical_cores
 from outdraft.config.benchmarks import PROBE_LENGTH, Dataset
-from outdraft.config.checks import check_whole
-from outdraft.config.flags import flag
+from outdraft.config.fields import check_whole, flag
 from outdraft.config.speculation import NETWORK_SOURCES
-from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 
@@ -39,7 +36,7 @@ FIXED, PROBE = "always ", f"always {PROBE_LENGTH}: "  # what their names begin w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneOptions:
-    """What is tried, and for which traffic."""
+    """Candidates, and the traffic that they are tried with."""
 
     draft: list[str] | None = flag(
         "A drafter: a directory or hub name, with METHOD= before it if it is no draft_model; "
@@ -49,7 +46,7 @@ class TuneOptions:
     )
     concurrency: str = flag("Requests that run at once.", default="1,8", metavar="1,8")
     temperature: float = flag(default=0.0, min=0)
-    rounds: int = flag("At most so many, for whatever is not far behind.", default=5)
+    rounds: int = flag("Most rounds of candidates that are almost as fast as the best.", default=5)
     output: Path | None = flag("File for `outdraft serve --config`.", "--output", "-o")
 
     def __post_init__(self) -> None:
@@ -70,15 +67,14 @@ def tune(
     check_output(options.output, "--output")
     levels = concurrencies(options.concurrency)
     base = engine_config(model, replace(engine, speculative_config="null"))
-    base = replace(base, cache=replace(base.cache, enable_prefix_caching=False))
     tried = candidates(drafters(model, options.draft or ()))
     complete = with_embedded_network if model is None else dict[str, Any]
     use_physical_cores(os.environ)
-    from outdraft.bench.in_process import Generation
-    from outdraft.bench.side_by_side import PLAIN
+    from outdraft.bench.side_by_side import PLAIN, variants
     from outdraft.bench.sweep import SweepPlan
     from outdraft.bench.tune import buildable, race
     from outdraft.bench.workloads import load_requests
+    from outdraft.core.sampling import SamplingParams
     from outdraft.kernels.choose import machine_limits
 
     plan = SweepPlan(
@@ -87,17 +83,15 @@ def tune(
         min_rounds=min(2, options.rounds),
         max_rounds=options.rounds,
     )
-    configs = {PLAIN: base} | {
-        name: replace(base, speculation=parse_speculative_config(complete(values)))
-        for name, values in tried.items()
-    }
+    speculation = {name: complete(values) for name, values in tried.items()}
+    configs = variants(base, {PLAIN: None} | speculation)
     models, left_out = buildable(configs)
     configs = {name: configs[name] for name in models}
     tokenizer = models[PLAIN].tokenizer
     requests = load_requests(dataset, plan.num_prompts, engine.seed or 0, tokenizer)
-    generation = Generation(temperature=options.temperature, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=options.temperature, ignore_eos=True, detokenize=False)
     with tqdm(desc="runs", unit="run", leave=False, disable=None) as bar:
-        results = race(configs, models, requests, plan, generation, lambda name: bar.update())
+        results = race(configs, models, requests, plan, params, lambda name: bar.update())
     target = models[PLAIN].target
     limits = machine_limits(target.dtype) if target.device.type == "cpu" else None
     ridge = limits[1] / limits[0] if limits is not None else None
@@ -198,12 +192,16 @@ def _show_table(console: Console, ranked: Sequence[str], results: Sequence["Leve
     from outdraft.bench.tune import gain, level_gain
 
     levels = [f"{result.concurrency} at once" for result in results]
-    table = table_of(["candidate"], [*levels, "all"])
-    for name in ranked:
-        gains = [f"{level_gain(result, name):.2f}" for result in results]
-        table.add_row(name, *gains, f"{gain(results, name):.2f}")
+    rows = [
+        (
+            name,
+            *(f"{level_gain(result, name):.2f}" for result in results),
+            f"{gain(results, name):.2f}",
+        )
+        for name in ranked
+    ]
     console.print("Times plain decoding's speed, median of the rounds:")
-    console.print(table)
+    console.print(table_of(["candidate"], [*levels, "all"], rows))
 
 
 def _explain(
@@ -213,7 +211,7 @@ def _explain(
     row_intensity: float,
     ridge: float | None,
 ) -> None:
-    """What fixed drafts take and bring, level by level, and where they break even."""
+    """Print costs and gains of fixed drafts, level by level, and the acceptance of break-even."""
     from outdraft.bench.side_by_side import PLAIN
     from outdraft.bench.tune import balance
 

@@ -1,11 +1,10 @@
-"""What a benchmark sends, when, and how often; names of flags as in vLLM."""
+"""Requests of a benchmark: their prompts, arrival and repetition; names of flags as in vLLM."""
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from outdraft.config.checks import check_choice
-from outdraft.config.flags import flag
+from outdraft.config.fields import check_choice, flag
 from outdraft.core.errors import ConfigError
 
 DATASETS = ("embedded", "custom", "sharegpt", "random")
@@ -15,7 +14,7 @@ PROBE_LENGTH = 3  # drafts of the fixed lengths that explain what `outdraft tune
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Where prompts come from."""
+    """Source of prompts."""
 
     name: str = flag(
         "embedded (held-out code), custom (JSONL), sharegpt or random.",
@@ -46,8 +45,8 @@ class Dataset:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """How requests arrive."""
+class TrafficPlan:
+    """Arrival of requests."""
 
     request_rate: float = flag("Requests a second; inf: all at once.", default=math.inf)
     burstiness: float = flag(
@@ -71,7 +70,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyPlan:
-    """How often a batch is run.
+    """Repetitions of a batch.
 
     Every iteration has prompts of its own: the memory of earlier answers would draft the same ones
     again, and a user's next batch is another one.

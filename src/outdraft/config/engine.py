@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from outdraft.config.checks import (
+from outdraft.config.fields import (
     check_choice,
     check_number,
     check_path,
@@ -12,7 +12,6 @@ from outdraft.config.checks import (
     check_whole,
     parse_bytes,
 )
-from outdraft.config.parallel import ParallelConfig
 from outdraft.config.speculation import SpeculationConfig
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.draft import DraftSource
@@ -24,11 +23,14 @@ MODEL_IMPLS = ("auto", "outdraft", "transformers")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 ACTIVATION_DTYPES = ("auto", "int8", "float")
 POLICIES = ("fcfs", "priority")
+MOST_RANKS = 256
+MOST_TIMEOUT_S = 86_400.0  # infinity is no time that processes can wait
+BACKENDS = ("mp", "ray")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """How much memory the KV cache takes and how it is cut.
+    """Memory and blocks of the KV cache.
 
     Attributes:
         block_size: tokens per block.
@@ -58,14 +60,14 @@ class CacheConfig:
 
     @property
     def has_size(self) -> bool:
-        """Whether someone asked for a size of the cache, in whatever unit."""
+        """True if a size of the cache is given, in any unit."""
         asked = self.num_blocks, self.kv_cache_memory_bytes, self.gpu_memory_utilization
         return any(one is not None for one in asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """How many requests and rows share a step."""
+    """Limits of requests and rows."""
 
     max_num_seqs: int = 64  # running requests
     max_num_batched_tokens: int = 2048  # rows of one step: prompt chunks, roots and drafts
@@ -81,6 +83,44 @@ class SchedulerConfig:
                 f"max_num_seqs ({self.max_num_seqs}): every running request needs one row a step"
             )
         check_choice("scheduling_policy", self.policy, POLICIES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """The ranks of an engine: processes that have a part of the target each.
+
+    How many ranks share a drafter is said with the drafter, as `draft_tensor_parallel_size`.
+
+    Attributes:
+        tensor_parallel_size: ranks; 1: the engine's own process computes all.
+        distributed_executor_backend: who starts the other ranks: "mp": this machine; "ray": a Ray
+            cluster, on any of its machines.
+        rank_timeout_s: seconds that one rank waits for another within a step; then that one hangs.
+            A server waits as long for an engine's process that was stopped.
+        check_ranks: compare on every rank, in each step, the plans and the choices of all ranks.
+            Costs a few small messages and the overlap of steps; to find faults with.
+    """
+
+    tensor_parallel_size: int = 1
+    distributed_executor_backend: str = "mp"
+    rank_timeout_s: float = 10.0
+    check_ranks: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("distributed_executor_backend", self.distributed_executor_backend, BACKENDS)
+        check_whole("tensor_parallel_size", self.tensor_parallel_size, 1, MOST_RANKS)
+        if self.distributed_executor_backend == "ray" and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "distributed_executor_backend ray needs tensor_parallel_size above 1: there is no "
+                "other rank to start"
+            )
+        check_number("rank_timeout_s", self.rank_timeout_s, 0.1, MOST_TIMEOUT_S)
+        check_truth("check_ranks", self.check_ranks)
+
+    @property
+    def has_ranks(self) -> bool:
+        """True if other processes compute, too."""
+        return self.tensor_parallel_size > 1
 
 
 _VLLM_NAMES = {"scheduling_policy": "policy"}  # of options that a part here calls by less
@@ -101,7 +141,7 @@ class EngineConfig:
         model_impl: what computes the target's network: "outdraft", "transformers" (the library), or
             "auto": this engine where it has the family, else the library.
         generation_config: whose sampling parameters a request has that leaves them open: "auto":
-            the model's generation_config.json, "vllm": nobody's, else the directory of another one.
+            the model's generation_config.json, "vllm": none, else the directory of another one.
         enforce_eager: on a GPU, neither passes nor drafts nor their verification become graphs.
         max_model_len: longest prompt + output in tokens; None: what the model allows.
         seed: of requests that bring no seed of their own.

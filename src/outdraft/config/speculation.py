@@ -1,10 +1,10 @@
-"""How the engine speculates: a verification rule and a list of draft sources, in priority order."""
+"""Speculation of an engine: a verification rule and draft sources in priority order."""
 
 import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from outdraft.config.checks import check_choice, check_number, check_truth, check_whole
+from outdraft.config.fields import check_choice, check_number, check_truth, check_whole
 from outdraft.core.draft import MAX_DRAFTS, DraftSource, TreeShape
 from outdraft.core.errors import ConfigError
 from outdraft.core.weights import QUANTIZATIONS
@@ -91,7 +91,7 @@ class DraftNetworkConfig:
             small vocabulary before a large one may know an eighth of it; one that has little but
             single bytes knows a hundredth.
         quantization: of its weights, as EngineConfig's for the target; it changes no output. With
-            `self` a copy of the target in so many bits drafts.
+            `self` a copy of the target in these bits drafts.
         kv_budget: tokens of each text that the target attends to while it drafts for itself; None:
             all of them. For `self` only.
         draft_tensor_parallel_size: ranks that share one such network: a divisor of
@@ -154,7 +154,7 @@ class DraftNetworkConfig:
 
     @property
     def samples(self) -> bool:
-        """Whether drafts are drawn from the network's distribution, which is then kept."""
+        """True if drafts are drawn from the network's distribution, which is then kept."""
         return self.draft_sample_method == "probabilistic"
 
 
@@ -163,7 +163,7 @@ SourceConfig = NgramConfig | SuffixConfig | DraftNetworkConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    """What drafts, how much, and how drafts are verified.
+    """Draft sources, their limits, and the verification of drafts.
 
     Attributes:
         sources: draft sources in priority order; empty means plain decoding.

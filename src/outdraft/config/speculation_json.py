@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from outdraft.config.checks import check_choice, check_whole
+from outdraft.config.fields import check_choice, check_whole
 from outdraft.config.speculation import (
     NETWORK_SOURCES,
     OWN_SOURCES,
@@ -113,7 +113,7 @@ def _check_keys(given: Mapping[str, Any], method: str, allowed: Sequence[str]) -
 
 
 def _listed(given: Mapping[str, Any]) -> tuple[SourceConfig, ...]:
-    """What `sources` says."""
+    """The draft sources that `sources` lists."""
     _check_keys(given, "combined, with sources", (*_COMMON_KEYS, "sources"))
     listed = given["sources"]
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:

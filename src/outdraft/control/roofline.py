@@ -27,21 +27,16 @@ def overlapped(
     return (reading_s**4 + multiplying_s**4) ** 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class Launches:
-    """Seconds that a layer takes whatever it computes.
+def pass_s(
+    computing_s: np.ndarray | float, num_layers: int, launch_s: float, begin_s: float
+) -> np.ndarray | float:
+    """Seconds of a pass that computes so long.
 
-    Attributes:
-        floor_s: to be told what to do; other layers compute meanwhile.
-        more_s: for its kernels to begin and to end; nothing else happens then.
+    Args:
+        launch_s: of the host, to launch a layer; layers before it compute meanwhile.
+        begin_s: for the kernels of a layer to begin and to end; nothing else happens then.
     """
-
-    floor_s: float = 0.0
-    more_s: float = 0.0
-
-    def around(self, computing_s: np.ndarray | float, num_layers: int) -> np.ndarray | float:
-        """Seconds of a pass that computes so long."""
-        return np.maximum(computing_s, num_layers * self.floor_s) + num_layers * self.more_s
+    return np.maximum(computing_s, num_layers * launch_s) + num_layers * begin_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +46,7 @@ class Machine:
     Attributes:
         bandwidth: bytes a second from the memory that holds the weights.
         peak: operations a second; a product and a sum are two.
+        launch_s: of the host, to launch a layer, see `pass_s`.
         call_s: of the host, around each pass;
         host_s: around a step of one request,
         host_request_s: more for each further request, and
@@ -59,7 +55,7 @@ class Machine:
 
     bandwidth: float
     peak: float
-    launches: Launches = Launches()
+    launch_s: float = 0.0
     call_s: float = 0.0
     host_s: float = 0.0
     host_request_s: float = 0.0
@@ -90,7 +86,7 @@ class PassSize:
         if self.routed is not None:
             num_bytes += self.routed.bytes_read(np.array(rows))
         seconds = overlapped(num_bytes / machine.bandwidth, multiplying_s)
-        seconds = machine.call_s + machine.launches.around(seconds, self.num_layers)
+        seconds = machine.call_s + pass_s(seconds, self.num_layers, machine.launch_s, 0.0)
         return CostCurve(tuple(rows), tuple(np.atleast_1d(seconds).tolist()))
 
 

@@ -6,7 +6,7 @@ import torch
 
 from outdraft.config.engine import EngineConfig
 from outdraft.control.costs import CostTable
-from outdraft.control.roofline import ROWS, Launches, Machine, PassSize, prior_table
+from outdraft.control.roofline import ROWS, Machine, PassSize, prior_table
 from outdraft.kv.cache import KVCache
 from outdraft.loading.methods import LoadedDrafter
 from outdraft.loading.models import LoadedModels
@@ -26,7 +26,7 @@ CPU = Machine(
 GPU = Machine(
     bandwidth=1.5e12,
     peak=2e14,
-    launches=Launches(floor_s=60e-6),
+    launch_s=60e-6,
     call_s=500e-6,
     host_s=500e-6,
     host_request_s=20e-6,

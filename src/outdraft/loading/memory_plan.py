@@ -1,4 +1,4 @@
-"""The memory of engines that live at once, counted before the first one is built; and the runner."""
+"""The memory of engines that live at once, counted before the first is built; and the runner."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What machines can do at most, what of it is reached, and how cards are linked.
+"""Limits of machines, the shares of them that are reached, and links between cards.
 
 The numbers are in data/hardware.json: vendors' own for dense operations, and a few constants, each
 with a range and where it comes from. No constant belongs to a model or to a card.
@@ -6,7 +6,7 @@ with a range and where it comes from. No constant belongs to a model or to a car
 
 import json
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,28 @@ from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.models.config import read_json
 
 _GB = 1e9
+_MEGA = 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Constants:
-    """What is reached of the peaks, and what no peak explains; us of time."""
+class Card:
+    """One card, or one socket.
 
+    Attributes:
+        peaks: operations a second by dtype.
+        buses: bytes a second in one direction, by the name of the bus.
+        ranges: (lowest, highest) of each constant by its name. The constants say what is reached of
+            the peaks, and what no peak explains, in us; data/hardware.json explains each.
+    """
+
+    name: str
+    title: str
+    bandwidth: float
+    memory_bytes: float
+    peaks: dict[str, float]
+    buses: dict[str, float]
+    has_peer_access: bool
+    ranges: dict[str, tuple[float, float]]
     bandwidth_efficiency: float
     compute_efficiency: float
     layer_us: float
@@ -31,28 +47,6 @@ class Constants:
     draft_us: float
     communication_factor: float
 
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """One card, or one socket.
-
-    Attributes:
-        peaks: operations a second by dtype.
-        buses: bytes a second in one direction, by the name of the bus.
-        constants: as they are likely, and
-        ranges: (lowest, highest) of each by its name.
-    """
-
-    name: str
-    title: str
-    bandwidth: float
-    memory_bytes: float
-    peaks: dict[str, float]
-    buses: dict[str, float]
-    has_peer_access: bool
-    constants: Constants
-    ranges: dict[str, tuple[float, float]]
-
     def peak(self, dtype: str) -> float:
         """Operations a second in a dtype of weights; those without one are computed in bf16."""
         return self.peaks.get(dtype, self.peaks["bf16"])
@@ -60,15 +54,15 @@ class Card:
     def variants(self) -> list[tuple["Card", "Card"]]:
         """This card with one constant at the ends of its range, for each constant."""
         return [
-            tuple(replace(self, constants=replace(self.constants, **{name: end})) for end in ends)
-            for name, ends in self.ranges.items()
-            if ends[0] != ends[1]
-        ]  # pyright: ignore[reportReturnType]  # two ends
+            (replace(self, **{name: low}), replace(self, **{name: high}))
+            for name, (low, high) in self.ranges.items()
+            if low != high
+        ]
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How all-reduces travel between cards; bandwidth in bytes a second."""
+    """A link between cards that all-reduces travel over; bandwidth in bytes a second."""
 
     name: str
     bandwidth: float
@@ -76,14 +70,14 @@ class Link:
     latency_s_per_card: float
 
     def all_reduce_s(self, num_bytes: Any, num_cards: int) -> Any:
-        """Seconds for so many bytes a card, a ring's volume; any shape of numbers of bytes."""
+        """Seconds for `num_bytes` of each card, a ring's volume; `num_bytes` may be an array."""
         latency_s = self.latency_s + (num_cards - 2) * self.latency_s_per_card
         return latency_s + 2 * (num_cards - 1) / num_cards * num_bytes / self.bandwidth
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """Cards of one kind; the link is None where there is one card.
+class Hardware:
+    """Cards of one kind that compute together; the link is None where there is one card.
 
     Attributes:
         graphs: "full", "piecewise" (attention outside) or "none".
@@ -98,17 +92,32 @@ class Machine:
     shared_bandwidth: float | None = None
 
     def bandwidth(self, num_busy: int) -> float:
-        """Bytes a second that each of so many cards reads when they read at once."""
-        reached = self.card.constants.bandwidth_efficiency
+        """Bytes a second that each of `num_busy` cards reads while all of them read."""
+        reached = self.card.bandwidth_efficiency
         if self.shared_bandwidth is None:
             return self.card.bandwidth * reached
         return min(self.card.bandwidth, self.shared_bandwidth / num_busy) * reached
 
+    @property
+    def launch_s(self) -> float:
+        """Seconds for the host to launch a layer: graphs are replayed without it."""
+        return self.card.launch_us / _MEGA if self.graphs == "none" else 0.0
 
-def find_machine(text: str, interconnect: str | None = None, graphs: str = "full") -> Machine:
-    """Such as "2xh100", "rtx-4090", or a JSON file that describes a card as hardware.json does.
+    @property
+    def begin_s(self) -> float:
+        """Seconds for the kernels of a layer of a graph to begin and to end."""
+        if self.graphs == "none":
+            return 0.0
+        broken_us = self.card.graph_break_us if self.graphs == "piecewise" else 0.0
+        return (self.card.layer_us + broken_us) / _MEGA
+
+
+def find_hardware(text: str, interconnect: str | None = None, graphs: str = "full") -> Hardware:
+    """Find a card by its name, and how many of them are linked.
 
     Args:
+        text: such as "2xh100", "rtx-4090", or a JSON file that describes a card as hardware.json
+            does.
         interconnect: a name in data/hardware.json; None: NVLink where the card has it, then PCIe.
 
     Raises:
@@ -134,12 +143,12 @@ def find_machine(text: str, interconnect: str | None = None, graphs: str = "full
         usual = "pcie" if card.has_peer_access else "pcie-no-p2p"
         interconnect = "nvlink" if "nvlink_gb_s" in card.buses else usual
         if count == 1:
-            return Machine(card, count, None, graphs)
-    return Machine(card, count, _link(interconnect, card, data["links"]), graphs)
+            return Hardware(card, count, None, graphs)
+    return Hardware(card, count, _link(interconnect, card, data["links"]), graphs)
 
 
 def hardware_data() -> dict[str, Any]:
-    """What data/hardware.json holds."""
+    """Read data/hardware.json."""
     return json.loads(files("outdraft.planning").joinpath("data/hardware.json").read_text("utf-8"))
 
 
@@ -154,10 +163,8 @@ def _card(name: str, raw: dict[str, Any], constants: dict[str, Any]) -> Card:
             peaks={dtype: value * 1e12 for dtype, value in raw["tflops"].items()},
             buses={bus: raw[bus] * _GB for bus in ("nvlink_gb_s", "pcie_gb_s") if bus in raw},
             has_peer_access=raw.get("has_peer_access", True),
-            constants=Constants(
-                **{one.name: ranges[one.name]["value"] for one in fields(Constants)}
-            ),
             ranges={key: (one["low"], one["high"]) for key, one in ranges.items()},
+            **{key: one["value"] for key, one in ranges.items()},
         )
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{name}: no description of a card: {error!r}") from error

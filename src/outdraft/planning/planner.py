@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from outdraft.config.checks import check_whole
+from outdraft.config.fields import check_whole
 from outdraft.core.errors import ConfigError
 from outdraft.planning.predictors import Predictor
 from outdraft.planning.roofline import Setup, StepTime
@@ -47,16 +47,16 @@ class Acceptance:
 
     def tokens(self, max_length: int) -> list[float]:
         """Expected tokens of a step by length 0..max_length, the bonus token included."""
-        known = self.survival[:max_length]
+        given = self.survival[:max_length]
         before, last = [1.0, *self.survival][-2:]
         ratio = last / before if before else 0.0
-        more = last * ratio ** np.arange(1, max_length - len(known) + 1)
-        return [1.0, *(1.0 + np.cumsum([*known, *more])).tolist()]
+        more = last * ratio ** np.arange(1, max_length - len(given) + 1)
+        return [1.0, *(1.0 + np.cumsum([*given, *more])).tolist()]
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What a plan says for one concurrency; times are a request's.
+    """A plan for one concurrency; times are a request's.
 
     Attributes:
         tpot_ms: with the best length, and its band.
@@ -103,7 +103,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SpeculationPlan:
     """Everything `outdraft plan` shows.
 
     Attributes:
@@ -126,7 +126,7 @@ def make_plan(
     acceptance: Acceptance,
     concurrencies: Sequence[int],
     max_length: int,
-) -> Plan:
+) -> SpeculationPlan:
     """
     Raises:
         ConfigError: a number is not positive, or there are more requests than can be planned for.
@@ -136,7 +136,7 @@ def make_plan(
         check_whole("concurrency", concurrency, 1, _MOST_PLANNED)
     memory = plan_memory(predictor.setup, max_length)
     tokens_of = acceptance.tokens(max_length)
-    return Plan(
+    return SpeculationPlan(
         mode=predictor.mode,
         basis=predictor.basis,
         setup=describe(predictor.setup),
@@ -234,8 +234,8 @@ def split(step: StepTime) -> dict[str, float]:
 
 
 def plan_memory(setup: Setup, max_length: int) -> Memory:
-    """What the fullest card holds: shares of the target, and of the drafter where it is."""
-    card, work, network = setup.machine.card, setup.workload, setup.drafter.network
+    """Sum up the fullest card: its share of the target, and of the drafter where it is."""
+    card, work, network = setup.hardware.card, setup.workload, setup.drafter.network
     usable = MEMORY_SHARE * card.memory_bytes
     target = setup.target.weight_bytes / setup.tp
     target_kv = setup.target.kv_bytes_per_token / setup.tp
@@ -260,7 +260,7 @@ def plan_memory(setup: Setup, max_length: int) -> Memory:
 
 def describe(setup: Setup) -> dict[str, Any]:
     """The setup in words and numbers, for people and files."""
-    network, link = setup.drafter.network, setup.machine.link
+    network, link = setup.drafter.network, setup.hardware.link
     return {
         "target": setup.target.name,
         "target_dtype": setup.target.dtype,
@@ -268,11 +268,11 @@ def describe(setup: Setup) -> dict[str, Any]:
         "method": setup.drafter.method,
         "drafter": network.name if network is not None else None,
         "drafter_dtype": network.dtype if network is not None else None,
-        "hardware": setup.machine.card.title,
+        "hardware": setup.hardware.card.title,
         "tp": setup.tp,
         "draft_tp": setup.draft_tp,
         "interconnect": link.name if link is not None and setup.tp > 1 else None,
-        "graphs": setup.machine.graphs,
+        "graphs": setup.hardware.graphs,
         "prompt_tokens": setup.workload.prompt_tokens,
         "output_tokens": setup.workload.output_tokens,
     }

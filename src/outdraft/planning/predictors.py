@@ -10,7 +10,7 @@ guess.
 import csv
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ _WIDTH = 1.64  # standard deviations of the band: nine of ten steps
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class PredictedStep:
     """A mean step, and a band that holds most of what is measured."""
 
     step: StepTime
@@ -54,52 +54,11 @@ class Point:
         return is_counted and 0 < self.tpot_s < math.inf
 
 
-@dataclass(frozen=True, slots=True)
-class Missed:
-    """What published steps took beyond a roofline that is too low for their kind.
-
-    Attributes:
-        factors: by kind, how many times as long they took.
-        target, drafter: the dtypes of their weights; "": no network drafts.
-    """
-
-    factors: Mapping[str, float]
-    target: str
-    drafter: str
-    method: str
-
-    @classmethod
-    def of(cls, setup: Setup) -> "Missed":
-        """By data/hardware.json, whose shares are of the measured steps."""
-        factors = {kind: 1 / (1 - one["share"]) for kind, one in hardware_data()["missed"].items()}
-        network = setup.drafter.network
-        drafter = network.dtype if network is not None else ""
-        return cls(factors, setup.target.dtype, drafter, setup.drafter.method)
-
-    def seconds(self, step: StepTime) -> float:
-        """The most that a step may take beyond the roofline."""
-        weights_s = self._beyond(self.target) * step.verification_s
-        weights_s += self._beyond(self.drafter) * step.drafting_s
-        return max(weights_s, self._beyond(self.method) * step.total_s if step.drafting_s else 0.0)
-
-    def _beyond(self, kind: str) -> float:
-        return self.factors.get(kind, 1.0) - 1
-
-    @property
-    def warning(self) -> str:
-        """For the plan's basis; empty if nothing of its kind was missed."""
-        return "".join(
-            f" Published steps with {kind} took up to {self.factors[kind]:.2f} times as long: "
-            "the band reaches that far, the middle does not."
-            for kind in dict.fromkeys((self.target, self.drafter, self.method))
-            if kind in self.factors
-        )
-
-
 class RooflinePredictor:
     """Nothing measured. The band: each constant at the ends of its range, combined in squares.
 
-    Where published steps took longer than the roofline said, the band reaches as far as they did.
+    Where published steps of a kind took longer than the roofline said, as data/hardware.json notes,
+    the band reaches as far as they did. Kinds are dtypes of weights, and ways to draft.
     """
 
     mode = "roofline"
@@ -107,26 +66,41 @@ class RooflinePredictor:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self._variants = setup.variants()
-        self._missed = Missed.of(setup)
-        self.basis = "Published numbers of the hardware, nothing measured." + self._missed.warning
+        network = setup.drafter.network
+        drafter = network.dtype if network is not None else ""
+        kinds = setup.target.dtype, drafter, setup.drafter.method
+        factors = {kind: 1 / (1 - one["share"]) for kind, one in hardware_data()["missed"].items()}
+        self._missed = [factors.get(kind, 1.0) - 1 for kind in kinds]
+        self.basis = "Published numbers of the hardware, nothing measured." + "".join(
+            f" Published steps with {kind} took up to {factors[kind]:.2f} times as long: "
+            "the band reaches that far, the middle does not."
+            for kind in dict.fromkeys(kinds)
+            if kind in factors
+        )
 
     def step(self, num_requests: int, length: int, tokens: float) -> StepTime:
-        """A mean step of so many requests that draft `length` and gain `tokens` tokens each."""
+        """A mean step of requests that each draft `length` tokens and gain `tokens`."""
         return step_time(self.setup, num_requests, length, tokens)
 
-    def predict(self, num_requests: int, length: int, tokens: float) -> Prediction:
+    def predict(self, num_requests: int, length: int, tokens: float) -> PredictedStep:
         step = self.step(num_requests, length, tokens)
         below = above = 0.0
         for pair in self._variants:
             ends = [step_time(one, num_requests, length, tokens).total_s for one in pair]
             below += min(0.0, *(end - step.total_s for end in ends)) ** 2
             above += max(0.0, *(end - step.total_s for end in ends)) ** 2
-        above += self._missed.seconds(step) ** 2
-        return Prediction(
+        above += self._missed_s(step) ** 2
+        return PredictedStep(
             step,
             max(0.0, step.total_s - math.sqrt(below)),
             step.total_s + math.sqrt(above),
         )
+
+    def _missed_s(self, step: StepTime) -> float:
+        """The most that published steps of these kinds took beyond the roofline."""
+        target, drafter, method = self._missed
+        weights_s = target * step.verification_s + drafter * step.drafting_s
+        return max(weights_s, method * step.total_s if step.drafting_s else 0.0)
 
 
 class CalibratedPredictor:
@@ -166,12 +140,12 @@ class CalibratedPredictor:
             host_s=target * roofline.host_s,
         )
 
-    def predict(self, num_requests: int, length: int, tokens: float) -> Prediction:
+    def predict(self, num_requests: int, length: int, tokens: float) -> PredictedStep:
         step = self.step(num_requests, length, tokens)
         parts = self._parts(num_requests, length, tokens)
         open_s = math.sqrt(float(parts @ self._doubt @ parts))
         half_s = _WIDTH * math.hypot(open_s, _NOISE * step.total_s)
-        return Prediction(step, max(0.0, step.total_s - half_s), step.total_s + half_s)
+        return PredictedStep(step, max(0.0, step.total_s - half_s), step.total_s + half_s)
 
     def _parts(self, num_requests: int, length: int, tokens: float) -> np.ndarray:
         """Seconds that the four numbers multiply."""

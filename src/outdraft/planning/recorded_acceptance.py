@@ -1,4 +1,4 @@
-"""How often the drafts of networks were accepted in a trace: what replays take for the truth.
+"""Acceptance of networks' drafts in a trace, which replays take for the truth.
 
 A network cannot draft again without the target's states, so a replay draws its luck from these
 curves: by level, and shifted for each request by how much easier than others it was.
@@ -31,7 +31,7 @@ class LevelCounts:
     accepted: list[int] = field(default_factory=list[int])
 
     def add(self, drafted: int, accepted: int) -> None:
-        """A draft of so many levels."""
+        """Count a draft of `drafted` levels."""
         while len(self.reached) < drafted:
             self.reached.append(0)
             self.accepted.append(0)
@@ -52,14 +52,13 @@ class LevelCounts:
 class RecordedAcceptance:
     """The curves of one network by rule, and the luck of each request at each place of its text.
 
-    `counts` tells the levels of all rules together. Luck is drawn from the request's number and
+    `counts` has the levels of all rules together. Luck is drawn from the request's number and
     the place, so two policies meet the same.
     """
 
-    def __init__(self, source: DraftSource, requests: Sequence[RecordedRequest], seed: int) -> None:
+    def __init__(self, source: DraftSource, requests: Sequence[RecordedRequest]) -> None:
         self.source = source
         self.counts = LevelCounts()
-        self._seed = seed
         by_rule: dict[str, LevelCounts] = defaultdict(LevelCounts)
         for request in requests:
             for drafted, accepted in network_drafts(source, request):
@@ -100,7 +99,7 @@ class RecordedAcceptance:
         block, at = divmod(place, BLOCK)
         key = sequence, block
         if key not in self._coins:
-            rng = np.random.default_rng([self._seed, sequence, block])
+            rng = np.random.default_rng([0, sequence, block])
             self._coins[key] = rng.random(BLOCK).tolist()
         return self._coins[key][at]
 

@@ -42,19 +42,17 @@ ProposersMaker = Callable[[SpeculationConfig], Sequence[HostProposer]]
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
-    """What is replayed, and when it comes.
+class RecordedTraffic:
+    """Requests that are replayed, and their arrival.
 
     Attributes:
         requests: of a trace, by arrival.
-        concurrency: so many texts run at once, and each that ends makes room for the next; None:
-            they come when they came.
-        seed: of the luck of networks' drafts.
+        concurrency: texts that run at once; each that ends makes room for the next. None: they
+            arrive as they did.
     """
 
     requests: Sequence[RecordedRequest]
     concurrency: int | None = None
-    seed: int = 0
 
     @property
     def max_model_len(self) -> int:
@@ -75,14 +73,14 @@ class Traffic:
                     max_model_len=self.max_model_len,
                     prediction_ids=request.prediction_token_ids,
                 )
-                arrival_s = 0.0 if self.concurrency else request.arrival_s - first_s
+                arrival_s = request.arrival_s - first_s
                 made.append(ReplayedText(replayed, index, request.rule, output, arrival_s))
         return made
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What came of a replay.
+    """The result of a replay.
 
     Attributes:
         busy_s: the sum of its steps.
@@ -109,7 +107,7 @@ class Replayed:
 
 
 def replay(
-    traffic: Traffic,
+    traffic: RecordedTraffic,
     config: SpeculationConfig,
     proposers: Sequence[HostProposer],
     table: CostTable = NO_COSTS,
@@ -131,7 +129,7 @@ class _Replay:
 
     def __init__(
         self,
-        traffic: Traffic,
+        traffic: RecordedTraffic,
         config: SpeculationConfig,
         proposers: Sequence[HostProposer],
         table: CostTable,
@@ -181,8 +179,6 @@ class _Replay:
             self._now_s = max(self._now_s, self._coming[0].arrival_s)
         while self._coming and self._has_come(self._coming[0]):
             text = self._coming.popleft()
-            if self._concurrency is not None:
-                text.arrival_s = self._now_s
             self._texts[text.request.id] = text
             scheduler.add(text.request)
 
@@ -194,7 +190,7 @@ class _Replay:
         return text.arrival_s <= self._now_s and has_room
 
     def _step(self) -> None:
-        """As Engine.step."""
+        """Take a step with the parts of Engine.step; the clock advances by its cost."""
         scheduler, policy = self._scheduler, self._policy
         step = plan_step(scheduler, policy)
         result = self._device.execute(step, self._texts)
@@ -236,7 +232,7 @@ class _Replay:
 
 
 def with_length(config: SpeculationConfig, num_drafts: int) -> SpeculationConfig:
-    """Every request drafts so many tokens in every step; 0: plain decoding."""
+    """Have every request draft `num_drafts` tokens in every step; 0: plain decoding."""
     if num_drafts == 0:
         return SpeculationConfig()
     return replace(config, num_speculative_tokens=num_drafts, control="fixed")
@@ -249,7 +245,7 @@ def _control(config: SpeculationConfig, table: CostTable) -> LengthPolicy:
 
 
 def _params(request: RecordedRequest) -> SamplingParams:
-    """As far as scheduler and policy look at them."""
+    """Parameters that scheduler and policy read."""
     return SamplingParams(
         temperature=request.temperature,
         seed=0 if request.rule == "drafter_invariant" else None,
@@ -264,15 +260,15 @@ def _params(request: RecordedRequest) -> SamplingParams:
 
 
 def _network(
-    traffic: Traffic, config: SpeculationConfig, table: CostTable
+    traffic: RecordedTraffic, config: SpeculationConfig, table: CostTable
 ) -> RecordedAcceptance | None:
     if config.network is None:
         return None
     source = config.network.source
-    network = RecordedAcceptance(source, traffic.requests, traffic.seed)
+    network = RecordedAcceptance(source, traffic.requests)
     if network.num_drafts == 0:
         raise ConfigError(
-            f"the trace has no drafts of {source}, so nobody knows how often they are accepted: "
+            f"the trace has no drafts of {source}, so their acceptance is unknown: "
             "record one while it drafts"
         )
     if table is not NO_COSTS and str(source) not in table.drafters:
@@ -286,7 +282,7 @@ def _drafter_limits(
     max_model_len: int,
     scheduler: Scheduler,
 ) -> DrafterLimits | None:
-    """What the policy would know of the network if it were loaded."""
+    """Limits of the network, which the policy would have if it were loaded."""
     if config is None or network is None:
         return None
     source = config.source

@@ -1,4 +1,4 @@
-"""What replays of a trace say about ways to speculate: acceptance, and speed if costs are known."""
+"""Scores of ways to speculate, from replays of a trace: acceptance, and with costs speed."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from outdraft.planning.recorded_acceptance import (
 from outdraft.planning.replay import (
     NO_COSTS,
     ProposersMaker,
+    RecordedTraffic,
     Replayed,
-    Traffic,
     replay,
     with_length,
 )
@@ -28,7 +28,7 @@ REPLAYED, FROM_TRACE = "replayed", "acceptance from the trace"
 
 @dataclass(frozen=True, slots=True)
 class SourceScore:
-    """How the drafts of one source fared.
+    """Acceptance of the drafts of one source.
 
     Attributes:
         basis: where their acceptance comes from.
@@ -74,7 +74,7 @@ class Score:
         sources: at its greatest length.
         level_chances: of its network, by level, given that the levels above were accepted.
         level_labels: drafts that each is counted from.
-        runs: empty where costs are not known.
+        runs: empty without costs.
     """
 
     method: str
@@ -106,7 +106,7 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReplayReport:
     """All that `outdraft replay` says.
 
     Attributes:
@@ -121,7 +121,7 @@ class Report:
 
 
 def recorded_score(requests: Sequence[RecordedRequest]) -> Recorded:
-    """What a trace tells without a replay."""
+    """Sum up a trace without a replay."""
     outputs = [output for request in requests for output in request.outputs]
     drafts, drafted, accepted = Counter[str](), Counter[str](), Counter[str]()
     for step in (step for output in outputs for step in output.steps):
@@ -129,7 +129,7 @@ def recorded_score(requests: Sequence[RecordedRequest]) -> Recorded:
         drafted.update(step.drafted)
         accepted.update(step.accepted)
     curves = {
-        str(source): RecordedAcceptance(source, requests, 0).counts.chances
+        str(source): RecordedAcceptance(source, requests).counts.chances
         for source in recorded_networks(requests)
     }
     ends = [request.arrival_s + request.elapsed_s for request in requests]
@@ -149,13 +149,13 @@ def recorded_score(requests: Sequence[RecordedRequest]) -> Recorded:
     )
 
 
-def plain_run(traffic: Traffic, table: CostTable | None) -> Replayed:
+def plain_run(traffic: RecordedTraffic, table: CostTable | None) -> Replayed:
     """The trace without drafts."""
     return replay(traffic, SpeculationConfig(), (), table or NO_COSTS)
 
 
 def score(
-    traffic: Traffic,
+    traffic: RecordedTraffic,
     config: SpeculationConfig,
     make_proposers: ProposersMaker,
     costs: tuple[CostTable, Replayed] | None,
@@ -177,7 +177,7 @@ def score(
     counts = LevelCounts()
     if config.network is not None:
         source = config.network.source
-        counts = RecordedAcceptance(source, traffic.requests, traffic.seed).counts
+        counts = RecordedAcceptance(source, traffic.requests).counts
     most = _greatest(config, counts)
     greatest = run(with_length(config, most))
     runs = list[RunScore]()

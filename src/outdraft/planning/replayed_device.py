@@ -1,6 +1,6 @@
 """A device for replays: texts come from a trace, times from a table of costs.
 
-It does what the runner does as far as the scheduler and the policy can tell. A draft of the host is
+For the scheduler and the policy it is a runner. A draft of the host is
 compared with the text that came. A network's is as lucky as the trace says.
 """
 
@@ -16,7 +16,7 @@ from outdraft.core.request import Request, ScheduledStep
 from outdraft.drafting.known_requests import DrafterLimits
 from outdraft.planning.recorded_acceptance import RecordedAcceptance
 
-WRONG_ID = 0  # of a network's draft that is refused; nobody looks at it
+WRONG_ID = 0  # of a network's draft that is refused; it is never read
 
 
 @dataclass(slots=True)
@@ -26,7 +26,8 @@ class ReplayedText:
     Attributes:
         index: of its request in the trace.
         output: what came.
-        arrival_s, first_s, end_s: in the replay; the last two once they are known.
+        arrival_s: after that of the trace's first request.
+        first_s, end_s: times of the replay; None until then.
         steps: (tokens, drafted, accepted) of each step that brought tokens.
     """
 
@@ -70,7 +71,7 @@ class ReplayedDevice:
         self._cost = None if network is None else table.drafters.get(str(network.source))
 
     def execute(self, step: ScheduledStep, texts: dict[str, ReplayedText]) -> StepResult:
-        """What a step brings, and what it takes."""
+        """Tokens of a step, and its times."""
         draft_s, plan = self._draft_s(step), step.plan
         results = tuple(
             self._verify(work, texts[request.id])
@@ -134,7 +135,7 @@ class ReplayedDevice:
         sizes = level_sizes(choice)
         place = text.request.num_output
         most = min(len(sizes), len(future))
-        accepted = self._network.accepted(text.index, text.rule, _number(text.request), place, most)
+        accepted = self._network.accepted(text.index, text.rule, int(text.request.id), place, most)
         token_ids, parents, firsts, above = list[int](), list[int](), list[int](), 0
         for level, size in enumerate(sizes):
             firsts.append(len(token_ids))
@@ -175,8 +176,3 @@ def _pass_rows(choice: DraftChoice, level: int) -> int:
     if level >= len(sizes):
         return 0
     return sizes[level - 1] if level else 1
-
-
-def _number(request: Request) -> int:
-    """A request's own, from its id; see `Replay`."""
-    return int(request.id)

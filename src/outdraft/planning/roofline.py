@@ -1,7 +1,7 @@
-"""What a step takes by its bytes, its operations, its launches and its messages.
+"""Time of a step by its bytes, its operations, its launches and its messages.
 
-What a pass takes is said in control/roofline.py. Beside it stands what does not overlap: two
-all-reduces a layer, and the host's part of a step.
+control/roofline.py has the formula of a pass. Two all-reduces a layer and the host's part of a step
+do not overlap with it.
 
 Requests come and go: while the others decode, each new one brings its prompt's rows into a step.
 How many arrive during a step is Poisson.
@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from outdraft.control.roofline import Launches, overlapped
+from outdraft.control.roofline import overlapped, pass_s
 from outdraft.core.errors import ConfigError
-from outdraft.planning.hardware import Card, Machine
-from outdraft.planning.shapes import BYTES, Drafter, Network
+from outdraft.planning.hardware import Card, Hardware
+from outdraft.planning.shapes import BYTES, Network, PlannedDrafter
 
 _MEGA = 1e6
 
@@ -37,17 +37,17 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Who runs where.
+    """Networks, the cards that run them, and the requests.
 
     Attributes:
         tp: cards that share the target, and
-        draft_tp: a drafter. All cards of the target draft: groups of so many cards, each with a
+        draft_tp: a drafter. All cards of the target draft: groups of `draft_tp` cards, each with a
             drafter of its own, for a part of the requests.
     """
 
     target: Network
-    drafter: Drafter
-    machine: Machine
+    drafter: PlannedDrafter
+    hardware: Hardware
     tp: int = 1
     draft_tp: int = 1
     workload: Workload = Workload()
@@ -58,7 +58,7 @@ class Setup:
             ConfigError: there are fewer cards than one of the two is to be shared by, or groups
                 that share a drafter do not divide the target's cards.
         """
-        cards = self.machine.num_cards
+        cards = self.hardware.num_cards
         if not 1 <= self.tp <= cards or not 1 <= self.draft_tp <= cards:
             raise ConfigError(
                 f"tp {self.tp} and draft_tp {self.draft_tp} must be between 1 and the {cards} cards"
@@ -74,9 +74,9 @@ class Setup:
         """With one constant of the machine at the ends of its range, for each constant."""
 
         def on(card: Card) -> Setup:
-            return replace(self, machine=replace(self.machine, card=card))
+            return replace(self, hardware=replace(self.hardware, card=card))
 
-        return [(on(low), on(high)) for low, high in self.machine.card.variants()]
+        return [(on(low), on(high)) for low, high in self.hardware.card.variants()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,21 +107,21 @@ class StepTime:
 
 
 def step_time(setup: Setup, num_requests: int, length: int, tokens_a_step: float) -> StepTime:
-    """A mean step of so many requests that each draft `length` tokens.
+    """A mean step of requests that each draft `length` tokens.
 
     Args:
         tokens_a_step: of a request, the bonus token included: what decides how soon the next
             prompt comes.
     """
-    work, constants = setup.workload, setup.machine.card.constants
+    work, card = setup.workload, setup.hardware.card
     shares_P = _arrivals((num_requests - 1) * tokens_a_step / work.output_tokens)
     prompts_P = np.arange(len(shares_P))
-    rows = _Rows(
+    rows = _PassRows(
         num_requests * (1 + length) + prompts_P * work.prompt_tokens,
         num_requests * (1 + length) + prompts_P,
         num_requests * work.context_tokens,
     )
-    target_P, messages_P = _pass(setup.target, setup.machine, setup.tp, setup.tp, rows)
+    target_P, messages_P = _pass(setup.target, setup.hardware, setup.tp, setup.tp, rows)
     draft_P, draft_messages_P = np.zeros_like(target_P), np.zeros_like(target_P)
     if setup.drafter.num_passes(length):
         draft_P, draft_messages_P = _draft(setup, num_requests, prompts_P, length)
@@ -130,13 +130,13 @@ def step_time(setup: Setup, num_requests: int, length: int, tokens_a_step: float
         draft_s=float(shares_P @ draft_P),
         target_communication_s=float(shares_P @ messages_P),
         draft_communication_s=float(shares_P @ draft_messages_P),
-        host_s=(constants.step_us + num_requests * constants.request_us) / _MEGA,
+        host_s=(card.step_us + num_requests * card.request_us) / _MEGA,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    """What a pass computes, by number of arriving prompts.
+class _PassRows:
+    """Rows of a pass, by number of arriving prompts.
 
     Attributes:
         all_P: its rows, and
@@ -156,7 +156,7 @@ def _draft(
 
     Groups draft at the same time, so the one counts that has the most requests and prompts.
     """
-    groups, place = setup.num_draft_groups, (setup.machine, setup.draft_tp)
+    groups, place = setup.num_draft_groups, (setup.hardware, setup.draft_tp)
     busy = min(groups, num_requests) * setup.draft_tp
     own, own_prompts_P = -(-num_requests // groups), -(-prompts_P // groups)
     context = own * setup.workload.context_tokens
@@ -164,11 +164,11 @@ def _draft(
     # The first pass reads what the last step brought, too, and new prompts.
     read_P = own * (1 + length) + own_prompts_P * setup.workload.prompt_tokens
     network, num_passes = setup.drafter.shape(length), setup.drafter.num_passes(length)
-    first, first_messages = _pass(network, *place, busy, _Rows(read_P, one_each_P, context))
-    later, later_messages = _pass(network, *place, busy, _Rows(one_each_P, one_each_P, context))
+    first, first_messages = _pass(network, *place, busy, _PassRows(read_P, one_each_P, context))
+    later, later_messages = _pass(network, *place, busy, _PassRows(one_each_P, one_each_P, context))
     extra_bytes = network.extra_parameters * BYTES[network.dtype] / setup.draft_tp
-    extra_s = extra_bytes / setup.machine.bandwidth(busy)
-    host_s = num_passes * setup.machine.card.constants.draft_us / _MEGA
+    extra_s = extra_bytes / setup.hardware.bandwidth(busy)
+    host_s = num_passes * setup.hardware.card.draft_us / _MEGA
     seconds_P = first + (num_passes - 1) * later + extra_s + host_s
     return seconds_P, first_messages + (num_passes - 1) * later_messages
 
@@ -188,7 +188,7 @@ def _arrivals(mean: float) -> np.ndarray:
 
 
 def _pass(
-    network: Network, machine: Machine, num_cards: int, num_busy: int, rows: _Rows
+    network: Network, hardware: Hardware, num_cards: int, num_busy: int, rows: _PassRows
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of computing, and of messages.
 
@@ -196,29 +196,23 @@ def _pass(
         num_cards: that share the network, of
         num_busy: that compute at the same time.
     """
-    card, constants = machine.card, machine.card.constants
-    bandwidth = machine.bandwidth(num_busy) * num_cards
-    peak = card.peak(network.dtype) * constants.compute_efficiency * num_cards
+    card = hardware.card
+    bandwidth = hardware.bandwidth(num_busy) * num_cards
+    peak = card.peak(network.dtype) * card.compute_efficiency * num_cards
     layers_P = overlapped(
         network.layer_bytes(rows.all_P) / bandwidth, network.row_operations * rows.all_P / peak
     )
-    head_peak = card.peak("bf16") * constants.compute_efficiency * num_cards
+    head_peak = card.peak("bf16") * card.compute_efficiency * num_cards
     head_bytes = network.head_parameters * BYTES["bf16"]
     head_operations = 2.0 * network.head_parameters
     head_P = overlapped(head_bytes / bandwidth, head_operations * rows.picked_P / head_peak)
     kv_s = rows.context * network.kv_bytes_per_token / bandwidth
-    seconds_P = np.asarray(_launches(machine).around(layers_P + head_P + kv_s, network.num_layers))
-    if num_cards == 1 or machine.link is None:
+    computing_P = layers_P + head_P + kv_s
+    seconds_P = np.asarray(
+        pass_s(computing_P, network.num_layers, hardware.launch_s, hardware.begin_s)
+    )
+    if num_cards == 1 or hardware.link is None:
         return seconds_P, np.zeros_like(seconds_P)
     row_bytes_P = rows.all_P * network.hidden_size * BYTES["bf16"]
-    one_P = machine.link.all_reduce_s(row_bytes_P, num_cards) * constants.communication_factor
+    one_P = hardware.link.all_reduce_s(row_bytes_P, num_cards) * card.communication_factor
     return seconds_P, (2 * network.num_layers + 1) * one_P
-
-
-def _launches(machine: Machine) -> Launches:
-    """Graphs are replayed; without them the host tells each layer what to do."""
-    constants = machine.card.constants
-    if machine.graphs == "none":
-        return Launches(floor_s=constants.launch_us / _MEGA)
-    broken_us = constants.graph_break_us if machine.graphs == "piecewise" else 0.0
-    return Launches(more_s=(constants.layer_us + broken_us) / _MEGA)

@@ -1,4 +1,4 @@
-"""How much a network reads and computes: from a known name, a config.json or a checkpoint's folder.
+"""Sizes of networks: from a model's name, a config.json or a checkpoint's folder.
 
 Only sizes count here, so networks that the engine does not run can be planned, too: mixtures of
 experts, quantised checkpoints. Sliding windows are taken for full attention.
@@ -37,7 +37,7 @@ class Network:
         num_dense_layers: those that have one block instead of experts,
         dense_intermediate_size: of this size.
         extra_parameters: read once by the first pass of a draft, such as EAGLE-3's fusion.
-        head_parameters: the products behind the last layer, always in bf16.
+        head_parameters: the products after the last layer, always in bf16.
         embedding_parameters: beside the head's; looked up, never read whole.
         dtype: what the layers' weights are kept in, a key of BYTES.
         kv_dtype: likewise the keys and values.
@@ -75,14 +75,14 @@ class Network:
         return 3 * self.hidden_size * self.intermediate_size
 
     def layer_bytes(self, num_rows: np.ndarray) -> np.ndarray:
-        """Bytes of weights that a pass of so many rows reads; experts count if a row hits them."""
+        """Bytes of weights that a pass of `num_rows` reads; experts count if a row hits them."""
         mlps = np.ones_like(num_rows, dtype=float)
         if self.num_experts:
             mlps = distinct_experts(self.num_experts, self.experts_per_token, num_rows)
         return self._layer_parameters(mlps) * BYTES[self.dtype]
 
     def _layer_parameters(self, mlps: Any) -> Any:
-        """Those of all layers, with so many blocks in those that have experts."""
+        """Parameters of all layers, with `mlps` blocks in those that have experts."""
         with_experts = self.num_layers - self.num_dense_layers
         sizes = with_experts * self.shared_intermediate_size
         sizes += self.num_dense_layers * self.dense_intermediate_size
@@ -109,8 +109,8 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafter:
-    """What drafts: a small model, EAGLE-3's head, Medusa's heads, or a source of the host.
+class PlannedDrafter:
+    """A drafter to plan with: a small model, EAGLE-3's head, Medusa's heads, or a host's source.
 
     Attributes:
         network: None for sources of the host, whose drafts cost nothing.
@@ -133,7 +133,7 @@ class Drafter:
 
 
 def find_network(name: str, dtype: str | None = None, kv_dtype: str = "bf16") -> Network:
-    """A known name such as "llama-3.3-70b", a config.json, or a folder that has one.
+    """Find a network by a name such as "llama-3.3-70b", a config.json, or a folder that has one.
 
     Args:
         dtype: of the layers' weights; None: as the config says, else bf16.
@@ -149,7 +149,7 @@ def find_network(name: str, dtype: str | None = None, kv_dtype: str = "bf16") ->
     return replace(network, dtype=dtype or _dtype(raw), kv_dtype=kv_dtype)
 
 
-def find_drafter(name: str, target: Network, dtype: str | None = None) -> Drafter:
+def find_drafter(name: str, target: Network, dtype: str | None = None) -> PlannedDrafter:
     """A network to draft with, or "eagle3", "medusa", "ngram", "suffix".
 
     The heads without a config have the target's sizes.
@@ -159,15 +159,15 @@ def find_drafter(name: str, target: Network, dtype: str | None = None) -> Drafte
         ConfigError: an unknown name, or a config that lacks a size.
     """
     if name in HOST_SOURCES:
-        return Drafter(name, None)
+        return PlannedDrafter(name, None)
     if name == "eagle3":
-        return Drafter(name, _eagle3(name, target, {}, dtype))
+        return PlannedDrafter(name, _eagle3(name, target, {}, dtype))
     if name == "medusa":
-        return Drafter(name, _medusa(target))
+        return PlannedDrafter(name, _medusa(target))
     label, raw = _find_config(name, HEADS + HOST_SOURCES)
     if "eagle3" in json.dumps(raw).lower():
-        return Drafter("eagle3", _eagle3(label, target, raw, dtype))
-    return Drafter("draft_model", find_network(name, dtype, target.kv_dtype))
+        return PlannedDrafter("eagle3", _eagle3(label, target, raw, dtype))
+    return PlannedDrafter("draft_model", find_network(name, dtype, target.kv_dtype))
 
 
 def _find_config(name: str, more: tuple[str, ...] = ()) -> tuple[str, Mapping[str, Any]]:
@@ -254,7 +254,7 @@ def _dtype(raw: Mapping[str, Any]) -> str:
 
 
 def _eagle3(label: str, target: Network, raw: Mapping[str, Any], dtype: str | None) -> Network:
-    """One layer behind a fusion of three of the target's states, with a head of its own."""
+    """One layer after a fusion of three of the target's states, with a head of its own."""
     raw = {**raw, **(raw.get("transformer_layer_config") or {})}
     hidden = read_count(raw, "hidden_size", default=target.hidden_size)
     num_heads = read_count(raw, "num_attention_heads", default=target.num_heads)

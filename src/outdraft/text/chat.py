@@ -17,7 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from outdraft.config.checks import as_choice
+from outdraft.config.fields import as_choice
 from outdraft.core.errors import ConfigError, RequestError
 from outdraft.models.config import read_json
 from outdraft.models.quantized.gguf_file import is_gguf

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from outdraft import LLM
-from outdraft.cli.demo_view import SOURCES, DemoView
+from outdraft.cli.demo import SOURCES, DemoView
 from outdraft.core.draft import DraftSource
 from tests.cli.pair import pair
 

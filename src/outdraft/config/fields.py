@@ -1,14 +1,28 @@
-"""Checks that configuration values have in common: each error names the option and its value."""
+"""Fields of configurations: those that are flags, and checks whose errors name field and value."""
 
 import math
+from dataclasses import field
 from enum import StrEnum
 from os import PathLike
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from outdraft.core.errors import ConfigError
 
 Choice = TypeVar("Choice", bound=StrEnum)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def flag(text: str | None = None, *spellings: str, default: Any = None, **settings: Any) -> Any:
+    """A field of a dataclass that the command line offers as a flag.
+
+    All of it is metadata: this needs no library of the command line.
+
+    Args:
+        text: its help.
+        spellings: of the flag; none: it is made of the field's name.
+        settings: more arguments of typer.Option.
+    """
+    return field(default=default, metadata={"help": text, "spellings": spellings, **settings})
 
 
 def check_whole(

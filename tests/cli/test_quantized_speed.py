@@ -2,7 +2,7 @@
 
 import torch
 
-from outdraft.bench.quantized_speed import FORMATS, advice, quantized_speeds
+from outdraft.cli.doctor_measure import FORMATS, advice, quantized_speeds
 from outdraft.core.weights import WeightFormat
 from tests.kernels.tables import cpu_kernels
 

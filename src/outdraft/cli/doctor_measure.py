@@ -1,13 +1,23 @@
-"""`outdraft doctor --cost`: what steps of a model cost here, beside the least that they could."""
+"""Times that `outdraft doctor` measures: steps of a model (--cost), and products in fewer bits.
 
+Dimension key: T rows, D inputs, E outputs.
+"""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from rich.console import Console
+from torch import Tensor
 
 from outdraft.cli.command import pairs_of, table_of
 from outdraft.core.errors import ConfigError
+from outdraft.core.weights import WeightFormat
+from outdraft.kernels.ops import Kernels, Product
 
 if TYPE_CHECKING:
     from outdraft.config.engine import EngineConfig
@@ -16,10 +26,15 @@ if TYPE_CHECKING:
     from outdraft.loading.models import LoadedModels
 
 MOST_ROWS = 256  # prompts have more; they are not measured
+# Hidden size and number of square products: 2 MB and 256 MB in 16 bits.
+SMALL, LARGE = (512, 4), (2048, 32)
+FORMATS = WeightFormat.INT8, WeightFormat.INT4
+_TURNS = 20
+_PAYS = 1.1  # speeds up to this one are noise
 
 
 def show_costs(console: Console, config: "EngineConfig") -> None:
-    """Measure what is not known yet, and print all of it."""
+    """Measure costs that no earlier start measured, and print all of them."""
     from outdraft.costs.prior import roofline
     from outdraft.costs.table import cost_file, cost_table
     from outdraft.engine.build import build_engine
@@ -49,7 +64,7 @@ def show_costs(console: Console, config: "EngineConfig") -> None:
         )
         numbers = {
             "in each step in which it drafts": f"{_ms(cost.start_s)} ms",
-            "to catch up with so many tokens": f"{lags} ms",
+            "to catch up, by tokens": f"{lags} ms",
             "each token of a context": f"{cost.context_s * 1e6:.2f} us a pass",
             "passes of a draft": f"at most {cost.max_passes}",
         }
@@ -62,7 +77,7 @@ def show_costs(console: Console, config: "EngineConfig") -> None:
 
 
 def _machine(models: "LoadedModels") -> "tuple[Machine, bool]":
-    """What this machine does at most, and whether that was measured."""
+    """Limits of this machine, and True if they were measured."""
     from outdraft.costs.prior import default_machine
     from outdraft.kernels.choose import machine_limits
 
@@ -75,15 +90,14 @@ def _machine(models: "LoadedModels") -> "tuple[Machine, bool]":
 
 
 def _show_curve(console: Console, title: str, measured: "CostCurve", limit: "CostCurve") -> None:
-    table = table_of((), ("rows", "ms", "roofline ms", "share"), title, title_style="bold")
-    rows = [count for count in measured.rows if count <= MOST_ROWS]
-    limits = limit.at(np.array(rows)).tolist()
-    for count, seconds, limit_s in zip(
-        rows, measured.at(np.array(rows)).tolist(), limits, strict=True
-    ):
-        share = f"{limit_s / seconds:.0%}" if seconds > 0 else ""
-        table.add_row(str(count), _ms(seconds), _ms(limit_s), share)
-    console.print(table)
+    counts = [count for count in measured.rows if count <= MOST_ROWS]
+    curves = (curve.at(np.array(counts)).tolist() for curve in (measured, limit))
+    rows = [
+        (str(count), _ms(seconds), _ms(least_s), f"{least_s / seconds:.0%}" if seconds > 0 else "")
+        for count, seconds, least_s in zip(counts, *curves, strict=True)
+    ]
+    headings = ("rows", "ms", "roofline ms", "share")
+    console.print(table_of((), headings, rows, title, title_style="bold"))
 
 
 def _beside_rows(table: "CostTable", limits: "CostTable") -> dict[str, str]:
@@ -101,3 +115,38 @@ def _beside_rows(table: "CostTable", limits: "CostTable") -> dict[str, str]:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
+
+
+def quantized_speeds(
+    kernels: Kernels, dtype: torch.dtype, hidden: int, num_products: int
+) -> dict[WeightFormat, float]:
+    """Measure how many times as fast one row passes through int8 and int4 as through `dtype`.
+
+    The answer depends on where the weights lie. Those of a small drafter stay in the processor's
+    cache, where taking codes apart costs time; those of a large model come from memory, where fewer
+    bytes win. The formats take turns; the medians are compared.
+    """
+    weight_ED = torch.randn(hidden, hidden).bfloat16().to(dtype)
+    x_TD = torch.randn(1, hidden).to(dtype)
+    products = [
+        [kernels.pack_linear(weight_ED, None, kept) for _ in range(num_products)]
+        for kept in (None, *FORMATS)
+    ]
+    times_s = [[_seconds(of_one, x_TD) for of_one in products] for _ in range(_TURNS)]
+    plain_s, *coded_s = (statistics.median(of_one) for of_one in zip(*times_s, strict=True))
+    return {kept: plain_s / one_s for kept, one_s in zip(FORMATS, coded_s, strict=True)}
+
+
+def advice(speeds: Mapping[WeightFormat, float]) -> str:
+    """Say which format is the fastest, and whether it pays."""
+    shown = ", ".join(f"{kept} {speed:.2f}" for kept, speed in speeds.items())
+    best = max(speeds, key=lambda kept: speeds[kept])
+    verdict = f"{best} is recommended" if speeds[best] > _PAYS else "none is recommended"
+    return f"{shown} times as fast as weights as they are: {verdict}"
+
+
+def _seconds(products: Sequence[Product], x_TD: Tensor) -> float:
+    start_s = time.perf_counter()
+    for product in products:
+        product(x_TD)
+    return time.perf_counter() - start_s
