@@ -7,7 +7,7 @@ PROGRAM = """
 import sys
 
 class Missing:
-    NAMES = ("fastapi", "httpx", "llguidance", "msgspec", "prometheus_client", "pydantic", "rich",
+    NAMES = ("fastapi", "httpx", "llguidance", "prometheus_client", "pydantic", "rich",
              "typer", "uvicorn", "zmq")
 
     def find_spec(self, name, path=None, target=None):

@@ -12,7 +12,6 @@ from outdraft.config.engine import SchedulerConfig
 from outdraft.core.draft import STATE_WINDOW, Draft, TreeShape
 from outdraft.core.sampling import SamplingParams
 from outdraft.distributed.group import RankGroup, gathered_sum
-from outdraft.engine import build
 from outdraft.engine.build import build_engine
 from outdraft.kernels.data.drafts import DraftBatch, Rule
 from outdraft.kernels.data.noise import NOISE_NUMBERS, NoiseKeys, Purpose
@@ -366,7 +365,7 @@ def test_free_memory_is_read_before_anything_is_allocated(monkeypatch):
         memory_plan, "device_memory", lambda device: (order.append("free"), free(device))[1]
     )
     monkeypatch.setattr(
-        build, "DeviceState", lambda *args: (order.append("texts"), DeviceState(*args))[1]
+        memory_plan, "DeviceState", lambda *args: (order.append("texts"), DeviceState(*args))[1]
     )
     chosen = config("qwen2", speculation("qwen2", "plain", 3))
     build_engine(chosen, models("qwen2", None, "float32", "cpu", "auto"))
