@@ -19,11 +19,11 @@ from outdraft.distributed.group import Ranks
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.reference.linear import quantized
-from outdraft.models import loader
 from outdraft.models.choose import load_language_model
-from outdraft.models.config import ModelConfig
-from outdraft.models.llama import CausalLM
-from outdraft.models.loader import load_model
+from outdraft.models.decoder import loader
+from outdraft.models.decoder.causal_lm import CausalLM
+from outdraft.models.decoder.config import ModelConfig
+from outdraft.models.decoder.loader import load_model
 from tests.models.checkpoints import (
     TINY,
     VARIANTS,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from outdraft.core.errors import ConfigError
-from outdraft.models.config import ModelConfig
-from outdraft.models.rope_config import RopeKind
+from outdraft.models.decoder.config import ModelConfig
+from outdraft.models.decoder.rope_config import RopeKind
 from tests.models.checkpoints import LLAMA3
 
 LLAMA: dict[str, Any] = {

@@ -10,7 +10,7 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.core.weight_format import QUANTIZATIONS
 from outdraft.engine.llm import LLM
 from outdraft.engine.loading import load_models
-from outdraft.models.llama import CausalLM
+from outdraft.models.decoder.causal_lm import CausalLM
 from tests.oracle.engines import (
     FAMILIES,
     LIBRARY,

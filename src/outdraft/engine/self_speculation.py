@@ -10,7 +10,7 @@ from outdraft.drafting.device.attended_blocks import attention_layers
 from outdraft.engine.drafters import LoadedDrafter
 from outdraft.models.base import LanguageModel
 from outdraft.models.choose import load_language_model
-from outdraft.models.llama import CausalLM
+from outdraft.models.decoder.causal_lm import CausalLM
 
 
 def load_self(

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 
 from outdraft.core.errors import ConfigError
 from outdraft.engine.gguf_tokenizer import tokenizer_of_gguf
-from outdraft.models.quantized.gguf_file import is_gguf, open_gguf
+from outdraft.models.checkpoints.gguf_file import is_gguf, open_gguf
 
 
 def load_tokenizer(path: Path) -> Tokenizer | None:

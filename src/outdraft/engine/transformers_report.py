@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from outdraft.models.checkpoints.deferred import DeferredTensor, StoredParameter
 from outdraft.models.choose import transformers_loader
-from outdraft.models.layers.linear import dtype_name
-from outdraft.models.quantized.deferred import DeferredTensor, StoredParameter
+from outdraft.models.decoder.linear import dtype_name
 
 _OUTSIDE = "read by the library's code"
 

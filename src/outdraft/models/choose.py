@@ -12,8 +12,8 @@ from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel
-from outdraft.models.config import ModelConfig, is_known, read_config
-from outdraft.models.loader import load_model
+from outdraft.models.decoder.config import ModelConfig, is_known, read_config
+from outdraft.models.decoder.loader import load_model
 
 AUTO, TRANSFORMERS = "auto", "transformers"
 _logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def transformers_loader(path: Path) -> ModuleType:
         ConfigError: the library is not installed.
     """
     try:
-        return import_module("outdraft.models.transformers_loader")
+        return import_module("outdraft.models.library.loader")
     except ImportError as error:
         names = read_config(path).get("architectures")
         raise ConfigError(

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.data.coded_weight import CodedWeight
-from outdraft.models.loader import Place
-from outdraft.models.quantized.deferred import DeferredTensor, StoredParameter
-from outdraft.models.quantized.stand_ins import StandIns
-from outdraft.models.quantized.tensors import StoredTensors
-from outdraft.models.transformers_checkpoint import deferred_products
+from outdraft.models.checkpoints.deferred import DeferredTensor, StoredParameter
+from outdraft.models.checkpoints.stand_ins import StandIns
+from outdraft.models.checkpoints.tensors import StoredTensors
+from outdraft.models.decoder.loader import Place
+from outdraft.models.library.checkpoint import deferred_products
 
 NUMBERS = {
     "upper": torch.randn(6, 4, generator=torch.Generator().manual_seed(1)),

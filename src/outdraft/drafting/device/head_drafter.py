@@ -26,8 +26,8 @@ from outdraft.drafting.device.state_window import StateWindow
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.draft_ops import Frontier
 from outdraft.kernels.ops import Kernels
-from outdraft.models.medusa import MedusaHeads
-from outdraft.models.mlp_speculator import MLPSpeculator
+from outdraft.models.drafters.medusa import MedusaHeads
+from outdraft.models.drafters.mlp_speculator import MLPSpeculator
 
 
 class LastHidden:

@@ -1,0 +1,207 @@
+"""A checkpoint as the transformers library reads it: as if it were plain and whole, and no tensor
+before the library asks for it.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outdraft.core.errors import ConfigError
+from outdraft.models.checkpoints.deferred import DeferredTensor, StoredParameter
+from outdraft.models.checkpoints.placing import told
+from outdraft.models.checkpoints.quantization import Quantization
+from outdraft.models.checkpoints.reader import read_stacks, read_stored
+from outdraft.models.checkpoints.stored import StoredStack, StoredWeight
+from outdraft.models.checkpoints.tensors import StoredTensors
+from outdraft.models.decoder.loader import (
+    Place,
+    read_tensor,
+    tell_purpose,
+    tensor_places,
+    weight_files,
+)
+
+# What has no meaning without scales.
+_CODES = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I32", "I8", "U8"}
+NO_PRODUCT = "no product of this network can read its codes"
+NO_CPU = "tiles are for CPUs"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedCheckpoint:
+    """Tensors by their names in the files, those of quantised weights as one.
+
+    Attributes:
+        places: of plain tensors.
+        weights: the others.
+        small: those of other dimensions than two, such as norms.
+        release: gives memory back that was mapped to read them.
+    """
+
+    places: dict[str, Place]
+    weights: Mapping[str, StoredWeight | StoredStack]
+    small: Mapping[str, StoredWeight] = field(default_factory=dict[str, StoredWeight])
+    release: Callable[[], None] = lambda: None
+
+    def presented(
+        self, dtype: torch.dtype, *, keeps_codes: bool, is_cut: bool
+    ) -> dict[str, "PresentedTensor"]:
+        """For the library's loader.
+
+        Args:
+            dtype: of the network.
+            keeps_codes: what fits tiles is a deferred tensor.
+            is_cut: so is every weight that could be cut, until it is. Others are dequantised.
+        """
+        found = {
+            name: PresentedTensor(partial(read_tensor, place))
+            for name, place in self.places.items()
+        }
+        for name, weight in self.weights.items():
+            defers = is_cut and isinstance(weight, StoredWeight)
+            parameter = _parameter(weight, dtype)
+            found[name] = PresentedTensor(partial(_read, parameter, keeps_codes, defers))
+        found |= {name: PresentedTensor(weight.numbers) for name, weight in self.small.items()}
+        return found | deferred_products(self.places, dtype) if is_cut else found
+
+    def unread(self, dtype: torch.dtype) -> dict[str, "PresentedTensor"]:
+        """As `presented`, with tensors that stay unread, all but small ones and stacks of plain
+        numbers: those have no numbers."""
+        tensors = StoredTensors(self.places)
+        found = {
+            name: PresentedTensor(partial(_nothing, tensors.shape(name), dtype))
+            for name in self.places
+        }
+        for name, weight in self.weights.items():
+            found[name] = PresentedTensor(partial(DeferredTensor, _parameter(weight, dtype)))
+        found |= {name: PresentedTensor(weight.numbers) for name, weight in self.small.items()}
+        return found | deferred_products(self.places, dtype)
+
+    def summary(
+        self,
+        kept: Iterable[StoredWeight],
+        given_up: Iterable[StoredWeight] = (),
+        otherwise: str = NO_PRODUCT,
+    ) -> list[str]:
+        """What became of the quantised weights, for people.
+
+        Args:
+            kept: those that are codes, or of which parts are.
+            given_up: others that were deferred, or parts of such.
+            otherwise: why a weight whose codes fit a tile is none of these.
+        """
+        of_kept = {id(weight.whole or weight): weight for weight in kept}
+        reasons = {id(weight.whole or weight): weight.reason for weight in given_up}
+        weights = [
+            weight
+            for one in self.weights.values()
+            for weight in (one.weights if isinstance(one, StoredStack) else [one])
+            if id(weight) not in of_kept and not weight.is_plain
+        ]
+        tiles = Counter((weight.label, str(weight.tile)) for weight in of_kept.values())
+        counts = Counter(
+            (weight.label, reasons.get(id(weight)) or weight.reason or otherwise)
+            for weight in weights
+        )
+        return told(tiles, counts)
+
+
+def deferred_products(
+    places: Mapping[str, Place], dtype: torch.dtype
+) -> dict[str, "PresentedTensor"]:
+    """Those of plain tensors with two dimensions: they stay unread until somebody computes with
+    them, and of one that is cut no more than the part is ever read.
+
+    Args:
+        dtype: of the network.
+    """
+    tensors = StoredTensors(places)
+    found: dict[str, PresentedTensor] = {}
+    for name in places:
+        shape = tensors.shape(name)
+        if len(shape) == 2:
+            plain = _plain(tensors, name, (shape[0], shape[1]))
+            found[name] = PresentedTensor(partial(DeferredTensor, _parameter(plain, dtype)))
+    return found
+
+
+class PresentedTensor:
+    """In place of a slice of a safetensors file, of which the library takes all."""
+
+    def __init__(self, read: Callable[[], Tensor]) -> None:
+        self._read = read
+
+    def __getitem__(self, place: Any) -> Tensor:
+        assert place is Ellipsis, "the library asks for a part"
+        return self._read()
+
+
+def open_quantised(
+    path: Path,
+    quantization: Quantization,
+    wanted: Container[str],
+    left_out: Sequence[str] = (),
+) -> QuantisedCheckpoint:
+    """The tensors of a checkpoint directory; none of a weight is read.
+
+    Args:
+        wanted: the names that the network has.
+        left_out: what names of tensors match that nobody reads.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or tensors of quantised weights do not fit each
+            other.
+    """
+    tell_purpose(quantization)
+    found = tensor_places(
+        weight_files(path), lambda name: None if matches(name, left_out) else name
+    )
+    stacks, places = read_stacks(quantization, found)
+    stored, rest = read_stored(quantization, places, wanted)
+    tensors = StoredTensors(rest)
+    if lost := sorted(name for name in rest if tensors.dtype(name) in _CODES):
+        raise ConfigError(
+            f"tensor {lost[0]!r} has dtype {tensors.dtype(lost[0])}, and its quantization_config "
+            "does not say what it stands for"
+        )
+    return QuantisedCheckpoint(rest, {**stored, **stacks})
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether one of the regular expressions is found in the name of a tensor."""
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _plain(tensors: StoredTensors, name: str, shape: tuple[int, int]) -> StoredWeight:
+    return StoredWeight(
+        shape=shape,
+        label=tensors.dtype(name),
+        group_inputs=shape[1],
+        is_plain=True,
+        read=partial(tensors.read, name),
+        read_part=partial(tensors.read_part, name),
+    )
+
+
+def _nothing(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """One number for all."""
+    return torch.zeros((), dtype=dtype).expand(*shape)
+
+
+def _parameter(weight: StoredWeight | StoredStack, dtype: torch.dtype) -> StoredParameter:
+    if isinstance(weight, StoredStack):
+        rows_X = [[one] for one in weight.weights]
+        return StoredParameter(rows_X, True, weight.is_turned, dtype)
+    return StoredParameter([[weight]], False, False, dtype)
+
+
+def _read(stored: StoredParameter, keeps_codes: bool, defers: bool) -> Tensor:
+    is_kept = keeps_codes and stored.has_tiles
+    return DeferredTensor(stored) if is_kept or defers else stored.numbers()
