@@ -33,8 +33,8 @@ from outdraft.kernels.reference.decoder import ReferenceDecoder
 from outdraft.kv.cache import KVCache
 from outdraft.models.decoder.causal_lm import CausalLM
 from outdraft.models.decoder.loader import load_model
-from outdraft.models.drafters.eagle_loader import load_eagle
-from outdraft.models.drafters.target_tables import TargetTables
+from outdraft.models.drafters.eagle import load_eagle
+from outdraft.models.drafters.tables import TargetTables
 from tests.attention.causal import causal_metadata
 from tests.drafting.device.test_network_drafter import SingleLevels
 from tests.drafting.same_drafts import check_same_drafts

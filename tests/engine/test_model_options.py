@@ -14,7 +14,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.engine import loading
 from outdraft.engine.generation_config import default_sampling
 from outdraft.engine.loading import choose_dtype
-from outdraft.models.decoder.loader import resolve_model_path
+from outdraft.models.checkpoints.files import resolve_model_path
 from tests.cli.pair import pair
 
 OWN = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05}

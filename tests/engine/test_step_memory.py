@@ -33,8 +33,7 @@ from outdraft.kernels.reference.scores import score_tokens
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.shapes import LayerCacheShape
 from outdraft.models.decoder.causal_lm import CausalLM
-from outdraft.models.decoder.config import ModelConfig
-from outdraft.models.decoder.rope_config import RopeConfig
+from outdraft.models.decoder.config import ModelConfig, RopeConfig
 from outdraft.runner.device_state import DeviceState
 from outdraft.runner.logprobs import PROMPT_ROWS
 from outdraft.runner.step_texts import StepTexts

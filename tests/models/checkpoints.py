@@ -21,7 +21,7 @@ from transformers import (
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kv.cache import KVCache
 from outdraft.models.decoder.causal_lm import CausalLM
-from outdraft.models.decoder.linear import linears_of
+from outdraft.models.modules import linears_of
 from tests.attention.causal import causal_metadata
 
 TINY: dict[str, Any] = {

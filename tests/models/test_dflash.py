@@ -24,7 +24,7 @@ from outdraft.kv.cache import KVCache
 from outdraft.models.decoder.causal_lm import CausalLM
 from outdraft.models.decoder.loader import load_model
 from outdraft.models.drafters.dflash import DFlashNetwork, load_dflash
-from outdraft.models.drafters.target_tables import TargetTables
+from outdraft.models.drafters.tables import TargetTables
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import TINY
 from tests.models.head_checkpoints import tiny_target

@@ -19,9 +19,8 @@ from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import StateNetwork
 from outdraft.models.decoder.causal_lm import CausalLM
-from outdraft.models.drafters.eagle import EagleNetwork
-from outdraft.models.drafters.eagle_loader import load_eagle
-from outdraft.models.drafters.target_tables import TargetTables
+from outdraft.models.drafters.eagle import EagleNetwork, load_eagle
+from outdraft.models.drafters.tables import TargetTables
 from tests.attention.causal import causal_metadata
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import are_bfloat16

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.reference.table import reference_kernels
+from outdraft.models.checkpoints.files import resolve_model_path
 from outdraft.models.decoder.causal_lm import CausalLM
-from outdraft.models.decoder.loader import load_model, resolve_model_path
+from outdraft.models.decoder.loader import load_model
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import (
     VARIANTS,

@@ -11,7 +11,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.engine.llm import LLM
 from outdraft.kernels.choose import kernels_options
 from outdraft.models.base import LanguageModel
-from outdraft.models.checkpoints.tensors import StoredTensors
+from outdraft.models.checkpoints.files import StoredTensors
 from outdraft.models.library.experts import PackedExperts
 from tests.models.families import CONFIGS
 from tests.oracle.engines import (

@@ -22,7 +22,7 @@ from outdraft.engine.detokenizer import Detokenizer
 from outdraft.engine.text_splits import SPLITS
 from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.models.checkpoints.gguf_file import open_gguf
-from outdraft.models.checkpoints.gguf_vocabulary import GgufVocabulary, TokenKind
+from outdraft.models.checkpoints.gguf_metadata import GgufVocabulary, TokenKind
 from outdraft.structured.compiler import GrammarCompiler
 from tests.engine.trained_tokenizers import corpus as documents
 from tests.published.llama_vocabulary import LlamaVocabulary

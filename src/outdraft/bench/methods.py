@@ -20,7 +20,7 @@ from outdraft.config.engine import EngineConfig
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.drafters import cache_bytes
 from outdraft.engine.loading import LoadedModels
-from outdraft.models.decoder.linear import dtype_name
+from outdraft.models.modules import dtype_name
 
 TEMPERATURES = (0, 1)
 TOKENS_OF_KV = 1000  # whose keys, values and features are counted

@@ -239,7 +239,7 @@ def _show_in_process(
 ) -> None:
     from outdraft.bench.environment import compute, environment
     from outdraft.bench.report import as_table, write_json
-    from outdraft.models.decoder.linear import dtype_name
+    from outdraft.models.modules import dtype_name
 
     typer.echo(as_table(title, result))
     if output_json is None:

@@ -81,7 +81,7 @@ def sweep(
     from outdraft.bench.sweep import SweepPlan, level_report
     from outdraft.bench.sweep import sweep as measure
     from outdraft.bench.workloads import load_requests, num_distinct_prompts, repetition_notes
-    from outdraft.models.decoder.linear import dtype_name
+    from outdraft.models.modules import dtype_name
 
     plan = SweepPlan(
         levels=concurrencies(options.concurrency),

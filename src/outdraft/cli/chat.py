@@ -38,7 +38,7 @@ def chat(
     from outdraft.engine.chat import ChatTemplate
     from outdraft.engine.llm import LLM
     from outdraft.engine.loading import tokenizer_path
-    from outdraft.models.decoder.loader import resolve_model_path
+    from outdraft.models.checkpoints.files import resolve_model_path
 
     path = resolve_model_path(config.model, config.revision)
     template = ChatTemplate.from_directory(tokenizer_path(config, path))

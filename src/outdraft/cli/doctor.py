@@ -158,7 +158,7 @@ def _used(device: "torch.device") -> Section:
     from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
     from outdraft.engine.loading import choose_dtype
     from outdraft.kernels.choose import choose_kernels, kernels_options
-    from outdraft.models.decoder.linear import dtype_name
+    from outdraft.models.modules import dtype_name
 
     automatic = choose_dtype("auto", "bfloat16", device)
     kernels = choose_kernels("auto", device, automatic)
@@ -183,7 +183,7 @@ def _operations(device: "torch.device") -> Section:
     import torch
 
     from outdraft.kernels.choose import choose_kernels, computed_by
-    from outdraft.models.decoder.linear import dtype_name
+    from outdraft.models.modules import dtype_name
 
     tables = {
         dtype: computed_by(choose_kernels("auto", device, dtype))

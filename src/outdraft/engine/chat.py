@@ -25,9 +25,9 @@ from outdraft.engine.chat_messages import (
     with_named_thoughts,
     with_object_arguments,
 )
+from outdraft.models.checkpoints.config_json import read_json
 from outdraft.models.checkpoints.gguf_file import is_gguf
 from outdraft.models.checkpoints.gguf_metadata import tokenizer_config_of_gguf
-from outdraft.models.decoder.config import read_json
 
 _OWN_VARIABLES = {
     "messages",

@@ -12,21 +12,16 @@ from outdraft.core.weight_format import WeightFormat
 from outdraft.engine.loading import choose_device, choose_dtype
 from outdraft.engine.transformers_report import DEQUANTISED, Kept, kept_weights
 from outdraft.kernels.choose import choose_kernels
+from outdraft.models.checkpoints.config_json import read_config
+from outdraft.models.checkpoints.files import resolve_model_path
 from outdraft.models.checkpoints.placing import Placing, place
 from outdraft.models.checkpoints.quantization import read_quantization
-from outdraft.models.checkpoints.slots import Slot, rows_of
+from outdraft.models.checkpoints.slots import Slot, check_slots, rows_of
 from outdraft.models.choose import checkpoint_dtype, uses_transformers
 from outdraft.models.decoder.causal_lm import EMBEDDING_NAME, CausalLM
-from outdraft.models.decoder.config import ModelConfig, read_config
-from outdraft.models.decoder.linear import dtype_name, linears_of
-from outdraft.models.decoder.loader import (
-    Checkpoint,
-    check_slots,
-    keeps_blocks,
-    open_checkpoint,
-    placings_of,
-    resolve_model_path,
-)
+from outdraft.models.decoder.config import ModelConfig
+from outdraft.models.decoder.loader import Checkpoint, keeps_blocks, open_checkpoint, placings_of
+from outdraft.models.modules import dtype_name, linears_of
 
 _GIB, _MIB = 2**30, 2**20
 

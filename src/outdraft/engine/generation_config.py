@@ -6,7 +6,7 @@ from typing import Any
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError, RequestError
 from outdraft.core.sampling import SamplingParams
-from outdraft.models.decoder.config import read_json
+from outdraft.models.checkpoints.config_json import read_json
 
 FILE = "generation_config.json"
 # Their names for our parameters; what else the file holds is about other ways to generate.

@@ -23,7 +23,7 @@ from tokenizers.models import BPE
 
 from outdraft.core.errors import ConfigError
 from outdraft.engine.text_splits import SPLITS
-from outdraft.models.checkpoints.gguf_vocabulary import GgufVocabulary, TokenKind, named_token
+from outdraft.models.checkpoints.gguf_metadata import GgufVocabulary, TokenKind, named_token
 
 _BLANK = "▁"  # stands for " " in SentencePiece's tokens
 # Models by their names whose special tokens take the blanks that follow them, but for these tokens;

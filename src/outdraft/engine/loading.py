@@ -24,14 +24,14 @@ from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.kernels.choose import AUTO, automatic_dtype, check_option, choose_kernels, has_library
 from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel
+from outdraft.models.checkpoints.config_json import read_config, read_json
+from outdraft.models.checkpoints.files import resolve_model_path
 from outdraft.models.checkpoints.gguf_file import is_gguf
 from outdraft.models.checkpoints.quantization import read_quantization
 from outdraft.models.choose import check_shards, checkpoint_dtype, load_language_model
-from outdraft.models.decoder.config import read_config, read_json
-from outdraft.models.decoder.loader import resolve_model_path
 from outdraft.models.drafters.dflash_config import DFlashConfig
 from outdraft.models.drafters.eagle_config import EagleConfig
-from outdraft.models.drafters.method import drafter_method
+from outdraft.models.drafters.loading import drafter_method
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from torch import nn
 
 from outdraft.models.checkpoints.deferred import DeferredTensor, StoredParameter
 from outdraft.models.choose import transformers_loader
-from outdraft.models.decoder.linear import dtype_name
+from outdraft.models.modules import dtype_name
 
 _OUTSIDE = "read by the library's code"
 

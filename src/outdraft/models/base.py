@@ -18,8 +18,7 @@ from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.step_ops import StepRead, StepTask
-from outdraft.models.decoder.embedding import Embedding
-from outdraft.models.decoder.linear import Linear
+from outdraft.models.modules import Embedding, Linear
 from outdraft.models.shape import ModelShape
 
 

@@ -12,7 +12,8 @@ from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel
-from outdraft.models.decoder.config import ModelConfig, is_known, read_config
+from outdraft.models.checkpoints.config_json import read_config
+from outdraft.models.decoder.config import ModelConfig, is_known
 from outdraft.models.decoder.loader import load_model
 
 AUTO, TRANSFORMERS = "auto", "transformers"

@@ -9,10 +9,8 @@ from torch import Tensor, nn
 
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.data.coded_weight import CodedWeight
-from outdraft.models.checkpoints.deferred import DeferredTensor, StoredParameter
-from outdraft.models.checkpoints.stand_ins import StandIns
-from outdraft.models.checkpoints.tensors import StoredTensors
-from outdraft.models.decoder.loader import Place
+from outdraft.models.checkpoints.deferred import DeferredTensor, StandIns, StoredParameter
+from outdraft.models.checkpoints.files import Place, StoredTensors
 from outdraft.models.library.checkpoint import deferred_products
 
 NUMBERS = {

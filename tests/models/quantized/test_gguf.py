@@ -15,10 +15,11 @@ from outdraft.core.weight_format import BLOCK_FORMATS, WeightFormat
 from outdraft.engine.chat import ChatTemplate
 from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.kernels.choose import choose_kernels
+from outdraft.models.checkpoints.files import resolve_model_path
 from outdraft.models.checkpoints.gguf_weights import gguf_weights
 from outdraft.models.decoder.config import ModelConfig
-from outdraft.models.decoder.linear import linears_of
-from outdraft.models.decoder.loader import load_model, resolve_model_path
+from outdraft.models.decoder.loader import load_model
+from outdraft.models.modules import linears_of
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import chunked_logits, llama, mistral, qwen2, qwen3, randomised, save
 from tests.models.quantized.gguf_files import SIZES, byte_level, same_numbers, write_gguf

@@ -6,7 +6,7 @@ import pytest
 
 from outdraft.core.errors import ConfigError
 from outdraft.engine.gguf_tokenizer import tokenizer_of_gguf
-from outdraft.models.checkpoints.gguf_vocabulary import GgufVocabulary, TokenKind
+from outdraft.models.checkpoints.gguf_metadata import GgufVocabulary, TokenKind
 
 
 def metadata(*tokens: str, kind: TokenKind = TokenKind.NORMAL, **named: int) -> dict[str, Any]:

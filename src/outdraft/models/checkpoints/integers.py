@@ -15,9 +15,9 @@ from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
+from outdraft.models.checkpoints.files import StoredTensors
 from outdraft.models.checkpoints.quantization import Storage, WeightScheme
 from outdraft.models.checkpoints.stored import GroupedCodes, StoredWeight, tile_for
-from outdraft.models.checkpoints.tensors import StoredTensors
 
 # Where AWQ puts output j of eight: the bits from 4 * _AWQ_PLACES[j] of a word.
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]

@@ -16,7 +16,7 @@ from outdraft.kernels.data.block_weight import fits_tiles
 from outdraft.kernels.data.coded_weight import Codes, joined
 from outdraft.models.checkpoints.slots import Slot
 from outdraft.models.checkpoints.stored import CUT_GROUP, StoredWeight
-from outdraft.models.decoder.linear import Linear
+from outdraft.models.modules import Linear
 
 
 @dataclass(frozen=True, slots=True)

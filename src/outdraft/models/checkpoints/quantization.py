@@ -1,14 +1,18 @@
 """What config.json says about the quantisation of a checkpoint's weights."""
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from outdraft.core.errors import ConfigError
 
 _KEY = "config.json: quantization_config"
+_WEIGHT_ONLY = "the checkpoint was made for %s: only its weights are quantised here"
+_logger = logging.getLogger(__name__)
 
 
 class Storage(StrEnum):
@@ -94,6 +98,23 @@ def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
             f"{_KEY}: quant_method {method!r} is not supported; supported: {', '.join(_METHODS)}"
         )
     return _METHODS[method](values)
+
+
+def check_unquantised(path: Path, quantization: Quantization | None) -> None:
+    """Raise ConfigError if random weights would not be as those of the checkpoint are."""
+    if quantization is not None:
+        raise ConfigError(
+            f"load_format 'dummy' makes plain weights, but those of {path} are quantised "
+            f"({quantization.method})"
+        )
+
+
+def log_purpose(quantization: Quantization) -> None:
+    """Log what a checkpoint was made for besides, which is not quantised here."""
+    if quantization.activations:
+        _logger.info(_WEIGHT_ONLY, quantization.activations)
+    if quantization.kv_cache:
+        _logger.info("the checkpoint was made for a quantised cache: keys and values stay as wide")
 
 
 def _compressed_tensors(values: Mapping[str, Any]) -> Quantization:

@@ -7,12 +7,17 @@ import re
 from collections.abc import Container, Mapping
 
 from outdraft.core.errors import ConfigError
-from outdraft.models.checkpoints.floats import FLOAT8, float_stacks, float_weight
+from outdraft.models.checkpoints.files import Place, StoredTensors
+from outdraft.models.checkpoints.floats import (
+    FLOAT8,
+    float_stacks,
+    float_weight,
+    mxfp4_stacks,
+    parts_of,
+)
 from outdraft.models.checkpoints.integers import integer_weight
-from outdraft.models.checkpoints.mxfp4 import mxfp4_stacks, parts_of
 from outdraft.models.checkpoints.quantization import Quantization, Storage, WeightScheme
 from outdraft.models.checkpoints.stored import StoredStack, StoredWeight
-from outdraft.models.checkpoints.tensors import Place, StoredTensors
 
 _OF_WEIGHT = (
     *("weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point"),

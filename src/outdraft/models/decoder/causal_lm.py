@@ -22,10 +22,16 @@ from outdraft.kernels.rank_products import PaddedProduct
 from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.models.checkpoints.slots import Slot, rows_of
 from outdraft.models.decoder.config import ModelConfig
-from outdraft.models.decoder.embedding import Embedding, is_one_tensor
 from outdraft.models.decoder.layers import Decoder, Kind, drafted_share, first_drafts, product_of
-from outdraft.models.decoder.linear import Linear, memory_bytes, numbers_of, pack_linears
-from outdraft.models.decoder.norm import RMSNorm
+from outdraft.models.modules import (
+    Embedding,
+    Linear,
+    RMSNorm,
+    is_one_tensor,
+    memory_bytes,
+    numbers_of,
+    pack_linears,
+)
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS
 
 EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"

@@ -23,9 +23,8 @@ from outdraft.kernels.rank_products import Spread, SummedProduct
 from outdraft.kernels.reference.pointwise import rotate
 from outdraft.models.checkpoints.slots import Slot, Slots, slot_of
 from outdraft.models.decoder.config import ModelConfig
-from outdraft.models.decoder.linear import Linear
-from outdraft.models.decoder.norm import RMSNorm, norm_weight
 from outdraft.models.decoder.rotary import Rotary
+from outdraft.models.modules import Linear, RMSNorm, norm_weight
 
 # Ids that a drafter with a large vocabulary chooses among, beside those of texts: 92 to 97 % of the
 # tokens of English and code, in a vocabulary of 152,000.

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outdraft.models.decoder.rope_config import RopeConfig, RopeKind
+from outdraft.models.decoder.config import RopeConfig, RopeKind
 
 
 class Rotary(nn.Module):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outdraft.core.errors import ConfigError
-from outdraft.models.checkpoints.counts import read_count, read_object
+from outdraft.models.checkpoints.config_json import read_count, read_object
 from outdraft.models.decoder.config import ModelConfig
 
 SPECULATORS_KIND = "speculators_model_type"

@@ -27,23 +27,21 @@ from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.kernels.decoder_ops import DecoderPass
 from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
-from outdraft.models.checkpoints.slots import Slot, slot_of
-from outdraft.models.decoder.config import read_json
+from outdraft.models.checkpoints.config_json import read_json
+from outdraft.models.checkpoints.files import tensor_places, weight_files
+from outdraft.models.checkpoints.slots import Slot, fill_slots, slot_of
 from outdraft.models.decoder.layers import Decoder, DecoderLayer, Kind, product_of
-from outdraft.models.decoder.linear import Linear, linears_of, memory_bytes
-from outdraft.models.decoder.loader import fill_slots, tensor_places, weight_files
-from outdraft.models.decoder.norm import RMSNorm
 from outdraft.models.drafters.config import check_taps
 from outdraft.models.drafters.dflash_config import DFlashConfig
-from outdraft.models.drafters.tables import DrafterTables
-from outdraft.models.drafters.target_tables import TargetTables
-from outdraft.models.drafters.tensors import (
+from outdraft.models.drafters.loading import (
     OF_TRAINING,
     check_fit,
     drop_the_targets_embedding,
     drop_the_targets_head,
     take_draft_ids,
 )
+from outdraft.models.drafters.tables import DrafterTables, TargetTables
+from outdraft.models.modules import Linear, RMSNorm, linears_of, memory_bytes
 from outdraft.models.shape import DRAFT_RANKS
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from outdraft.config.speculation import BLOCK_SOURCES
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError, did_you_mean
-from outdraft.models.checkpoints.counts import read_count, read_mask_token
+from outdraft.models.checkpoints.config_json import read_count, read_mask_token
 from outdraft.models.decoder.config import ModelConfig
 from outdraft.models.drafters.config import (
     SPECULATORS_KIND,

@@ -24,22 +24,12 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
-from outdraft.models.checkpoints.stand_ins import Packing
+from outdraft.models.checkpoints.deferred import Packing
+from outdraft.models.checkpoints.files import tensor_places, weight_files
 from outdraft.models.decoder.layers import product_of
-from outdraft.models.decoder.linear import memory_bytes
-from outdraft.models.decoder.loader import tensor_places, weight_files
-from outdraft.models.drafters.target_tables import TargetTables
-from outdraft.models.library.attention import (
-    NAME,
-    LayerAttention,
-    PagedAttention,
-    Survey,
-    computed_by,
-    register,
-)
+from outdraft.models.drafters.tables import TargetTables
 from outdraft.models.library.checkpoint import matches
 from outdraft.models.library.experts import replace_experts
-from outdraft.models.library.layers import fuse_layers
 from outdraft.models.library.loader import (
     LOADING,
     causal_class,
@@ -49,9 +39,19 @@ from outdraft.models.library.loader import (
     read_config,
 )
 from outdraft.models.library.model import TransformersModel
-from outdraft.models.library.operations import leaves_threads, one_torch_thread
-from outdraft.models.library.products import pack_products
+from outdraft.models.library.operations import (
+    NAME,
+    LayerAttention,
+    PagedAttention,
+    Survey,
+    computed_by,
+    leaves_threads,
+    one_torch_thread,
+    register,
+)
+from outdraft.models.library.products import fuse_layers, pack_products
 from outdraft.models.library.survey import FAILURES, makes_window_masks, with_windows
+from outdraft.models.modules import memory_bytes
 from outdraft.models.shape import DRAFT_RANKS, ModelShape
 
 

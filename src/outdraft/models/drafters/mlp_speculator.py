@@ -29,20 +29,13 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.models.base import LanguageModel
-from outdraft.models.checkpoints.counts import read_count
-from outdraft.models.checkpoints.slots import Slot, rows_of
-from outdraft.models.decoder.config import read_json
+from outdraft.models.checkpoints.config_json import read_count, read_json
+from outdraft.models.checkpoints.files import Place, read_tensor, tensor_places, weight_files
+from outdraft.models.checkpoints.slots import Slot, fill_slots, rows_of
 from outdraft.models.decoder.layers import Kind
-from outdraft.models.decoder.linear import Linear, memory_bytes, pack_linears
-from outdraft.models.decoder.loader import (
-    Place,
-    fill_slots,
-    read_tensor,
-    tensor_places,
-    weight_files,
-)
-from outdraft.models.drafters.target_tables import TargetTables, vocabulary_linear
-from outdraft.models.drafters.tensors import check_sizes
+from outdraft.models.drafters.loading import check_sizes
+from outdraft.models.drafters.tables import TargetTables, vocabulary_linear
+from outdraft.models.modules import Linear, memory_bytes, pack_linears
 
 _ARCHITECTURE, _MODEL_TYPE = "MLPSpeculatorPreTrainedModel", "mlp_speculator"
 _PREFIX = "speculator."

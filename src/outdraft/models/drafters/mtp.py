@@ -19,12 +19,14 @@ from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.models.base import StateNetwork
+from outdraft.models.checkpoints.config_json import read_config
+from outdraft.models.checkpoints.files import tensor_places, weight_files
+from outdraft.models.checkpoints.slots import fill_slots
 from outdraft.models.decoder.causal_lm import CausalLM
-from outdraft.models.decoder.config import ModelConfig, read_config
-from outdraft.models.decoder.loader import fill_slots, tensor_places, weight_files
+from outdraft.models.decoder.config import ModelConfig
 from outdraft.models.drafters.eagle import EagleNetwork
 from outdraft.models.drafters.eagle_config import EagleConfig
-from outdraft.models.drafters.target_tables import TargetTables
+from outdraft.models.drafters.tables import TargetTables
 
 FIELD = "num_nextn_predict_layers"
 # Names of MiMo's, and what EAGLE's repository calls the same; others are of the layer.

@@ -15,18 +15,17 @@ from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.models.checkpoints.deferred import DeferredTensor, StoredParameter
-from outdraft.models.checkpoints.placing import told
-from outdraft.models.checkpoints.quantization import Quantization
-from outdraft.models.checkpoints.reader import read_stacks, read_stored
-from outdraft.models.checkpoints.stored import StoredStack, StoredWeight
-from outdraft.models.checkpoints.tensors import StoredTensors
-from outdraft.models.decoder.loader import (
+from outdraft.models.checkpoints.files import (
     Place,
+    StoredTensors,
     read_tensor,
-    tell_purpose,
     tensor_places,
     weight_files,
 )
+from outdraft.models.checkpoints.placing import told
+from outdraft.models.checkpoints.quantization import Quantization, log_purpose
+from outdraft.models.checkpoints.reader import read_stacks, read_stored
+from outdraft.models.checkpoints.stored import StoredStack, StoredWeight
 
 # What has no meaning without scales.
 _CODES = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I32", "I8", "U8"}
@@ -159,7 +158,7 @@ def open_quantised(
         ConfigError: a file is missing or damaged, or tensors of quantised weights do not fit each
             other.
     """
-    tell_purpose(quantization)
+    log_purpose(quantization)
     found = tensor_places(
         weight_files(path), lambda name: None if matches(name, left_out) else name
     )

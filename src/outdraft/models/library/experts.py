@@ -19,8 +19,7 @@ from outdraft.core.routed_weights import RoutedWeights
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.data.coded_weight import Codes, joined
 from outdraft.kernels.expert_ops import Activation, Experts, ExpertWeights, Gate
-from outdraft.models.checkpoints.deferred import StoredParameter
-from outdraft.models.checkpoints.stand_ins import Packing
+from outdraft.models.checkpoints.deferred import Packing, StoredParameter
 
 _logger = logging.getLogger(__name__)
 

@@ -25,6 +25,8 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from outdraft.core.errors import ConfigError
+from outdraft.models.checkpoints.config_json import read_config
+from outdraft.models.checkpoints.files import listed
 from outdraft.models.checkpoints.gguf_file import GgufTensor, open_gguf
 from outdraft.models.checkpoints.gguf_metadata import (
     ARCHITECTURE,
@@ -35,8 +37,6 @@ from outdraft.models.checkpoints.gguf_metadata import (
 )
 from outdraft.models.checkpoints.gguf_weights import gguf_weights, stored_tensor
 from outdraft.models.checkpoints.stored import StoredWeight
-from outdraft.models.decoder.config import read_config
-from outdraft.models.decoder.loader import listed
 from outdraft.models.library.checkpoint import QuantisedCheckpoint
 from outdraft.models.library.gguf_config import LONG, SHORT
 

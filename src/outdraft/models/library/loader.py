@@ -3,6 +3,10 @@
 Only safetensors are read, and no code of a checkpoint is run. What cannot be computed exactly is
 refused by name: networks with recurrent state, encoders, attention that the library keeps to
 itself.
+
+The library lets two kinds of rotary embedding change with the longest text of a batch. Keys in the
+cache would then not fit those of later rows, and a text would depend on those beside it. Here they
+follow from the longest text that the engine reads, as those of the other models do.
 """
 
 import copy
@@ -20,6 +24,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers import logging as library_logging
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -31,15 +36,13 @@ from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.shapes import LayerCacheShape
-from outdraft.models.checkpoints.counts import read_token_ids
+from outdraft.models.checkpoints.config_json import read_config as read_raw_config
+from outdraft.models.checkpoints.config_json import read_generation_config, read_token_ids
+from outdraft.models.checkpoints.deferred import Packing, StandIns
+from outdraft.models.checkpoints.files import listed, tensor_places, weight_files
 from outdraft.models.checkpoints.gguf_file import is_gguf
 from outdraft.models.checkpoints.placing import kept_already
-from outdraft.models.checkpoints.quantization import read_quantization
-from outdraft.models.checkpoints.stand_ins import Packing, StandIns
-from outdraft.models.decoder.config import read_config as read_raw_config
-from outdraft.models.decoder.config import read_generation_config
-from outdraft.models.decoder.loader import check_unquantised, listed, tensor_places, weight_files
-from outdraft.models.library.attention import NAME, LayerAttention, attention_modules, register
+from outdraft.models.checkpoints.quantization import check_unquantised, read_quantization
 from outdraft.models.library.checkpoint import (
     NO_CPU,
     NO_PRODUCT,
@@ -47,20 +50,24 @@ from outdraft.models.library.checkpoint import (
     matches,
     open_quantised,
 )
-from outdraft.models.library.expert_parts import divide_experts
 from outdraft.models.library.experts import replace_experts
 from outdraft.models.library.gguf import library_config, open_gguf_checkpoint
-from outdraft.models.library.layers import fuse_layers
 from outdraft.models.library.model import TransformersModel
-from outdraft.models.library.operations import catch_operations
-from outdraft.models.library.products import keeps_codes, pack_products
-from outdraft.models.library.ranks import check_division, divide
-from outdraft.models.library.rope import fix_frequencies
-from outdraft.models.library.survey import check_packed, survey_attention
-from outdraft.models.library.text import (
+from outdraft.models.library.operations import (
+    NAME,
+    LayerAttention,
+    attention_modules,
+    catch_operations,
+    register,
+)
+from outdraft.models.library.products import fuse_layers, keeps_codes, pack_products
+from outdraft.models.library.ranks import check_division, divide, divide_experts
+from outdraft.models.library.survey import (
+    check_packed,
     leave_out_beside_the_text,
     leave_out_unreached,
     reached_modules,
+    survey_attention,
     text_part,
 )
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS, ModelShape
@@ -72,6 +79,8 @@ LOADING = Lock()  # meanwhile the library changes torch's default dtype, for all
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _ATTENTION_TABLE = "ALL_ATTENTION_FUNCTIONS"
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_MOVING = ("dynamic", "longrope")
+_FIXED = "fixed"  # no kind of the library: nothing is updated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,3 +417,32 @@ def _intermediate_size(config: PretrainedConfig) -> int:
     elif sizes and type(per_row) is int:
         sizes.append(max(sizes) * per_row)
     return max(sizes, default=4 * config.hidden_size)
+
+
+def fix_frequencies(model: nn.Module, context_len: int) -> bool:
+    """Set the frequencies for texts of up to so many tokens; whether there are such."""
+    found = False
+    for module in model.modules():
+        rope_type = getattr(module, "rope_type", None)
+        if isinstance(rope_type, str) and rope_type in _MOVING:
+            _fix(module, rope_type, None, context_len)
+            module.rope_type = _FIXED  # pyright: ignore[reportArgumentType]
+            found = True
+        elif isinstance(rope_type, dict):
+            for layer_type, kind in rope_type.items():
+                if kind in _MOVING:
+                    _fix(module, kind, layer_type, context_len)
+                    rope_type[layer_type] = _FIXED
+                    found = True
+    return found
+
+
+def _fix(module: nn.Module, kind: str, layer_type: str | None, context_len: int) -> None:
+    options = {} if layer_type is None else {"layer_type": layer_type}
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    own = getattr(module, f"{prefix}inv_freq")
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](
+        module.config, own.device, seq_len=context_len, **options
+    )
+    own.copy_(frequencies)
+    setattr(module, f"{prefix}attention_scaling", scaling)

@@ -23,12 +23,15 @@ from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.step_ops import StepRead, StepTask
-from outdraft.models.decoder.embedding import Embedding, is_one_tensor
-from outdraft.models.decoder.linear import memory_bytes, numbers_of
-from outdraft.models.library.attention import PagedAttention, computed_by
 from outdraft.models.library.experts import routed_weights
-from outdraft.models.library.operations import leaves_threads, one_torch_thread
+from outdraft.models.library.operations import (
+    PagedAttention,
+    computed_by,
+    leaves_threads,
+    one_torch_thread,
+)
 from outdraft.models.library.products import FlatLinear, table_of
+from outdraft.models.modules import Embedding, is_one_tensor, memory_bytes, numbers_of
 from outdraft.models.shape import ModelShape
 
 

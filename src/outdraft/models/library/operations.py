@@ -1,24 +1,170 @@
-"""Calls of torch inside a transformers model that have to be the engine's.
+"""Operations inside a transformers model that the engine computes: attention, and calls of torch.
+
+The library lets other code compute attention: a registered function gets the queries, keys and
+values of a layer. Ours writes keys and values to the cache, and attends over it. No mask is built:
+the batch says what each row sees. Rows of all requests are one flat text, [1, T], whose positions
+are given.
 
 Where the library has no table to register a function in, the calls of one module are caught.
 Falcon attends by torch's function; routers multiply by it, and torch's products give a row other
 bits beside other rows, so that a text could go to other experts because of its neighbours.
+
+Dimension key: T rows, H heads, G kv heads, C head size of queries and keys, E that of values or
+outputs of a product, N all numbers of one row.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface
 
+from outdraft.attention.base import AttentionBackend, AttentionForm, AttentionMetadata, LayerCache
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.ops import Kernels, Product
-from outdraft.models.library.attention import attend
 
+NAME = "outdraft"  # of the attention function, among those of the library
+# What the library says of a layer's attention, by its own names.
+_WINDOW, _SOFT_CAP, _SINKS = "sliding_window", "softcap", "s_aux"
+# What it passes beside, which changes nothing for flat rows.
+_IGNORED = {"dropout", "is_causal", "position_ids", "position_embeddings", "use_cache"}
 _ROUTERS = ("Router", "Gate")  # how the library's classes of routers end
+
+# Computes the attention of a module: [T, H, E] of its queries, keys, values and options.
+_Attention = Callable[[nn.Module, Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
+_attention: ContextVar[_Attention] = ContextVar("attention")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """The attention of one layer, as the library calls it."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+    form: AttentionForm
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttention:
+    """A pass over the cache."""
+
+    backend: AttentionBackend
+    layers: Mapping[nn.Module, tuple[LayerCache, AttentionForm]]
+    metadata: AttentionMetadata
+
+    def __call__(
+        self,
+        module: nn.Module,
+        q_THC: Tensor,
+        k_TGC: Tensor,
+        v_TGE: Tensor,
+        options: Mapping[str, Any],
+    ) -> Tensor:
+        cache, form = self.layers[module]
+        self.backend.write(k_TGC, v_TGE, cache, self.metadata.slots_T)
+        return self.backend.attend(q_THC, cache, self.metadata, form)
+
+
+class Survey:
+    """A pass that finds out what attention the layers ask for. What it returns means nothing.
+
+    Attributes:
+        seen_2N: queries, keys and values of two rows, of float64.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[nn.Module, LayerAttention] = {}
+        self.seen_2N: list[Tensor] = []
+
+    def __call__(
+        self,
+        module: nn.Module,
+        q_THC: Tensor,
+        k_TGC: Tensor,
+        v_TGE: Tensor,
+        options: Mapping[str, Any],
+    ) -> Tensor:
+        if module in self.found:
+            raise ConfigError(f"{type(module).__name__} attends twice in one pass")
+        num_heads, key_size = q_THC.shape[1:]
+        num_kv_heads, value_size = v_TGE.shape[1:]
+        form = _form_of(module, key_size, options)
+        self.seen_2N += [heads.flatten(1).double() for heads in (q_THC, k_TGC, v_TGE)]
+        self.found[module] = LayerAttention(num_heads, num_kv_heads, key_size, value_size, form)
+        return v_TGE.repeat_interleave(num_heads // num_kv_heads, dim=1)
+
+
+@contextmanager
+def computed_by(attention: _Attention) -> Generator[None]:
+    """Inside, the layers' attention is computed so."""
+    token = _attention.set(attention)
+    try:
+        yield
+    finally:
+        _attention.reset(token)
+
+
+def register() -> None:
+    """Make `NAME` known to the library."""
+    AttentionInterface.register(NAME, attend)
+
+
+def attend(
+    module: nn.Module,
+    q_1HTC: Tensor,
+    k_1GTC: Tensor,
+    v_1GTE: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """[1, T, H, E], as the library's attention functions.
+
+    Raises:
+        ConfigError: the layer has made a mask of its own, although it was given none.
+    """
+    if attention_mask is not None:
+        raise ConfigError(f"{type(module).__name__} adds to the scores of its attention")
+    q_THC, k_TGC, v_TGE = (heads[0].transpose(0, 1) for heads in (q_1HTC, k_1GTC, v_1GTE))
+    return _attention.get()(module, q_THC, k_TGC, v_TGE, options)[None], None
+
+
+def _form_of(module: nn.Module, key_size: int, options: Mapping[str, Any]) -> AttentionForm:
+    """What the options mean.
+
+    Raises:
+        ConfigError: one of them is not supported.
+    """
+    known = {"scaling", _WINDOW, _SOFT_CAP, _SINKS}
+    for name, value in options.items():
+        if name not in known | _IGNORED and value is not None and value is not False:
+            raise ConfigError(f"{type(module).__name__} asks for attention with {name}={value!r}")
+    if getattr(module, "is_causal", True) is not True:
+        raise ConfigError(f"{type(module).__name__} looks ahead in the text")
+    scale = options.get("scaling")
+    sinks_H = options.get(_SINKS)
+    return AttentionForm(
+        scale=key_size**-0.5 if scale is None else float(scale),
+        window=options.get(_WINDOW),
+        soft_cap=options.get(_SOFT_CAP),
+        sinks_H=None if sinks_H is None else sinks_H.detach(),
+    )
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """Those that know which layer they are in and attend."""
+    return [
+        module
+        for module in model.modules()
+        if hasattr(module, "layer_idx") and "Attention" in type(module).__name__
+    ]
 
 
 def catch_operations(module: nn.Module, kernels: Kernels) -> None:

@@ -1,22 +1,29 @@
-"""What a transformers model does with its rows, found out by passes over two of them.
+"""Passes over two rows that find out what a transformers model does with them, and what they reach.
 
 The engine may give a model rows of any texts in any order. That is right only if rows meet in
 attention alone, and if each follows from its position, not from its place among the rows. The
 library's code need not say so: it can take positions and ignore them. So it is tried.
 
+Many families are published with parts for pictures or sound. Texts do not meet them: they are left
+out, and take no memory.
+
 Dimension key: N all numbers of one row.
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable, Set
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from outdraft.attention.base import AttentionForm
 from outdraft.core.errors import ConfigError
-from outdraft.models.library.attention import LayerAttention, Survey, computed_by
+from outdraft.models.library.operations import LayerAttention, Survey, computed_by
 
 _WINDOW_MASK = "create_sliding_window_causal_mask"  # what makes the library's masks of windows
 # What the library's code raises where it cannot do what it is asked for.
@@ -124,3 +131,59 @@ def with_windows(
 def makes_window_masks(kinds: Iterable[type]) -> bool:
     """Whether the code of one of these classes does; a text may be of another family's code."""
     return any(hasattr(sys.modules[kind.__module__], _WINDOW_MASK) for kind in kinds)
+
+
+def text_part(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, or the part of it that is a whole language model, head included."""
+    kinds: Any = tuple(MODEL_FOR_CAUSAL_LM_MAPPING.values())
+    whole: list[Any] = [part for part in model.children() if isinstance(part, kinds)]
+    return whole[0] if len(whole) == 1 else model
+
+
+@contextmanager
+def reached_modules() -> Generator[set[nn.Module]]:
+    """Those that compute anything inside."""
+    reached = set[nn.Module]()
+    hook = register_module_forward_pre_hook(lambda module, _: reached.add(module))
+    try:
+        yield reached
+    finally:
+        hook.remove()
+
+
+def leave_out_unreached(model: PreTrainedModel, reached: Set[nn.Module]) -> list[str]:
+    """Drop the large parts that a text does not reach; returns their names.
+
+    Looked at are the parts of the model and those of the network before its head: inside a layer
+    it depends on the text what is reached, as of experts.
+    """
+    dropped = list[str]()
+    networks = [part for part in model.children() if isinstance(part, PreTrainedModel)]
+    for parent in (model, *networks):
+        for name, part in list(parent.named_children()):
+            has_weights = next(part.parameters(), None) is not None
+            if has_weights and reached.isdisjoint(part.modules()):
+                setattr(parent, name, None)
+                dropped.append(name)
+    return dropped
+
+
+def leave_out_beside_the_text(model: PreTrainedModel) -> None:
+    """Drop what most likely no text reaches, as far as configurations tell; no pass is made.
+
+    These are the parts that lie beside a network of the text's kind and hold none.
+    """
+    text, head = type(model.config.get_text_config()), model.get_output_embeddings()
+    reads_text = {
+        part
+        for part in model.modules()
+        if part is head or (isinstance(part, PreTrainedModel) and type(part.config) is text)
+    }
+    for network in list(model.modules()):
+        if not isinstance(network, PreTrainedModel) or type(network.config) is text:
+            continue
+        if reads_text.isdisjoint(network.modules()):
+            continue
+        for name, part in list(network.named_children()):
+            if reads_text.isdisjoint(part.modules()):
+                setattr(network, name, None)

@@ -1,12 +1,60 @@
-"""Values in a checkpoint's config.json."""
+"""The config.json of a checkpoint, and typed values in it."""
 
+import json
 import math
 from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from outdraft.core.errors import ConfigError
+from outdraft.models.checkpoints.gguf_file import is_gguf
+from outdraft.models.checkpoints.gguf_metadata import config_of_gguf, has_own_network
 
 MASK_KEYS = ("pard_token", "mask_token_id", "ptd_token_id")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config.json of a checkpoint directory, or what a GGUF file says in its place.
+
+    Raises:
+        ConfigError: there is none, or a GGUF file cannot be read.
+    """
+    if not is_gguf(path):
+        return read_json(path / "config.json")
+    if has_own_network(path):
+        return config_of_gguf(path)
+    try:
+        of_library = import_module("outdraft.models.library.gguf_config")
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} is of an architecture that outdraft runs through the transformers library: "
+            f"pip install 'outdraft[gguf,transformers]' ({error})"
+        ) from error
+    return of_library.mapped_config(path)
+
+
+def read_generation_config(path: Path) -> dict[str, Any]:
+    """The generation_config.json of a checkpoint directory; empty if there is none."""
+    file = path / "generation_config.json"
+    return read_json(file) if file.is_file() else {}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ConfigError: there is no such file, or it holds something else.
+    """
+    try:
+        content: object = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    return content  # pyright: ignore[reportUnknownVariableType]  # keys of a JSON object are str
 
 
 def read_count(raw: Mapping[str, Any], *keys: str, default: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""What loading several kinds of drafters has in common.
+"""Steps that loading has in common for several drafters, and the method that a checkpoint is for.
 
 A checkpoint may hold a copy of a table of the target's, and it may draft some tokens only.
 
@@ -14,19 +14,25 @@ from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.models.base import LanguageModel
+from outdraft.models.checkpoints.config_json import read_json
+from outdraft.models.checkpoints.files import Place, read_tensor, tensor_places, weight_files
 from outdraft.models.checkpoints.gguf_file import is_gguf
-from outdraft.models.checkpoints.slots import rows_of
+from outdraft.models.checkpoints.slots import read_part, rows_of
 from outdraft.models.decoder.causal_lm import EMBEDDING_NAME, HEAD_NAME
-from outdraft.models.decoder.loader import (
-    Place,
-    read_part,
-    read_tensor,
-    tensor_places,
-    weight_files,
-)
-from outdraft.models.drafters.config import DrafterConfig
+from outdraft.models.drafters.config import SPECULATORS_KIND, DrafterConfig
 
 OF_TRAINING = ("verifier_norm.weight", "verifier_lm_head.weight")  # copies of the target's
+# Parts of names that config.json gives, and the methods they are for; the first one counts.
+_METHODS = {
+    "medusa": "medusa",
+    "mlp_speculator": "mlp_speculator",
+    "mlpspeculator": "mlp_speculator",
+    "dspark": "dspark",
+    "dflash": "dflash",
+    "eagle3": "eagle3",
+    "peagle": "eagle3",
+    "eagle": "eagle",
+}
 
 
 def check_sizes(raw: Mapping[str, Any], target: LanguageModel, *, hidden_key: str) -> None:
@@ -139,3 +145,26 @@ def _read_ints(place: Place, shape: tuple[int, ...]) -> Tensor:
             f"asks for {list(shape)} of whole numbers"
         )
     return tensor.long()
+
+
+def drafter_method(path: Path) -> str | None:
+    """The method whose drafter a checkpoint holds; None: as far as can be seen it is a model.
+
+    Raises:
+        ConfigError: there is no readable config.json, or there are no readable weights.
+    """
+    if is_gguf(path):
+        return None
+    raw = read_json(path / "config.json")
+    kinds = raw.get(SPECULATORS_KIND), raw.get("model_type"), raw.get("architectures")
+    names = str(kinds).lower()
+    for part, method in _METHODS.items():
+        if part in names:
+            return method
+    if "medusa_num_heads" in raw:
+        return "medusa"
+    # EAGLE's authors call theirs a Llama.
+    if raw.get("draft_vocab_size") is not None:
+        return "eagle3"
+    places = tensor_places(weight_files(path), lambda name: name.removeprefix("model."))
+    return "eagle" if "fc.weight" in places else None

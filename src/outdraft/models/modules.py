@@ -1,6 +1,8 @@
-"""A linear layer. Its weight is packed once, when it is loaded, as its kernel reads it fastest.
+"""Modules that networks are built of: a linear layer, an embedding, a norm.
 
-Dimension key: T rows, D inputs, E outputs.
+A linear layer's weight is packed once, when it is loaded, as its kernel reads it fastest.
+
+Dimension key: T rows, D inputs or hidden, E outputs, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,9 +12,11 @@ from torch import Tensor, nn
 
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.data.coded_weight import Codes
+from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.ops import Kernels, Product
 from outdraft.kernels.rank_products import Spread
 from outdraft.kernels.reference.linear import linear
+from outdraft.kernels.reference.pointwise import rms_norm
 
 
 class Linear(nn.Module):
@@ -132,3 +136,67 @@ def memory_bytes(module: nn.Module) -> int:
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class Embedding(nn.Module):
+    """A table [V, D].
+
+    Attributes:
+        weight: its numbers; None: they are codes.
+        table: what is read.
+    """
+
+    def __init__(self, table: EmbeddingTable) -> None:
+        super().__init__()
+        numbers = table.source
+        self.weight: nn.Parameter | None = None
+        if isinstance(numbers, Tensor):
+            self.weight = nn.Parameter(numbers, requires_grad=False)
+        self.table, self._owns_codes = table, False
+
+    def take(self, product: Product, *, is_shared: bool) -> None:
+        """Read the outputs of a product from now on; the numbers are freed.
+
+        Args:
+            is_shared: it is a head, which counts its bytes.
+        """
+        self.table = EmbeddingTable(
+            product, self.table.num_tokens, self.table.size, self.table.dtype
+        )
+        self.weight, self._owns_codes = None, not is_shared
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of codes that no head counts."""
+        return self.table.nbytes if self._owns_codes else 0
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """The vectors of int64 ids of any shape, [*, D]."""
+        return self.table(token_ids)
+
+
+def is_one_tensor(table: EmbeddingTable, head: Linear) -> bool:
+    """Whether an embedding reads what a head multiplies: its codes, or its plain weight."""
+    if isinstance(table.source, Tensor):
+        weight = head.weight
+        return weight is not None and weight.data_ptr() == table.source.data_ptr()
+    return table.source is head.product
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight; memory is not initialised."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        weight_D = torch.empty(size, dtype=dtype, device=device)
+        self.weight = nn.Parameter(weight_D, requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """[T, D] of x's dtype."""
+        return rms_norm(x_TD, self.weight, self.eps)
+
+
+def norm_weight(norm: RMSNorm | None) -> Tensor | None:
+    """The weight, if there is a norm."""
+    return None if norm is None else norm.weight.data
