@@ -45,7 +45,7 @@ class _Report:
         tile = placing.tile if self.has_tiles else None
         for name in names:
             if tile is not None:
-                stored, _ = placing.stored[name]
+                stored = placing.weights[name]
                 own = stored.tile if tile.is_blocks else tile
                 kept_as = f"{own}, codes and scales as stored ({stored.label})"
                 yield kept_as, replace(stored, tile=own).coded_bytes

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from outdraft.models.checkpoints.deferred import DeferredTensor, StoredParameter
+from outdraft.models.checkpoints.deferred import DeferredTensor
+from outdraft.models.checkpoints.stored import StoredParameter
 from outdraft.models.choose import transformers_loader
 from outdraft.models.modules import dtype_name
 

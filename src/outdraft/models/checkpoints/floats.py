@@ -22,7 +22,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.models.checkpoints.files import StoredTensors
 from outdraft.models.checkpoints.quantization import WeightScheme
-from outdraft.models.checkpoints.stored import GroupedCodes, StoredStack, StoredWeight
+from outdraft.models.checkpoints.stored import GroupedCodes, StoredParameter, StoredWeight
 
 FLOAT8 = "F8_E4M3"
 _NO_TILES = "there are no tiles of 8-bit floats"
@@ -84,7 +84,7 @@ def _read(
 
 def float_stacks(
     tensors: StoredTensors, scheme: WeightScheme
-) -> Iterator[tuple[str, str, StoredStack]]:
+) -> Iterator[tuple[str, str, StoredParameter]]:
     """Experts that are one parameter [X, R, C]: its name, that of its scales, and its numbers.
 
     Scales are [X], or have one number for all rows, for a row, or for a block of rows; likewise for
@@ -118,7 +118,7 @@ def float_stacks(
             )
             for index in range(num_experts)
         ]
-        yield name, scales, StoredStack(weights, is_turned=False)
+        yield name, scales, StoredParameter([[one] for one in weights], is_stack=True)
 
 
 def _read_at(
@@ -134,7 +134,7 @@ def _read_at(
     return numbers_RC.mul_(found)
 
 
-def mxfp4_stacks(tensors: StoredTensors) -> dict[str, StoredStack]:
+def mxfp4_stacks(tensors: StoredTensors) -> dict[str, StoredParameter]:
     """By the names of the parameters, which have inputs before outputs.
 
     Raises:
@@ -149,7 +149,7 @@ def parts_of(name: str) -> tuple[str, str]:
     return name + _BLOCKS, name + _SCALES
 
 
-def _mxfp4_stack(tensors: StoredTensors, name: str) -> StoredStack:
+def _mxfp4_stack(tensors: StoredTensors, name: str) -> StoredParameter:
     blocks, scales = parts_of(name)
     shape = tensors.shape(blocks)
     if len(shape) != 4 or shape[3] != _GROUP // 2 or tensors.shape(scales) != shape[:3]:
@@ -169,7 +169,7 @@ def _mxfp4_stack(tensors: StoredTensors, name: str) -> StoredStack:
         )
         for index in range(num_experts)
     ]
-    return StoredStack(weights, is_turned=True)
+    return StoredParameter([[one] for one in weights], is_stack=True, is_transposed=True)
 
 
 def _read_mxfp4(tensors: StoredTensors, name: str, index: int) -> GroupedCodes:

@@ -209,9 +209,9 @@ def config_of_gguf(path: Path) -> dict[str, Any]:
     name, tensors, of_model = file.values[ARCHITECTURE], file.tensors, values_of_model(file)
     refuse_unread(file, of_model.keys() - {*_SIZES.values(), "attention.value_length", *ROPE_KEYS})
     rope = rope_of(of_model)
-    num_turned = of_model.get("rope.dimension_count")
-    if num_turned not in (None, of_model.get("attention.key_length", num_turned)):
-        raise ConfigError(f"GGUF: rope.dimension_count {num_turned} of a part of each head")
+    rotary_size = of_model.get("rope.dimension_count")
+    if rotary_size not in (None, of_model.get("attention.key_length", rotary_size)):
+        raise ConfigError(f"GGUF: rope.dimension_count {rotary_size} of a part of each head")
     config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[name]],
         "model_type": name,

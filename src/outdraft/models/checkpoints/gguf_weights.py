@@ -48,7 +48,7 @@ def gguf_weights(path: Path) -> dict[str, StoredWeight]:
     """
     file = open_gguf(path)
     values = file.values
-    heads = _turned_heads(values) if values["general.architecture"] == "llama" else {}
+    heads = _permuted_heads(values) if values["general.architecture"] == "llama" else {}
     stored: dict[str, StoredWeight] = {}
     for tensor in file.tensors.values():
         if tensor.name != FREQUENCIES:
@@ -68,7 +68,7 @@ def _slot_name(name: str) -> tuple[str, str]:
     return f"{prefix}{_MODULES[parts[0]]}.{parts[1]}", parts[0]
 
 
-def _turned_heads(values: Mapping[str, Any]) -> dict[str, int]:
+def _permuted_heads(values: Mapping[str, Any]) -> dict[str, int]:
     """The heads of queries and keys, which llama.cpp keeps in another order for this family."""
     num_heads = int(values["llama.attention.head_count"])
     num_kv_heads = int(values.get("llama.attention.head_count_kv", num_heads))

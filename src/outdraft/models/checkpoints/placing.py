@@ -12,35 +12,30 @@ from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.data.block_weight import fits_tiles
-from outdraft.kernels.data.coded_weight import Codes, joined
+from outdraft.kernels.data.coded_weight import Codes
 from outdraft.models.checkpoints.slots import Slot
-from outdraft.models.checkpoints.stored import CUT_GROUP, StoredWeight
+from outdraft.models.checkpoints.stored import CUT_GROUP, StoredParameter, StoredWeight
 from outdraft.models.modules import Linear
 
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """How a product keeps the weights that it is made of.
+    """The weights of a product, and how they are kept.
 
     Attributes:
-        stored: some of its weights, with their places; the others are plain.
+        weights: some of its weights, this rank's parts of them; the others are plain.
         tile: the format that keeps the codes of all of them; None: they become numbers.
         reason: why they do; empty if none of them is quantised.
     """
 
-    stored: dict[str, tuple[StoredWeight, Slot]]
+    weights: dict[str, StoredWeight]
     tile: WeightFormat | None
     reason: str = ""
 
     def coded(self) -> Codes:
         """The weights, one below the other, for a product with a tile."""
         assert self.tile is not None, "a product of numbers"
-        parts = [
-            stored.codes().part(*_part(slot)).coded(self.tile)
-            for stored, slot in self.stored.values()
-        ]
-        return joined(parts)
+        return StoredParameter([[*self.weights.values()]]).coded()
 
 
 def place(
@@ -48,27 +43,27 @@ def place(
     stored: Mapping[str, StoredWeight],
     slots: Mapping[str, Slot],
     *,
-    is_turned: bool = False,
+    is_permuted: bool = False,
 ) -> Placing:
-    """For a product of the weights of those names.
+    """How to keep a product of the weights of those names.
 
     Args:
         stored: those of the checkpoint that are not plain.
-        is_turned: the order of the outputs changes.
+        is_permuted: the order of the outputs changes.
     """
-    found = {name: (stored[name], slots[name]) for name in names if name in stored}
-    quantised = {name: one for name, one in found.items() if not one[0].is_plain}
+    found = {name: stored[name].part(*_part(slots[name])) for name in names if name in stored}
+    quantised = [stored[name] for name, one in found.items() if not one.is_plain]
     if not quantised:
         return Placing(found, None)
-    if numbers := [one for one, _ in quantised.values() if one.tile is None]:
+    if numbers := [one for one in quantised if one.tile is None]:
         return Placing(found, None, numbers[0].reason)
     if len(quantised) < len(names):
         return Placing(found, None, "a part of the same product is not quantised")
-    if is_turned:
+    if is_permuted:
         return Placing(found, None, "its heads turn in part, so their order changes")
-    if any(one.cuts_a_group(_part(slot)[1]) for one, slot in quantised.values()):
+    if any(one.tile is None for one in found.values()):
         return Placing(found, None, CUT_GROUP)
-    tile = common_tile([(one.tile, slot.to.shape[0]) for one, slot in quantised.values()])
+    tile = StoredParameter([[*found.values()]]).tile
     if tile is None:
         return Placing(found, None, "parts of the same product do not fit one tile")
     return Placing(found, tile)
@@ -90,7 +85,7 @@ def check_quantization(placings: Iterable[Placing], quantization: WeightFormat |
     """
     kept = next((one for one in placings if one.tile is not None), None)
     if quantization is not None and kept is not None:
-        raise kept_already(quantization, next(stored for stored, _ in kept.stored.values()))
+        raise kept_already(quantization, next(iter(kept.weights.values())))
 
 
 def kept_already(quantization: WeightFormat, stored: StoredWeight) -> ConfigError:
@@ -129,20 +124,20 @@ def summary(placings: Sequence[Placing], others: Sequence[StoredWeight]) -> list
         (stored.label, str(placing.tile))
         for placing in placings
         if placing.tile is not None
-        for stored, _ in placing.stored.values()
+        for stored in placing.weights.values()
     )
-    given_up = Counter(
+    dequantised = Counter(
         (stored.label, placing.reason)
         for placing in placings
         if placing.tile is None
-        for stored, _ in placing.stored.values()
+        for stored in placing.weights.values()
         if not stored.is_plain
     )
-    given_up.update((one.label, "it is read row by row") for one in others if not one.is_plain)
-    return told(kept, given_up)
+    dequantised.update((one.label, "it is read row by row") for one in others if not one.is_plain)
+    return describe(kept, dequantised)
 
 
-def told(kept: Counter[tuple[str, str]], given_up: Counter[tuple[str, str]]) -> list[str]:
+def describe(kept: Counter[tuple[str, str]], dequantised: Counter[tuple[str, str]]) -> list[str]:
     """Numbers of weights in words, by label and tile, or by label and the reason for none."""
     return [
         *(
@@ -151,31 +146,9 @@ def told(kept: Counter[tuple[str, str]], given_up: Counter[tuple[str, str]]) -> 
         ),
         *(
             f"{count} weights ({label}) are dequantised: {reason}"
-            for (label, reason), count in given_up.items()
+            for (label, reason), count in dequantised.items()
         ),
     ]
-
-
-def common_tile(parts: Sequence[tuple[WeightFormat | None, int]]) -> WeightFormat | None:
-    """The format that can keep the codes of all; None: one has no tile, or they do not fit.
-
-    Args:
-        parts: of weights one below the other, their tiles and numbers of outputs.
-    """
-    sizes = [(tile, num_outputs) for tile, num_outputs in parts if tile is not None]
-    tiles = [tile for tile, _ in sizes]
-    if len(tiles) < len(parts) or len({tile.is_int8 for tile in tiles}) > 1:
-        return None
-    if len(set(tiles)) == 1:
-        return tiles[0]
-    if any(tile.is_blocks for tile in tiles):
-        fits = all(tile.is_blocks for tile in tiles) and fits_tiles(sizes)
-        return WeightFormat.MIXED if fits else None
-    least = min(tile.group_inputs or 128 for tile in tiles)
-    bits = "int8" if tiles[0].is_int8 else "int4"
-    size = "-g32" if least == 32 else "-g128" if bits == "int8" else ""
-    zero = "-zero" if any(tile.has_zero for tile in tiles) else ""
-    return WeightFormat(bits + size + zero)
 
 
 def _part(slot: Slot) -> tuple[slice, slice]:

@@ -17,7 +17,7 @@ from outdraft.models.checkpoints.floats import (
 )
 from outdraft.models.checkpoints.integers import integer_weight
 from outdraft.models.checkpoints.quantization import Quantization, Storage, WeightScheme
-from outdraft.models.checkpoints.stored import StoredStack, StoredWeight
+from outdraft.models.checkpoints.stored import StoredParameter, StoredWeight
 
 _OF_WEIGHT = (
     *("weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point"),
@@ -66,7 +66,7 @@ def read_stored(
 
 def read_stacks(
     quantization: Quantization, places: Mapping[str, Place]
-) -> tuple[dict[str, StoredStack], dict[str, Place]]:
+) -> tuple[dict[str, StoredParameter], dict[str, Place]]:
     """Quantised parameters of several experts by their names, and the places of all other tensors.
 
     Raises:
@@ -74,7 +74,7 @@ def read_stacks(
     """
     tensors, rest = StoredTensors(places), dict(places)
     storages = {scheme.storage: scheme for _, scheme in quantization.schemes}
-    found: dict[str, StoredStack] = {}
+    found: dict[str, StoredParameter] = {}
     if Storage.MXFP4 in storages:
         found = mxfp4_stacks(tensors)
         for name in found:

@@ -1,8 +1,8 @@
-"""One weight of a quantised checkpoint, before it is read.
+"""Weights of a quantised checkpoint, before they are read.
 
 Nothing here knows a network: a weight has the name that a plain checkpoint gives it.
 
-Dimension key: D inputs, E outputs, N groups of inputs.
+Dimension key: X experts, D inputs, E outputs, N groups of inputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.data.block_weight import TILE_BYTES, BlockRows
-from outdraft.kernels.data.coded_weight import CodedWeight, decoded, of_inputs
+from outdraft.kernels.data.block_weight import TILE_BYTES, TILE_OUTPUTS, BlockRows, fits_tiles
+from outdraft.kernels.data.coded_weight import CodedWeight, Codes, decoded, joined, of_inputs
 
 CUT_GROUP = "a rank's part begins in the middle of a group"
 
@@ -166,15 +166,78 @@ class StoredWeight:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StoredStack:
-    """Weights of one shape that a network has as one parameter, [X, E, D].
+class StoredParameter:
+    """A parameter [E, D], or of experts [X, E, D], that is made of weights of a checkpoint.
 
     Attributes:
-        is_turned: it is [X, D, E].
+        rows_X: for each expert its weights, one below the other.
+        is_stack: it has a first dimension X.
+        is_transposed: it is [D, E], or [X, D, E].
+        dtype: that of its numbers.
     """
 
-    weights: Sequence[StoredWeight]
-    is_turned: bool
+    rows_X: Sequence[Sequence[StoredWeight]]
+    is_stack: bool = False
+    is_transposed: bool = False
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def weights(self) -> list[StoredWeight]:
+        """All that it is made of, expert by expert."""
+        return [weight for rows in self.rows_X for weight in rows]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the parameter."""
+        num_outputs = sum(weight.shape[0] for weight in self.rows_X[0])
+        sizes = num_outputs, self.rows_X[0][0].shape[1]
+        sizes = (sizes[1], sizes[0]) if self.is_transposed else sizes
+        return (len(self.rows_X), *sizes) if self.is_stack else sizes
+
+    @property
+    def tile(self) -> WeightFormat | None:
+        """The format that keeps the codes of all experts; None: there is none."""
+        every = [_common_tile([(one.tile, one.shape[0]) for one in rows]) for rows in self.rows_X]
+        return _common_tile([(tile, TILE_OUTPUTS) for tile in every])
+
+    @property
+    def has_tiles(self) -> bool:
+        """Is true if the codes of all experts fit one tile."""
+        return self.tile is not None
+
+    @property
+    def coded_bytes(self) -> int:
+        """The bytes of all codes and scales."""
+        return sum(weight.coded_bytes for weight in self.weights)
+
+    def coded(self, expert: int = 0) -> Codes:
+        """The codes of one expert, [E, D]."""
+        tile = self.tile
+        assert tile is not None, "a parameter of numbers"
+        return joined([weight.codes().coded(tile) for weight in self.rows_X[expert]])
+
+    def numbers(self) -> Tensor:
+        """The parameter; those of one weight after the other are there twice.
+
+        Those of codes are rounded to bfloat16 where the network has float32, as CausalLM does.
+        """
+        kept = torch.bfloat16 if self.dtype is torch.float32 else self.dtype
+        found = torch.empty(self.shape, dtype=self.dtype)
+        stack = found if self.is_stack else found[None]
+        for to, weights in zip(stack, self.rows_X, strict=True):
+            to_ED = to.T if self.is_transposed else to
+            sizes = [weight.shape[0] for weight in weights]
+            for part_ED, weight in zip(to_ED.split(sizes), weights, strict=True):
+                numbers_ED = weight.numbers()
+                part_ED.copy_(numbers_ED if weight.is_plain else numbers_ED.to(kept))
+        return found
+
+
+def below(parts: Sequence[StoredParameter]) -> StoredParameter:
+    """One parameter whose rows are those of the parts, one part below the other."""
+    experts = zip(*(part.rows_X for part in parts), strict=True)
+    rows_X = [[weight for rows in parts for weight in rows] for parts in experts]
+    return replace(parts[0], rows_X=rows_X)
 
 
 def tile_for(
@@ -192,3 +255,25 @@ def tile_for(
         return WeightFormat.INT8_G128 if sizes[0] == 128 else WeightFormat.INT8_G32
     name = WeightFormat.INT4 if sizes[0] == 128 else WeightFormat.INT4_G32
     return WeightFormat(f"{name}-zero" if has_zero else name)
+
+
+def _common_tile(parts: Sequence[tuple[WeightFormat | None, int]]) -> WeightFormat | None:
+    """The format that can keep the codes of all; None: one has no tile, or they do not fit.
+
+    Args:
+        parts: of weights one below the other, their tiles and numbers of outputs.
+    """
+    sizes = [(tile, num_outputs) for tile, num_outputs in parts if tile is not None]
+    tiles = [tile for tile, _ in sizes]
+    if len(tiles) < len(parts) or len({tile.is_int8 for tile in tiles}) > 1:
+        return None
+    if len(set(tiles)) == 1:
+        return tiles[0]
+    if any(tile.is_blocks for tile in tiles):
+        fits = all(tile.is_blocks for tile in tiles) and fits_tiles(sizes)
+        return WeightFormat.MIXED if fits else None
+    least = min(tile.group_inputs or 128 for tile in tiles)
+    bits = "int8" if tiles[0].is_int8 else "int4"
+    size = "-g32" if least == 32 else "-g128" if bits == "int8" else ""
+    zero = "-zero" if any(tile.has_zero for tile in tiles) else ""
+    return WeightFormat(bits + size + zero)

@@ -43,7 +43,7 @@ class RopeConfig:
     """Rotary embedding; each kind reads the fields that its formula has.
 
     Attributes:
-        turned: share of a head's dimensions that turn; the others stay as they are.
+        rotary_share: of a head's dimensions, those that are rotated; others stay as they are.
         original_max_len: positions of the training before it was stretched.
         context_len: the longest text that is read. The frequencies of dynamic and longrope depend
             on it, and on no text's own length: keys in the cache would not fit otherwise.
@@ -56,7 +56,7 @@ class RopeConfig:
     kind: RopeKind = RopeKind.PLAIN
     theta: float = 10000.0
     factor: float = 1.0
-    turned: float = 1.0
+    rotary_share: float = 1.0
     original_max_len: int = 0
     context_len: int = 0
     low_freq_factor: float = 1.0
@@ -73,9 +73,9 @@ class RopeConfig:
         """Whether the frequencies are others with another context_len."""
         return self.kind in (RopeKind.DYNAMIC, RopeKind.LONGROPE)
 
-    def num_turned(self, head_size: int) -> int:
-        """Dimensions of a head that turn."""
-        return int(head_size * self.turned)
+    def rotary_size(self, head_size: int) -> int:
+        """Dimensions of a head that are rotated."""
+        return int(head_size * self.rotary_share)
 
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -115,16 +115,16 @@ def read_rope(raw: Mapping[str, Any], head_size: int) -> RopeConfig:
         )
     kind = RopeKind(name)
     max_positions = read_count(raw, "max_position_embeddings")
-    turned = _turned(values.pop("partial_rotary_factor", raw.get("partial_rotary_factor")))
+    share = _rotary_share(values.pop("partial_rotary_factor", raw.get("partial_rotary_factor")))
     fields = {} if kind is RopeKind.PLAIN else _rope_fields(kind, values)
     if kind is RopeKind.LONGROPE and raw.get(_ORIGINAL) is not None:
         fields["original_max_len"] = read_count(raw, _ORIGINAL)
     fields.setdefault("original_max_len", max_positions)
     if kind is RopeKind.LONGROPE:
         fields.setdefault("factor", max_positions / fields["original_max_len"])
-    rope = RopeConfig(kind=kind, theta=theta, turned=turned, **fields)
+    rope = RopeConfig(kind=kind, theta=theta, rotary_share=share, **fields)
     rope = replace(rope, context_len=_longest_context(rope, max_positions))
-    _check_turned(rope, head_size)
+    _check_rotary_size(rope, head_size)
     return rope
 
 
@@ -167,7 +167,7 @@ def _factors(key: str, value: object) -> tuple[float, ...]:
     return tuple(float(one) for one in factors)
 
 
-def _turned(value: object) -> float:
+def _rotary_share(value: object) -> float:
     if value is None:
         return 1.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
@@ -177,18 +177,18 @@ def _turned(value: object) -> float:
     return float(value)
 
 
-def _check_turned(rope: RopeConfig, head_size: int) -> None:
-    turned = rope.num_turned(head_size)
+def _check_rotary_size(rope: RopeConfig, head_size: int) -> None:
+    size = rope.rotary_size(head_size)
     least = 4 if rope.kind is RopeKind.DYNAMIC else 2
-    if turned < least or turned % 2:
+    if size < least or size % 2:
         raise ConfigError(
-            f"config.json: partial_rotary_factor {rope.turned:g} turns {turned} of {head_size} "
+            f"config.json: partial_rotary_factor {rope.rotary_share:g} turns {size} of {head_size} "
             f"dimensions: it must be an even number of at least {least}"
         )
     for name, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
-        if factors and len(factors) != turned // 2:
+        if factors and len(factors) != size // 2:
             raise ConfigError(
-                f"config.json: {name} has {len(factors)} numbers, but {turned // 2} frequencies"
+                f"config.json: {name} has {len(factors)} numbers, but {size // 2} frequencies"
             )
 
 

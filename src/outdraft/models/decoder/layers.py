@@ -114,11 +114,11 @@ class DecoderLayer(nn.Module):
         yield from _summed("mlp.down_proj", self.down_proj, self._intermediate)
 
     def arrange(self, order_C: Tensor) -> None:
-        """Put queries and keys in the order in which they turn, once the weights are there."""
+        """Permute queries and keys into the order of `Rotary`, once the weights are there."""
         for weight in (self.qkv_proj.weight, self.qkv_proj.bias):
             if weight is not None:
-                turning = weight.data[: self._q.size + self._kv.size]
-                heads_HC = turning.unflatten(0, (-1, self.head_size))
+                rotated = weight.data[: self._q.size + self._kv.size]
+                heads_HC = rotated.unflatten(0, (-1, self.head_size))
                 heads_HC.copy_(heads_HC[:, order_C.to(weight.device)])
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:
@@ -226,12 +226,12 @@ class Decoder(nn.Module):
         return rotate(q_RHC, self.rotary.cos_sin_MC.index_select(0, positions_R))
 
     def arrange(self, part: nn.Module) -> None:
-        """Put queries and keys of a layer in the order in which they turn, once."""
+        """Permute queries and keys of a layer into the order of `Rotary`, once."""
         if self.rotary.order_C is not None and isinstance(part, DecoderLayer):
             part.arrange(self.rotary.order_C)
 
-    def is_turned(self, part: nn.Module, linear: Linear) -> bool:
-        """Whether `arrange` changes the weight of a product of that part."""
+    def permutes(self, part: nn.Module, linear: Linear) -> bool:
+        """Is true if `arrange` changes the weight of a product of that part."""
         is_layer = self.rotary.order_C is not None and isinstance(part, DecoderLayer)
         return is_layer and linear is part.qkv_proj
 

@@ -189,8 +189,8 @@ def placings_of(
         names = [name for name, slot in slots.items() if linear.owns(slot.to)]
         if not names and linear is model.lm_head:  # a tied one, which reads what the table is of
             names = [EMBEDDING_NAME]
-        is_turned = model.decoder.is_turned(part, linear)
-        found[linear] = place(names, stored, slots, is_turned=is_turned)
+        is_permuted = model.decoder.permutes(part, linear)
+        found[linear] = place(names, stored, slots, is_permuted=is_permuted)
     return found
 
 

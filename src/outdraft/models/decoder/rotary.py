@@ -1,6 +1,6 @@
 """Angles of rotary positions, and their frequencies.
 
-Su et al. 2021, in the layout of Hugging Face checkpoints: dimension i of a head turns together
+Su et al. 2021, in the layout of Hugging Face checkpoints: dimension i of a head is rotated together
 with dimension i + C / 2. Frequencies may be stretched to contexts longer than the trained one:
 linear (Chen et al. 2023), yarn (Peng et al. 2023), and the rule of Llama 3.1.
 
@@ -47,29 +47,29 @@ class Rotary(nn.Module):
             dim=-1,
         )
         self.register_buffer("cos_sin_MC", cos_sin_MC.to(device), persistent=False)
-        self.order_C = turning_order(config, head_size)
+        self.order_C = rotary_order(config, head_size)
 
 
-def turning_order(config: RopeConfig, head_size: int) -> Tensor | None:
+def rotary_order(config: RopeConfig, head_size: int) -> Tensor | None:
     """int64 [C]: which dimension of the checkpoint each of ours is; None: the same.
 
     Queries and keys that are put in this order have the same products.
     """
-    num_turned = config.num_turned(head_size)
-    if num_turned == head_size:
+    rotary_size = config.rotary_size(head_size)
+    if rotary_size == head_size:
         return None
-    low, high = torch.arange(num_turned).chunk(2)
-    rest_low, rest_high = torch.arange(num_turned, head_size).chunk(2)
+    low, high = torch.arange(rotary_size).chunk(2)
+    rest_low, rest_high = torch.arange(rotary_size, head_size).chunk(2)
     return torch.cat((low, rest_low, high, rest_high))
 
 
 def frequencies(config: RopeConfig, head_size: int) -> Tensor:
-    """float32 [F], radians a position, of the dimensions that turn.
+    """float32 [F], radians a position, of the rotated dimensions.
 
     float32 as in training: far positions feel the rounding.
     """
-    num_turned = config.num_turned(head_size)
-    exponents_F = torch.arange(0, num_turned, 2, dtype=torch.float32) / num_turned
+    rotary_size = config.rotary_size(head_size)
+    exponents_F = torch.arange(0, rotary_size, 2, dtype=torch.float32) / rotary_size
     plain_F = 1.0 / config.theta**exponents_F
     match config.kind:
         case RopeKind.PLAIN:
@@ -77,7 +77,7 @@ def frequencies(config: RopeConfig, head_size: int) -> Tensor:
         case RopeKind.LINEAR:
             return plain_F / config.factor
         case RopeKind.DYNAMIC:
-            return 1.0 / _dynamic_theta(config, num_turned) ** exponents_F
+            return 1.0 / _dynamic_theta(config, rotary_size) ** exponents_F
         case RopeKind.LLAMA3:
             return _llama3(plain_F, config)
         case RopeKind.LONGROPE:
@@ -106,11 +106,11 @@ def _widened(table_MF: Tensor, width: int, value: float) -> Tensor:
     return F.pad(table_MF, (0, width - table_MF.shape[1]), value=value)
 
 
-def _dynamic_theta(config: RopeConfig, num_turned: int) -> float:
+def _dynamic_theta(config: RopeConfig, rotary_size: int) -> float:
     """The base with which the slowest frequency spans the context as it spanned the trained one."""
     stretch = max(config.context_len, config.original_max_len) / config.original_max_len
     base = config.factor * stretch - (config.factor - 1)
-    return config.theta * base ** (num_turned / (num_turned - 2))
+    return config.theta * base ** (rotary_size / (rotary_size - 2))
 
 
 def _llama3(plain_F: Tensor, config: RopeConfig) -> Tensor:

@@ -69,7 +69,7 @@ class LibraryMtp(nn.Module):
     def __init__(
         self,
         layer: MtpLayer,
-        turn: Callable[..., Any],
+        rotary: Callable[..., Any],
         attention: tuple[nn.Module, LayerAttention],
         tables: TargetTables,
         shard: ModelShape,
@@ -77,14 +77,14 @@ class LibraryMtp(nn.Module):
         """
         Args:
             layer: its products are packed.
-            turn: what turns positions, as the target's.
+            rotary: makes the rotary embedding of positions, as the target's does.
             attention: the module that attends, and its form.
         """
         super().__init__()
         target = tables.target
         self.layer, self.shard, self.feature_size = layer, shard, shard.hidden_size
         self.dtype, self.device, self.kernels = target.dtype, target.device, target.kernels
-        self._turn = turn
+        self._rotary = rotary
         self._leaves_threads = leaves_threads(self.kernels, layer)
         self._module, self._form = attention[0], attention[1].form
         self._tables, self._head = tables, product_of(tables.head)
@@ -109,7 +109,7 @@ class LibraryMtp(nn.Module):
         embedded_TD = self._embedding(token_ids_T)
         attention = PagedAttention(self.kernels.attention, layers, metadata)
         with one_torch_thread(self._leaves_threads), computed_by(attention):
-            return _run(self.layer, self._turn, embedded_TD, states_TF, metadata.positions_T)
+            return _run(self.layer, self._rotary, embedded_TD, states_TF, metadata.positions_T)
 
     def logits(self, states_RD: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
         """[Q, V] of float32; of float64 for a float64 target."""
@@ -166,8 +166,8 @@ def load_library_mtp(
         found = _loaded(kind, config, path, target.dtype)
     layer, mtp_config = cast("MtpLayer", found.layers[0]), found.config
     nn.Module.to(layer, target.device).eval().requires_grad_(False)
-    turn = _turn_of(target.rotary, found)
-    module, attention = _surveyed(layer, turn, target)
+    rotary = _rotary_of(target.rotary, found)
+    module, attention = _surveyed(layer, rotary, target)
     masks = makes_window_masks((kind, type(module)))
     attention = with_windows(attention, mtp_config, 0, masks)
     holder = nn.ModuleDict({"layer": layer})
@@ -176,7 +176,7 @@ def load_library_mtp(
     fuse_layers(holder, packing)
     pack_products(holder, packing)
     shard = layer_shape(target.config, attention)
-    return LibraryMtp(layer, turn, (module, attention), tables, shard)
+    return LibraryMtp(layer, rotary, (module, attention), tables, shard)
 
 
 def _loaded(kind: Any, config: PretrainedConfig, path: Path, dtype: torch.dtype) -> MtpModel:
@@ -199,14 +199,14 @@ def _loaded(kind: Any, config: PretrainedConfig, path: Path, dtype: torch.dtype)
 
 
 def _surveyed(
-    layer: MtpLayer, turn: Callable[..., Any], target: TransformersModel
+    layer: MtpLayer, rotary: Callable[..., Any], target: TransformersModel
 ) -> tuple[nn.Module, LayerAttention]:
     """What attends in the layer, found out by a pass over two rows."""
     survey, size = Survey(), target.config.hidden_size
     rows_2D = torch.ones(2, size, dtype=target.dtype, device=target.device)
     try:
         with torch.inference_mode(), computed_by(survey):
-            _run(layer, turn, rows_2D, rows_2D, torch.arange(2, device=target.device))
+            _run(layer, rotary, rows_2D, rows_2D, torch.arange(2, device=target.device))
     except FAILURES as error:
         raise ConfigError(
             f"the MTP layer of {target.config.architecture} cannot run on this engine: {error}"
@@ -222,7 +222,7 @@ def _surveyed(
 
 def _run(
     layer: MtpLayer,
-    turn: Callable[..., Any],
+    rotary: Callable[..., Any],
     embedded_TD: Tensor,
     states_TD: Tensor,
     positions_T: Tensor,
@@ -232,21 +232,21 @@ def _run(
     return layer(
         embedded_1TD,
         states_TD[None],
-        position_embeddings=turn(embedded_1TD, position_ids=positions_1T),
+        position_embeddings=rotary(embedded_1TD, position_ids=positions_1T),
         attention_mask=None,
         position_ids=positions_1T,
         past_key_values=None,
     )[0]
 
 
-def _turn_of(rotary: nn.Module | None, model: MtpModel) -> Callable[..., Any]:
+def _rotary_of(rotary: nn.Module | None, model: MtpModel) -> Callable[..., Any]:
     """For the first layer of the model."""
     if rotary is None:
-        return _no_turn
+        return _no_rotary
     if not model.has_per_layer_rope:
         return rotary.forward
     return partial(rotary.forward, layer_type=model.config.layer_types[0])
 
 
-def _no_turn(embedded_1TD: Tensor, position_ids: Tensor) -> None:
+def _no_rotary(embedded_1TD: Tensor, position_ids: Tensor) -> None:
     """Where a family has no rotary positions."""

@@ -5,7 +5,7 @@ before the library asks for it.
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outdraft.core.errors import ConfigError
-from outdraft.models.checkpoints.deferred import DeferredTensor, StoredParameter
+from outdraft.models.checkpoints.deferred import DeferredTensor
 from outdraft.models.checkpoints.files import (
     Place,
     StoredTensors,
@@ -22,10 +22,10 @@ from outdraft.models.checkpoints.files import (
     tensor_places,
     weight_files,
 )
-from outdraft.models.checkpoints.placing import told
+from outdraft.models.checkpoints.placing import describe
 from outdraft.models.checkpoints.quantization import Quantization, log_purpose
 from outdraft.models.checkpoints.reader import read_stacks, read_stored
-from outdraft.models.checkpoints.stored import StoredStack, StoredWeight
+from outdraft.models.checkpoints.stored import StoredParameter, StoredWeight
 
 # What has no meaning without scales.
 _CODES = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I32", "I8", "U8"}
@@ -45,7 +45,7 @@ class QuantisedCheckpoint:
     """
 
     places: dict[str, Place]
-    weights: Mapping[str, StoredWeight | StoredStack]
+    weights: Mapping[str, StoredWeight | StoredParameter]
     small: Mapping[str, StoredWeight] = field(default_factory=dict[str, StoredWeight])
     release: Callable[[], None] = lambda: None
 
@@ -86,22 +86,22 @@ class QuantisedCheckpoint:
     def summary(
         self,
         kept: Iterable[StoredWeight],
-        given_up: Iterable[StoredWeight] = (),
+        dequantised: Iterable[StoredWeight] = (),
         otherwise: str = NO_PRODUCT,
     ) -> list[str]:
         """What became of the quantised weights, for people.
 
         Args:
             kept: those that are codes, or of which parts are.
-            given_up: others that were deferred, or parts of such.
+            dequantised: others that were deferred, or parts of such.
             otherwise: why a weight whose codes fit a tile is none of these.
         """
         of_kept = {id(weight.whole or weight): weight for weight in kept}
-        reasons = {id(weight.whole or weight): weight.reason for weight in given_up}
+        reasons = {id(weight.whole or weight): weight.reason for weight in dequantised}
         weights = [
             weight
             for one in self.weights.values()
-            for weight in (one.weights if isinstance(one, StoredStack) else [one])
+            for weight in (one.weights if isinstance(one, StoredParameter) else [one])
             if id(weight) not in of_kept and not weight.is_plain
         ]
         tiles = Counter((weight.label, str(weight.tile)) for weight in of_kept.values())
@@ -109,7 +109,7 @@ class QuantisedCheckpoint:
             (weight.label, reasons.get(id(weight)) or weight.reason or otherwise)
             for weight in weights
         )
-        return told(tiles, counts)
+        return describe(tiles, counts)
 
 
 def deferred_products(
@@ -194,11 +194,10 @@ def _nothing(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype).expand(*shape)
 
 
-def _parameter(weight: StoredWeight | StoredStack, dtype: torch.dtype) -> StoredParameter:
-    if isinstance(weight, StoredStack):
-        rows_X = [[one] for one in weight.weights]
-        return StoredParameter(rows_X, True, weight.is_turned, dtype)
-    return StoredParameter([[weight]], False, False, dtype)
+def _parameter(weight: StoredWeight | StoredParameter, dtype: torch.dtype) -> StoredParameter:
+    if isinstance(weight, StoredParameter):
+        return replace(weight, dtype=dtype)
+    return StoredParameter([[weight]], dtype=dtype)
 
 
 def _read(stored: StoredParameter, keeps_codes: bool, defers: bool) -> Tensor:

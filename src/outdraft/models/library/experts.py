@@ -19,7 +19,8 @@ from outdraft.core.routed_weights import RoutedWeights
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.data.coded_weight import Codes, joined
 from outdraft.kernels.expert_ops import Activation, Experts, ExpertWeights, Gate
-from outdraft.models.checkpoints.deferred import Packing, StoredParameter
+from outdraft.models.checkpoints.deferred import Packing
+from outdraft.models.checkpoints.stored import StoredParameter
 
 _logger = logging.getLogger(__name__)
 
@@ -168,13 +169,13 @@ def _gate_of(module: Any) -> Gate | str:
     return Gate(ACTIVATIONS[activation])
 
 
-def keeps_codes(module: Any, name: str, *, is_turned: bool) -> bool:
+def keeps_codes(module: Any, name: str, *, is_transposed: bool) -> bool:
     """Whether this parameter of a module of experts may be codes.
 
     Args:
-        is_turned: it has inputs before outputs.
+        is_transposed: it has inputs before outputs.
     """
-    return name in _WEIGHTS and is_known(module) and is_turned == is_transposed(module)
+    return name in _WEIGHTS and is_known(module) and is_transposed == has_inputs_first(module)
 
 
 def is_known(module: nn.Module) -> bool:
@@ -182,7 +183,7 @@ def is_known(module: nn.Module) -> bool:
     return _holds_experts(module) and not isinstance(_gate_of(module), str)
 
 
-def is_transposed(module: Any) -> bool:
+def has_inputs_first(module: Any) -> bool:
     """Whether weights of these experts have inputs before outputs."""
     return type(module).__name__ == _DENSE or module.is_transposed
 
@@ -195,7 +196,7 @@ def is_interleaved(module: Any) -> bool:
 def _packed(module: Any, gate: Gate, packing: Packing, group: RankGroup) -> PackedExperts:
     is_dense = type(module).__name__ == _DENSE
     gate_up_XED, down_XDI = module.gate_up_proj.detach(), module.down_proj.detach()
-    if is_transposed(module):
+    if has_inputs_first(module):
         gate_up_XED, down_XDI = gate_up_XED.transpose(1, 2), down_XDI.transpose(1, 2)
     biases: list[Tensor | None] = [None, None]
     if not is_dense and module.has_bias:
@@ -206,9 +207,9 @@ def _packed(module: Any, gate: Gate, packing: Packing, group: RankGroup) -> Pack
         if biases[0] is not None:
             biases[0] = torch.cat((biases[0][:, ::2], biases[0][:, 1::2]), dim=1)
     down_X: Sequence[Tensor | Codes] = down_XDI.unbind()
-    if (stored := packing.stand_ins.stored(module.gate_up_proj)) is not None:
+    if (stored := packing.deferred.stored(module.gate_up_proj)) is not None:
         gate_up_X = _CodesOfExperts(stored, is_interleaved=is_interleaved(module))
-    if (stored := packing.stand_ins.stored(module.down_proj)) is not None:
+    if (stored := packing.deferred.stored(module.down_proj)) is not None:
         down_X = _CodesOfExperts(stored, is_interleaved=False)
     weights = ExpertWeights(gate_up_X, down_X, *biases, dtype=down_XDI.dtype)
     experts = packing.kernels.pack_experts(weights, gate, packing.quantization)

@@ -66,7 +66,7 @@ def open_gguf_checkpoint(path: Path, model: PreTrainedModel) -> QuantisedCheckpo
         found = gguf_weights(path)
     else:
         found = _mapped_weights(path, model)
-        _check_turned(path, model)
+        _check_rotary_size(path, model)
     is_product = {name: len(weight.shape) == 2 for name, weight in found.items()}
     return QuantisedCheckpoint(
         places={},
@@ -151,8 +151,8 @@ def _changed(stored: StoredWeight, name: str, processor: TensorProcessor) -> Ten
     return torch.from_numpy(np.ascontiguousarray(numbers))
 
 
-def _check_turned(path: Path, model: PreTrainedModel) -> None:
-    """Raise ConfigError if the network turns more or less of each head than the file says."""
+def _check_rotary_size(path: Path, model: PreTrainedModel) -> None:
+    """Raise ConfigError if the network rotates more or less of each head than the file says."""
     of_model: Mapping[str, Any] = values_of_model(open_gguf(path))
     expected = of_model.get("rope.dimension_count", of_model.get("attention.key_length"))
     for name, buffer in model.named_buffers():

@@ -38,7 +38,7 @@ from outdraft.kernels.ops import Kernels
 from outdraft.kv.shapes import LayerCacheShape
 from outdraft.models.checkpoints.config_json import read_config as read_raw_config
 from outdraft.models.checkpoints.config_json import read_generation_config, read_token_ids
-from outdraft.models.checkpoints.deferred import Packing, StandIns
+from outdraft.models.checkpoints.deferred import DeferredWeights, Packing
 from outdraft.models.checkpoints.files import listed, tensor_places, weight_files
 from outdraft.models.checkpoints.gguf_file import is_gguf
 from outdraft.models.checkpoints.placing import kept_already
@@ -89,7 +89,7 @@ class TransformersShape(ModelShape):
 
     Attributes:
         layers: what each keeps of a token.
-        has_moving_frequencies: positions turn otherwise with another max_model_len.
+        has_moving_frequencies: rotary frequencies depend on max_model_len.
     """
 
     layers: tuple[LayerCacheShape, ...]
@@ -141,11 +141,11 @@ def load_transformers_model(
             model = _loaded(kind, source, plain_config(config), dtype, name)
     model = text_part(model)
     spreads, sums = divide(model, group), divide_experts(model, group)
-    stand_ins = StandIns()
+    deferred = DeferredWeights()
     has_tiles = torch.device(device).type == "cpu"
-    stand_ins.put(model, keeps_codes if has_tiles else lambda *_: False)
-    if quantization is not None and stand_ins.kept:
-        raise kept_already(quantization, stand_ins.kept[0])
+    deferred.replace_in(model, keeps_codes if has_tiles else lambda *_: False)
+    if quantization is not None and deferred.kept:
+        raise kept_already(quantization, deferred.kept[0])
     nn.Module.to(model, device).eval().requires_grad_(False)
     model.set_experts_implementation("eager")  # the others do not know all dtypes
     context_len = min(max_model_len or _context_len(config), _context_len(config))
@@ -160,16 +160,16 @@ def load_transformers_model(
     if left_out := leave_out_unreached(model, reached):
         _logger.info("%s: texts do not meet %s: left out", path, ", ".join(left_out))
     shape = _shape(path, config, list(attention.values()), moves)
-    packing = Packing(kernels, quantization, stand_ins)
+    packing = Packing(kernels, quantization, deferred)
     if checkpoint is not None:
         packing = replace(packing, release=checkpoint.release)
     replace_experts(model, packing, sums)
     fuse_layers(model, packing, group)
     pack_products(model, packing, spreads)
-    stand_ins.read_rest(model)
+    deferred.read_rest(model)
     if checkpoint is not None:
         otherwise = NO_PRODUCT if has_tiles else NO_CPU
-        for line in checkpoint.summary(stand_ins.kept, stand_ins.given_up, otherwise):
+        for line in checkpoint.summary(deferred.kept, deferred.dequantised, otherwise):
             _logger.info("%s", line)
     if group.size == 1:
         check_packed(model, mask)
@@ -255,7 +255,7 @@ def _loaded(
     drafting = mtp_patterns(config, kind)
     try:
         with quiet_library():  # what is missing is an error below
-            model, told = kind.from_pretrained(
+            model, report = kind.from_pretrained(
                 **source,
                 config=config,
                 dtype=dtype,
@@ -268,7 +268,7 @@ def _loaded(
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"transformers cannot load this {kind.__name__}: {error}") from error
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        keys = sorted(map(str, told[what]))
+        keys = sorted(map(str, report[what]))
         if what == "unexpected_keys":
             keys = [key for key in keys if not matches(key, drafting)]
         if keys:

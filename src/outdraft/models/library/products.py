@@ -21,7 +21,8 @@ from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.expert_ops import ExpertWeights, Gate
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.rank_products import Spread
-from outdraft.models.checkpoints.deferred import Packing, StoredParameter
+from outdraft.models.checkpoints.deferred import Packing
+from outdraft.models.checkpoints.stored import StoredParameter
 from outdraft.models.library.experts import ACTIVATIONS, PackedExperts, present_modules
 from outdraft.models.library.experts import keeps_codes as experts_keep_codes
 from outdraft.models.library.operations import catch_operations, is_router
@@ -86,7 +87,7 @@ def pack_products(
                     heads[id(part.weight)] = linear
                 setattr(module, name, FlatLinear(linear))
     for part in tables:
-        if packing.stand_ins.stored(part.weight) is not None:
+        if packing.deferred.stored(part.weight) is not None:
             _pack_table(part, packing, heads.get(id(part.weight)))
     for module in model.modules():
         if is_router(module):
@@ -98,8 +99,8 @@ def keeps_codes(module: nn.Module, name: str, stored: StoredParameter) -> bool:
     if isinstance(module, nn.Embedding):
         return name == "weight" and stored.tile is not None and stored.tile.is_blocks
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        return name == "weight" and not stored.is_stack and not stored.is_turned
-    return stored.is_stack and experts_keep_codes(module, name, is_turned=stored.is_turned)
+        return name == "weight" and not stored.is_stack and not stored.is_transposed
+    return stored.is_stack and experts_keep_codes(module, name, is_transposed=stored.is_transposed)
 
 
 def _is_product(part: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
@@ -118,7 +119,7 @@ def _pack_table(embedding: nn.Embedding, packing: Packing, head: Linear | None) 
     """Keep the codes of an embedding; those of a tied head are the same."""
     weight_VD = embedding.weight
     if head is None:
-        coded = packing.stand_ins.coded([weight_VD])
+        coded = packing.deferred.coded([weight_VD])
         assert coded is not None
         product = packing.kernels.pack_codes(coded, None, weight_VD.dtype)
     else:
@@ -176,7 +177,7 @@ def fuse_layers(model: nn.Module, packing: Packing, group: RankGroup = ALONE) ->
                 setattr(module, name, found)
         parts = [getattr(module, name, None) for name in _READ_TOGETHER]
         is_one = all(type(part) is nn.Linear for part in parts)
-        if is_one and packing.stand_ins.can_join([part.weight for part in parts if part]):
+        if is_one and packing.deferred.can_join([part.weight for part in parts if part]):
             fused = _FusedProducts(_joined(parts, packing), parts)
             for index, name in enumerate(_READ_TOGETHER):
                 setattr(module, name, _FusedPart(fused, index))
@@ -262,8 +263,8 @@ def _block(part: Any, packing: Packing) -> FusedBlock | None:
     activation = ACTIVATIONS.get(type(getattr(part, "act_fn", None)).__name__)
     if activation is None:
         return None
-    kept, stand_ins = [one.weight for one in products], packing.stand_ins
-    if not stand_ins.can_join(kept[:2]):
+    kept, deferred = [one.weight for one in products], packing.deferred
+    if not deferred.can_join(kept[:2]):
         return None
     gate, up, down = (weight.detach() for weight in kept)
     x_2D = _random(2, gate.shape[1], gate)
@@ -271,8 +272,8 @@ def _block(part: Any, packing: Packing) -> FusedBlock | None:
     if not _is_same(part(x_2D), F.linear(between_2I, down)):
         return None
     weights = ExpertWeights(
-        [stand_ins.coded(kept[:2]) or (gate, up)],
-        [stand_ins.coded(kept[2:]) or down],
+        [deferred.coded(kept[:2]) or (gate, up)],
+        [deferred.coded(kept[2:]) or down],
         dtype=down.dtype,
     )
     experts = packing.kernels.pack_experts(weights, Gate(activation), packing.quantization)

@@ -25,7 +25,7 @@ from outdraft.distributed.group import RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.rank_products import PaddedProduct, Spread, SummedProduct
 from outdraft.models.checkpoints.deferred import DeferredTensor
-from outdraft.models.library.experts import is_interleaved, is_known, is_transposed
+from outdraft.models.library.experts import has_inputs_first, is_interleaved, is_known
 
 _OUTPUTS, _INPUTS = "colwise", "rowwise"
 _DOWN = "down_proj"
@@ -119,7 +119,7 @@ def divide_experts(model: nn.Module, group: RankGroup) -> dict[nn.Module, RankGr
 def _divide(module: Any, group: RankGroup) -> bool:
     """Whether it could be done; all ranks find the same."""
     size, names = group.size, [name for name in _DIVIDED if getattr(module, name, None) is not None]
-    if module.down_proj.shape[1 if is_transposed(module) else 2] % size:
+    if module.down_proj.shape[1 if has_inputs_first(module) else 2] % size:
         return False
     if any(_loses_codes(module, name, rank, size) for name in names for rank in range(size)):
         return False
@@ -135,7 +135,7 @@ def _part(module: Any, name: str, rank: int, size: int) -> Tensor:
     """A rank's part of a parameter, without the rest in memory."""
     numbers = getattr(module, name).detach()
     has_both = name != _DOWN
-    dim = 2 if numbers.dim() == 3 and has_both == is_transposed(module) else 1
+    dim = 2 if numbers.dim() == 3 and has_both == has_inputs_first(module) else 1
     length = numbers.shape[dim]
     # Rows of gate and up lie in turns, or in two halves.
     step = length // 2 if has_both and not is_interleaved(module) else length
