@@ -69,7 +69,7 @@ class Linear(nn.Module):
             self.weight = None
 
     def pack_codes(self, kernels: Kernels, weight: Codes, dtype: torch.dtype) -> None:
-        """As `pack`, with a weight that comes as integers; `dtype`: of the rows."""
+        """Make the product of a weight that comes as integers, once; `dtype`: of the rows."""
         assert self.weight is not None, "packed twice"
         bias_E = None if self.bias is None else self.bias.data
         if self._spread is None:
@@ -79,14 +79,14 @@ class Linear(nn.Module):
         self.weight = None
 
     def owns(self, slot: Tensor) -> bool:
-        """Whether a tensor is rows of the weight, which no other module reads."""
+        """Is true if a tensor is rows of the weight, which no other module reads."""
         if self.weight is None or self._is_shared:
             return False
         return slot.untyped_storage().data_ptr() == self.weight.untyped_storage().data_ptr()
 
     @property
     def format(self) -> WeightFormat:
-        """How the weight is kept."""
+        """The format that the weight is kept in."""
         return WeightFormat.PLAIN if self.product is None else self.product.format
 
     @property
@@ -122,14 +122,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def numbers_of(module: nn.Module, dtype: torch.dtype) -> str:
-    """What is computed, over which weights if they are kept otherwise: for people."""
+    """The dtype that is computed, and the weights under it if they are kept otherwise."""
     name = dtype_name(dtype)
     kept = {linear.format for linear in linears_of(module)} - {WeightFormat.PLAIN, name}
     return f"{name} over {' and '.join(sorted(kept))} weights" if kept else name
 
 
 def memory_bytes(module: nn.Module) -> int:
-    """What the weights of a module take, packed ones included."""
+    """Bytes of the weights of a module, packed ones included."""
     plain = sum(weight.numel() * weight.element_size() for weight in module.parameters())
     return plain + sum(getattr(part, "packed_bytes", 0) for part in module.modules())
 
@@ -176,7 +176,7 @@ class Embedding(nn.Module):
 
 
 def is_one_tensor(table: EmbeddingTable, head: Linear) -> bool:
-    """Whether an embedding reads what a head multiplies: its codes, or its plain weight."""
+    """Is true if an embedding reads the weight of a head: its codes, or its plain numbers."""
     if isinstance(table.source, Tensor):
         weight = head.weight
         return weight is not None and weight.data_ptr() == table.source.data_ptr()

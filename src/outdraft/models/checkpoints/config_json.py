@@ -98,7 +98,7 @@ def read_object(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def read_mask_token(raw: Mapping[str, Any], vocab_size: int) -> int | None:
-    """What a drafter reads in place of tokens not known yet; None: it was not trained to.
+    """The token that a drafter reads in place of tokens not known yet; None: it was not trained to.
 
     Raises:
         ConfigError: it is no token of the vocabulary.

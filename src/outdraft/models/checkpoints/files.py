@@ -99,10 +99,10 @@ def weight_files(path: Path) -> list[Path]:
 def tensor_places(
     files: Iterable[Path], slot_of: Callable[[str], str | None] = lambda name: name
 ) -> dict[str, Place]:
-    """Where the tensor of each slot is; the frequencies of old checkpoints are left out.
+    """The place of the tensor of each slot; the frequencies of old checkpoints are left out.
 
     Args:
-        slot_of: the slot of a tensor of that name; None: nobody wants it.
+        slot_of: the slot of a tensor of that name; None: it is not wanted.
 
     Raises:
         ConfigError: a file cannot be read, or there are two tensors for one slot.
@@ -127,7 +127,7 @@ def tensor_places(
 
 
 class StoredTensors:
-    """What some safetensors files hold, by the names of `places`.
+    """The tensors of some safetensors files, by the names of `places`.
 
     Threads may read at the same time.
     """
@@ -169,7 +169,8 @@ class StoredTensors:
         return self._header(name)[0]
 
     def dtype(self, name: str) -> str:
-        """As safetensors names it, such as "F16"; raises ConfigError if there is no such tensor."""
+        """The dtype by its name in safetensors, such as "F16"; raises ConfigError if there is
+        none."""
         return self._header(name)[1]
 
     def _header(self, name: str) -> tuple[list[int], str]:

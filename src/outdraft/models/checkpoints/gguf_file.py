@@ -127,7 +127,7 @@ class Strings(Sequence[str]):
         """
         Args:
             bounds: int64, where the array begins in `content`, then where each string ends; each
-                has 8 bytes before it that tell its length.
+                has 8 bytes before it: its length.
         """
         self._bounds, self._content = bounds, content
 
@@ -162,7 +162,7 @@ class Strings(Sequence[str]):
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether the path names a GGUF file, by its first four bytes; directories are none."""
+    """Is true if the path names a GGUF file, by its first 4 bytes; directories are none."""
     if not path.is_file():
         return False
     try:
@@ -197,7 +197,7 @@ def _parts(path: Path) -> list[Path]:
 
 @lru_cache(maxsize=4)
 def _opened(path: Path, states: tuple[tuple[int, int], ...]) -> GgufFile:
-    """As open_gguf; sizes and times of its files say which state of the model it is."""
+    """Open the file once for each of its states: the sizes and times of the model's files."""
     first = _read_file(path)
     count, number = (int(first.values.get(f"split.{key}", 0)) for key in ("count", "no"))
     if count < 2:
@@ -216,8 +216,8 @@ def _opened(path: Path, states: tuple[tuple[int, int], ...]) -> GgufFile:
         if not file.is_file():
             raise ConfigError(f"{path} is file 1 of {count} of a split model: {file} is missing")
         part = _read_file(file)
-        if (told := part.values.get("split.no")) != index:
-            raise ConfigError(f"{file}: split.no is {told}, but its name says {index}")
+        if (number := part.values.get("split.no")) != index:
+            raise ConfigError(f"{file}: split.no is {number}, but its name says {index}")
         if twice := tensors.keys() & part.tensors.keys():
             raise ConfigError(f"{file} has tensors of another file, too: {sorted(twice)[0]}")
         files.append(file)

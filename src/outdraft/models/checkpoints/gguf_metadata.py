@@ -195,12 +195,12 @@ def named_token(values: Mapping[str, Any], role: str) -> int | None:
 
 
 def has_own_network(path: Path) -> bool:
-    """Whether the architecture of a GGUF file has a network here; raises as open_gguf."""
+    """Is true if the architecture of a GGUF file has a network here; raises as open_gguf."""
     return open_gguf(path).values.get(ARCHITECTURE) in _ARCHITECTURES
 
 
 def config_of_gguf(path: Path) -> dict[str, Any]:
-    """What the config.json of the same model would hold, of a family that has a network here.
+    """The content of a config.json for the same model, of a family that has a network here.
 
     Raises:
         ConfigError: as open_gguf; or a value is not supported.
@@ -251,7 +251,7 @@ def refuse_unread(file: GgufFile, keys: Iterable[str]) -> None:
 
 
 def common_config(file: GgufFile) -> dict[str, Any]:
-    """What the files of all families tell in the same way.
+    """Settings that the files of all families have under the same keys.
 
     Raises:
         ConfigError: there is no table of vectors.
@@ -281,7 +281,7 @@ def numbers_of(file: GgufFile, name: str) -> list[float]:
 
 
 def tokenizer_config_of_gguf(path: Path) -> dict[str, Any]:
-    """What the tokenizer_config.json of the same model would hold; raises as open_gguf."""
+    """The content of a tokenizer_config.json for the same model; raises as open_gguf."""
     values = open_gguf(path).values
     tokens = values.get("tokenizer.ggml.tokens") or []
     found = {"chat_template": values.get("tokenizer.chat_template")}
@@ -302,7 +302,7 @@ def _sizes(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def rope_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary frequencies as llama.cpp's load_hparams reads them from `ROPE_KEYS`, in the form of
-    config.json's rope_parameters: files of 2023 tell a factor without a type.
+    config.json's rope_parameters: files of 2023 have a factor without a type.
 
     Args:
         values: metadata of the architecture.

@@ -104,7 +104,7 @@ def _tile(tensor: GgufTensor) -> WeightFormat | None:
 
 
 def _row_order(num_rows: int, num_heads: int) -> np.ndarray:
-    """int64 [E]: the row of the file for each of ours. A head's halves lie beside each other."""
+    """int64 [E]: the row of the file for each of ours. A head's halves are interleaved."""
     if num_heads < 1 or num_rows % (2 * num_heads):
         raise ConfigError(f"GGUF: {num_rows} rows are no {num_heads} heads with two halves")
     rows = np.arange(num_rows).reshape(num_heads, num_rows // num_heads // 2, 2)

@@ -45,7 +45,7 @@ def place(
     *,
     is_permuted: bool = False,
 ) -> Placing:
-    """How to keep a product of the weights of those names.
+    """The way to keep a product of the weights of those names.
 
     Args:
         stored: those of the checkpoint that are not plain.
@@ -70,8 +70,8 @@ def place(
 
 
 def _rounded(numbers: Tensor, stored: StoredWeight, dtype: torch.dtype) -> Tensor:
-    """What a weight becomes in a network of that dtype: bfloat16 where it was quantised, so that it
-    takes two bytes, but not in networks of other dtypes than float32 and bfloat16."""
+    """The numbers as a network of that dtype keeps them: bfloat16 in a float32 network if they were
+    quantised, so that they take 2 bytes."""
     if stored.is_plain or dtype is not torch.float32:
         return numbers
     return numbers.bfloat16()
@@ -89,7 +89,7 @@ def check_quantization(placings: Iterable[Placing], quantization: WeightFormat |
 
 
 def kept_already(quantization: WeightFormat, stored: StoredWeight) -> ConfigError:
-    """What to raise where a weight is to be quantised that stays codes."""
+    """The error to raise where a weight is to be quantised that stays codes."""
     return ConfigError(
         f"quantization {quantization}: this checkpoint is quantised already ({stored.label}), and "
         f"its weights are kept as they are, in {stored.tile} tiles: leave the option out"
@@ -115,7 +115,7 @@ def fill_stored(
 
 
 def summary(placings: Sequence[Placing], others: Sequence[StoredWeight]) -> list[str]:
-    """What became of all quantised weights, for people.
+    """Lines for a log: the fate of all quantised weights.
 
     Args:
         others: that are in no product, such as a table of vectors.

@@ -1,4 +1,4 @@
-"""What config.json says about the quantisation of a checkpoint's weights."""
+"""The quantisation of a checkpoint's weights, as config.json describes it."""
 
 import logging
 import re
@@ -29,7 +29,7 @@ class Storage(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightScheme:
-    """How the weights of some modules are stored.
+    """The format in which the weights of some modules are stored.
 
     Attributes:
         group_inputs: inputs that share a scale; None: all of an output, or of the weight.
@@ -54,7 +54,7 @@ class Quantization:
 
     Attributes:
         method: as config.json names it.
-        schemes: with the modules that they are for: names, patterns behind "re:", or classes.
+        schemes: with the modules that they are for: names, patterns after "re:", or classes.
         ignored: modules of no scheme, named in the same way.
         kv_cache: whether it was made for a quantised cache too.
     """
@@ -77,7 +77,7 @@ class Quantization:
 
     @property
     def activations(self) -> str | None:
-        """What the activations were meant to be."""
+        """The format that the activations were meant to have."""
         return next((scheme.activations for _, scheme in self.schemes if scheme.activations), None)
 
 
@@ -110,7 +110,7 @@ def check_unquantised(path: Path, quantization: Quantization | None) -> None:
 
 
 def log_purpose(quantization: Quantization) -> None:
-    """Log what a checkpoint was made for besides, which is not quantised here."""
+    """Log the quantised activations and caches of a checkpoint, which stay as wide here."""
     if quantization.activations:
         _logger.info(_WEIGHT_ONLY, quantization.activations)
     if quantization.kv_cache:
@@ -216,7 +216,7 @@ def _awq(values: Mapping[str, Any]) -> Quantization:
 
 
 def _check_dynamic(values: Mapping[str, Any], name: str) -> None:
-    """ "-:" stands before modules that stay plain, which their tensors tell too."""
+    """ "-:" stands before modules that stay plain, as their tensors show too."""
     dynamic = values.get("dynamic") or {}
     if not isinstance(dynamic, Mapping) or not all(str(key).startswith("-:") for key in dynamic):
         raise ConfigError(
@@ -273,7 +273,7 @@ def _is_class(target: str) -> bool:
 
 
 def _matches(module: str, target: str) -> bool:
-    """As compressed-tensors does: all of a name, the start of a pattern, or the module's class."""
+    """Match as compressed-tensors: all of a name, the start of a pattern, or the module's class."""
     if _is_pattern(target):
         try:
             return re.match(target.removeprefix("re:"), module) is not None

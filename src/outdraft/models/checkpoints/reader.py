@@ -1,6 +1,6 @@
 """The quantised weights among the tensors of a checkpoint.
 
-Any network can read them: a weight has the name of the module with ".weight" behind it.
+Any network can read them: a weight has the name of the module followed by ".weight".
 """
 
 import re

@@ -22,7 +22,7 @@ _READABLE = {"F64", "F32", "F16", "BF16"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """Where a tensor belongs, or the part of it that this rank has.
+    """The place of a tensor in a network, or of the part of it that this rank has.
 
     Attributes:
         to: a view into the model.
@@ -120,8 +120,8 @@ def check_slots(
 
 
 def mapped_tensors(slots: Mapping[str, Slot], places: Mapping[str, Place]) -> dict[str, Tensor]:
-    """What the checkpoint has for these slots, or this rank's parts of it; what was read of a file
-    leaves the memory with them."""
+    """The tensors of these slots, or this rank's parts of them; pages that were read of a file
+    leave the memory with them."""
     by_file: dict[Path, list[str]] = {}
     for name, (file, _) in places.items():
         if name in slots:
@@ -135,7 +135,7 @@ def mapped_tensors(slots: Mapping[str, Slot], places: Mapping[str, Place]) -> di
 
 
 def read_part(place: Place, slot: Slot) -> Tensor | None:
-    """What of one tensor belongs into the slot; None: the tensor has another shape."""
+    """The part of one tensor that belongs into the slot; None: the tensor has another shape."""
     file, name = place
     with safe_open(file, framework="pt") as tensors:
         if list(tensors.get_slice(name).get_shape()) != slot.shape:
@@ -144,7 +144,7 @@ def read_part(place: Place, slot: Slot) -> Tensor | None:
 
 
 def _part(tensors: Any, name: str, slot: Slot) -> Tensor:
-    """What belongs into the slot, of a tensor of an open file."""
+    """The part that belongs into the slot, of a tensor of an open file."""
     if slot.is_whole:
         return tensors.get_tensor(name)
     return slot.part_of(tensors.get_slice(name))

@@ -55,7 +55,7 @@ class GroupedCodes:
         )
 
     def coded(self, tile: WeightFormat) -> CodedWeight:
-        """The same numbers in groups of that format, each a part of one of these groups."""
+        """These numbers in groups of that format, each a part of one of these groups."""
         num_inputs = self.codes_ED.shape[1]
         size = tile.group_inputs or num_inputs
 
@@ -102,7 +102,7 @@ class StoredWeight:
 
     @property
     def coded_bytes(self) -> int:
-        """What its codes and scales take; only of a weight with a tile."""
+        """Bytes of its codes and scales; only of a weight with a tile."""
         assert self.tile is not None, "a tile of numbers"
         num_outputs, num_inputs = self.shape
         if self.tile.is_blocks:
@@ -145,7 +145,7 @@ class StoredWeight:
         )
 
     def cuts_a_group(self, columns: slice) -> bool:
-        """Whether some inputs begin in the middle of a group, or end in the middle of a block."""
+        """Is true if these inputs begin inside of a group, or end inside of a block."""
         size = self.group_inputs
         if self.tile is not None and self.tile.is_blocks:
             end = min(columns.stop, self.shape[1])

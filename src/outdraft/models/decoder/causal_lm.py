@@ -38,7 +38,7 @@ EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class CausalLM(nn.Module):
-    """As `LanguageModel`. Weights are not initialised."""
+    """A `LanguageModel` of a family that has a network here. Weights are not initialised."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class CausalLM(nn.Module):
 
     @cached_property
     def passes(self) -> DecoderPass:
-        """What the network computes, once its weights are packed."""
+        """The network's computation, once its weights are packed."""
         return self.decoder.compile_passes(
             self.embed_tokens.table,
             product_of(self.lm_head),
@@ -104,25 +104,21 @@ class CausalLM(nn.Module):
         taps: Sequence[int],
         wanted_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `LanguageModel`. The hidden states are those behind the final norm."""
+        """The hidden states after the final norm, and the residual streams of the taps."""
         return self.passes(token_ids_T, caches, metadata, taps, None, wanted_R)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """As `LanguageModel`."""
         return self.passes.logits(hidden_RD)
 
     def checked_best_tokens(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
-        """As `LanguageModel`."""
         return self.passes.best_tokens(hidden_RD)
 
     def draft(
         self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
-        """As `DecoderPass.draft`."""
         return self.passes.draft(unread, growth, by_levels)
 
     def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
-        """As `DecoderPass.step`."""
         return self.passes.step(task, by_parts)
 
     @property
@@ -146,16 +142,15 @@ class CausalLM(nn.Module):
 
     @property
     def numbers(self) -> str:
-        """As `LanguageModel`."""
         return numbers_of(self, self.dtype)
 
     @property
     def memory_bytes(self) -> int:
-        """What the weights take, packed ones included; a packed tied head is a copy."""
+        """Bytes of the weights, packed ones included; a packed tied head is a copy."""
         return memory_bytes(self)
 
     def checkpoint_slots(self) -> dict[str, Slot]:
-        """Where each tensor of a Hugging Face checkpoint belongs: views into this model.
+        """The place of each tensor of a Hugging Face checkpoint: views into this model.
 
         Only before the weights are packed. The head of a tied model has no place of its own.
         """

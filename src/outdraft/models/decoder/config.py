@@ -28,7 +28,7 @@ from outdraft.models.shape import ModelShape
 
 
 class RopeKind(StrEnum):
-    """How rotary frequencies are stretched beyond the trained context."""
+    """Ways to stretch rotary frequencies beyond the trained context."""
 
     PLAIN = "default"
     LINEAR = "linear"
@@ -70,7 +70,7 @@ class RopeConfig:
 
     @property
     def depends_on_context(self) -> bool:
-        """Whether the frequencies are others with another context_len."""
+        """Is true if the frequencies are others with another context_len."""
         return self.kind in (RopeKind.DYNAMIC, RopeKind.LONGROPE)
 
     def rotary_size(self, head_size: int) -> int:
@@ -99,7 +99,7 @@ _FIELDS = {
 
 
 def read_rope(raw: Mapping[str, Any], head_size: int) -> RopeConfig:
-    """The rotary embedding of a model whose heads have so many dimensions.
+    """The rotary embedding of a model whose heads have `head_size` dimensions.
 
     Raises:
         ConfigError: a value is missing, wrong or unknown.
@@ -129,7 +129,7 @@ def read_rope(raw: Mapping[str, Any], head_size: int) -> RopeConfig:
 
 
 def _rope_fields(kind: RopeKind, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the kind reads of rope_parameters, under the names of RopeConfig."""
+    """The values of rope_parameters that the kind reads, under the names of RopeConfig."""
     needed, others = _KEYS[kind]
     for key in values:
         if key not in needed + others:
@@ -193,8 +193,8 @@ def _check_rotary_size(rope: RopeConfig, head_size: int) -> None:
 
 
 def _longest_context(rope: RopeConfig, max_positions: int) -> int:
-    """Checkpoints whose yarn or dynamic scaling was switched on by hand still tell the length
-    before it."""
+    """The longest text; checkpoints whose yarn or dynamic scaling was switched on by hand still
+    have the length before it."""
     if rope.kind in (RopeKind.YARN, RopeKind.DYNAMIC):
         return max(max_positions, int(rope.factor * rope.original_max_len))
     return max_positions
@@ -286,7 +286,8 @@ class ModelConfig(ModelShape):
         )
 
     def for_context(self, max_model_len: int | None) -> "ModelConfig":
-        """For texts of up to so many tokens; None: for the longest that it can read."""
+        """The config for texts of up to max_model_len tokens; None: for the longest that it
+        reads."""
         if max_model_len is None:
             return self
         context_len = min(max_model_len, self.max_model_len)
@@ -294,7 +295,7 @@ class ModelConfig(ModelShape):
 
 
 def is_known(raw: Mapping[str, Any]) -> bool:
-    """Whether the content of config.json names a family that has a network here."""
+    """Is true if the content of config.json names a family that has a network here."""
     names = raw.get("architectures") or []
     return len(names) == 1 and names[0] in _FAMILIES
 
@@ -342,14 +343,14 @@ def _qwen_windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int | None, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """Where the families differ."""
+    """The differences between the families."""
 
     windows: Callable[[Mapping[str, Any], int], tuple[int | None, ...]]
     reads_attention_bias: bool = False
     reads_mlp_bias: bool = False
     always_qkv_bias: bool = False
     qk_norm: bool = False
-    head_size: int | None = None  # where config.json does not tell; None: hidden_size / heads
+    head_size: int | None = None  # where config.json has none; None: hidden_size / heads
     mtp_prefix: str | None = None
 
 

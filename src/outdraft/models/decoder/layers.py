@@ -26,13 +26,13 @@ from outdraft.models.decoder.config import ModelConfig
 from outdraft.models.decoder.rotary import Rotary
 from outdraft.models.modules import Linear, RMSNorm, norm_weight
 
-# Ids that a drafter with a large vocabulary chooses among, beside those of texts: 92 to 97 % of the
-# tokens of English and code, in a vocabulary of 152,000.
+# Ids that a drafter with a large vocabulary chooses among, and the ids of its texts: 92 to
+# 97 % of the tokens of English and code, in a vocabulary of 152,000.
 FIRST_DRAFTS = 1 << 15
 
 
 class Kind(TypedDict):
-    """What kind of tensors the layers hold; they take it as keywords."""
+    """Dtype and device of the tensors of layers, which take them as keywords."""
 
     dtype: torch.dtype
     device: torch.device
@@ -40,7 +40,7 @@ class Kind(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Which rows or columns of a weight a rank has."""
+    """The rows or columns of a weight that a rank has."""
 
     size: int
     rank: int
@@ -101,7 +101,7 @@ class DecoderLayer(nn.Module):
         )
 
     def slots(self) -> Slots:
-        """As CausalLM.checkpoint_slots, without the prefix of the layer."""
+        """The places of the layer's tensors, by their names without the prefix of the layer."""
         yield "input_layernorm.weight", slot_of(norm_weight(self.input_norm))
         yield "post_attention_layernorm.weight", slot_of(self.post_norm.weight)
         parts = {"q_proj": self._q, "k_proj": self._kv, "v_proj": self._kv}
@@ -237,26 +237,26 @@ class Decoder(nn.Module):
 
 
 def first_drafts(vocabulary: VocabularyShard) -> int:
-    """As `DecoderSpec.num_first_drafts`, of a drafter's vocabulary: 0 unless it is much larger."""
+    """`DecoderSpec.num_first_drafts` for a drafter's vocabulary: 0 unless it is much larger."""
     is_large = vocabulary.num_tokens >= 3 * FIRST_DRAFTS
     return FIRST_DRAFTS if is_large and vocabulary.group.size == 1 else 0
 
 
 def drafted_share(vocabulary: VocabularyShard) -> float:
-    """The part of its head that a drafter with this vocabulary reads, before texts add to it."""
+    """The share of its head that a drafter with this vocabulary reads, before texts add to it."""
     return (first_drafts(vocabulary) or vocabulary.num_tokens) / vocabulary.num_tokens
 
 
 def product_of(linear: Linear) -> Product:
-    """What a packed layer computes."""
+    """The product of a packed layer."""
     assert linear.product is not None, "the weights are not packed"
     return linear.product
 
 
 def _parts(config: ModelConfig, group: RankGroup) -> tuple[_Part, _Part, _Part]:
-    """What a rank has of the queries, of keys or values, and of the feed-forward block."""
+    """A rank's parts of the queries, of keys or values, and of the feed-forward block."""
     own, head_size = config.shard(group.size), config.head_size
-    # Ranks beside each other have the same kv head, where there are fewer heads than ranks.
+    # Neighbouring ranks have the same kv head, where there are fewer heads than ranks.
     kv_rank = group.rank * config.num_kv_heads // (group.size * own.num_kv_heads)
     return (
         _Part(own.num_heads * head_size, group.rank, config.num_heads * head_size),

@@ -46,7 +46,7 @@ def load_model(
     drafts: bool = False,
     has_random_weights: bool = False,
 ) -> CausalLM:
-    """As load_language_model, of a family that has a network here."""
+    """Load a checkpoint of a family that has a network here; see load_language_model."""
     config = ModelConfig.from_directory(path).for_context(max_model_len)
     if has_random_weights:
         check_unquantised(path, config.quantization)
@@ -61,8 +61,8 @@ def load_model(
 
 
 def _fill_randomly(model: CausalLM) -> None:
-    """With the same numbers every time, over any number of ranks, which the checkpoint's own dtype
-    can hold."""
+    """Fill with the same numbers every time, over any number of ranks; the checkpoint's own dtype
+    can hold them."""
     own_dtype: torch.dtype = getattr(torch, model.config.torch_dtype or "float32")
     generator = torch.Generator().manual_seed(0)
     for slot in model.checkpoint_slots().values():
@@ -160,7 +160,7 @@ def load_weights(
 
 
 def keeps_blocks(weight: StoredWeight | None) -> bool:
-    """Whether a weight stays in the blocks of a GGUF file, an embedding, too."""
+    """Is true if a weight stays in the blocks of a GGUF file, also as an embedding."""
     return weight is not None and weight.tile is not None and weight.tile.is_blocks
 
 
@@ -181,7 +181,7 @@ def placings_of(
     slots: Mapping[str, Slot],
     stored: Mapping[str, StoredWeight],
 ) -> dict[Linear, Placing]:
-    """How the products of a part keep their weights, where the checkpoint quantised some."""
+    """The way each product of a part keeps its weights, where the checkpoint quantised some."""
     if not stored:
         return {}
     found: dict[Linear, Placing] = {}

@@ -89,7 +89,7 @@ def frequencies(config: RopeConfig, head_size: int) -> Tensor:
 
 
 def attention_factor(config: RopeConfig) -> float:
-    """What cos and sin are multiplied by."""
+    """The factor of cos and sin."""
     if config.kind not in (RopeKind.YARN, RopeKind.LONGROPE):
         return 1.0
     if config.attention_factor is not None:
@@ -102,7 +102,7 @@ def attention_factor(config: RopeConfig) -> float:
 
 
 def _widened(table_MF: Tensor, width: int, value: float) -> Tensor:
-    """The table with columns of that value behind its own."""
+    """The table, and columns of that value to the right of its own."""
     return F.pad(table_MF, (0, width - table_MF.shape[1]), value=value)
 
 
@@ -122,8 +122,8 @@ def _llama3(plain_F: Tensor, config: RopeConfig) -> Tensor:
 
 
 def _yarn(plain_F: Tensor, config: RopeConfig) -> Tensor:
-    """Keep what turns more than beta_fast times over the trained context, divide what turns less
-    than beta_slow times, blend by dimension between the two."""
+    """Keep frequencies that turn more than beta_fast times over the trained context, divide those
+    that turn less than beta_slow times, blend by dimension between the two."""
     num_frequencies = len(plain_F)
 
     def dimension_of(turns: float) -> float:

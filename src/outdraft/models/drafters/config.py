@@ -1,8 +1,8 @@
-"""What the config.json files of EAGLE, DFlash and DSpark drafters have in common.
+"""The common part of the config.json files of EAGLE, DFlash and DSpark drafters.
 
-Their authors write the config of a known family with a few keys more, beside it or in an object of
-their own; the speculators library puts that config into `transformer_layer_config`, beside its own
-keys. A setting that changes what is computed and is not understood is refused by name.
+Their authors write the config of a known family with a few keys more, at its level or in an object
+of their own; the speculators library puts that config into `transformer_layer_config`, next to its
+own keys. A setting that changes what is computed and is not understood is refused by name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +35,7 @@ class DrafterConfig:
 
 
 def drafter_options(raw: Mapping[str, Any], *objects: str) -> dict[str, Any]:
-    """The drafter's own keys: some write them into one of these objects, some beside it."""
+    """The drafter's own keys: some write them into one of these objects, some next to it."""
     options: dict[str, Any] = {}
     for name in objects:
         options |= read_object(raw, name)
@@ -62,17 +62,26 @@ def check_supported(
 
 
 def read_flag(options: Mapping[str, Any], key: str, default: bool = False) -> bool:
-    """Raises ConfigError if it is neither true nor false."""
+    """The bool under this key. Raises ConfigError if it is neither true nor false."""
     value = options.get(key, default)
     if not isinstance(value, bool):
         raise ConfigError(f"config.json: {key} must be true or false, got {value!r}")
     return value
 
 
+def read_layers(options: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """The numbers of layers under this key. Raises ConfigError if it holds something else."""
+    layers = options.get(key)
+    if not isinstance(layers, list) or not layers or not all(type(one) is int for one in layers):
+        raise ConfigError(f"config.json: {key} must be a list of layers, got {layers!r}")
+    return tuple(layers)
+
+
 def read_draft_vocab_size(
     options: Mapping[str, Any], vocab_size: int, *, is_whole: bool = False
 ) -> int:
-    """`is_whole`: it must be the vocabulary itself. Raises ConfigError if it does not fit."""
+    """The number of tokens that it can draft; `is_whole`: it must be the whole vocabulary. Raises
+    ConfigError if it does not fit."""
     size = read_count(options, "draft_vocab_size", default=vocab_size)
     if size > vocab_size or (is_whole and size != vocab_size):
         raise ConfigError(
@@ -82,7 +91,7 @@ def read_draft_vocab_size(
 
 
 def check_taps(taps: Sequence[int], num_target_layers: int) -> None:
-    """Raise ConfigError if a target of so many layers has no such streams."""
+    """Raise ConfigError if a target with num_target_layers has no such streams."""
     if not all(0 <= tap <= num_target_layers for tap in taps):
         raise ConfigError(
             f"the drafter reads the target behind layers {list(taps)}, but the target has "

@@ -1,13 +1,13 @@
 """DFlash drafters: one pass drafts a block of tokens (Chen et al. 2026, arXiv 2602.06036).
 
-The network is a few layers of Qwen 3. A pass reads the newest token and mask tokens behind it, and
+The network is a few layers of Qwen 3. A pass reads the newest token and mask tokens after it, and
 every row of such a block may see all others. It reads no tokens of the text before: the keys and
 values of a text's token are made of the target's streams at that token, tapped between the target's
 layers. So the drafter catches up with a text without attention: one product fuses the streams, and
 one gives the keys and values of all layers. The embedding and mostly the head are the target's.
 
 DSpark (arXiv 2607.05147) adds two heads. One adds logits that depend on the token before a draft,
-so that tokens are drawn one after the other behind one pass. The other says from the row of a
+so that tokens are drawn one after the other from one pass. The other says from the row of a
 draft, and from the token before it, how likely the draft is accepted.
 
 Dimension key: T rows, R rows that need logits, Q of them on this rank, D hidden, S hidden of the
@@ -46,7 +46,7 @@ from outdraft.models.shape import DRAFT_RANKS
 
 
 class SparkHeads(nn.Module):
-    """What DSpark has beside DFlash; every rank has it whole."""
+    """The two heads that DSpark adds to DFlash; every rank has them whole."""
 
     def __init__(self, config: DFlashConfig, kind: Kind) -> None:
         super().__init__()
@@ -63,13 +63,13 @@ class SparkHeads(nn.Module):
             self.confidence = Linear(num_inputs, 1, bias=True, **kind)
 
     def pair_logits(self, token_ids_R: Tensor) -> Tensor:
-        """[R, N] in the network's dtype: what to add behind these tokens."""
+        """[R, N] in the network's dtype: the logits to add after these tokens."""
         assert self.markov_w1 is not None
         assert self.markov_w2 is not None
         return self.markov_w2(self.markov_w1(token_ids_R))
 
     def confidences(self, states_RD: Tensor, token_ids_R: Tensor) -> Tensor:
-        """float32 [R]: the log-odds that drafts from these rows, behind these tokens, are accepted
+        """float32 [R]: the log-odds that drafts from these rows, after these tokens, are accepted
         if all before them were."""
         assert self.confidence is not None
         inputs = [states_RD]
@@ -79,7 +79,7 @@ class SparkHeads(nn.Module):
         return self.confidence(torch.cat(inputs, dim=1))[:, 0].float()
 
     def added_to(self, spec: BlockSpec) -> BlockSpec:
-        """The same with these heads, once they are packed."""
+        """The spec with these heads, once they are packed."""
         if self.markov_w1 is not None and self.markov_w2 is not None:
             pairs, table_VM = product_of(self.markov_w2), self.markov_w1.weight.data
             spec = replace(spec, pairs=pairs, pair_embedding_VM=table_VM)
@@ -89,7 +89,7 @@ class SparkHeads(nn.Module):
         return replace(spec, confidence=confidence, confidence_reads_token=self._reads_token)
 
     def slots(self) -> dict[str, Slot]:
-        """As DFlashNetwork.checkpoint_slots."""
+        """The places of the tensors of these heads, by their names."""
         parts = {
             "markov_head.markov_w1": self.markov_w1,
             "markov_head.markov_w2": self.markov_w2,
@@ -107,7 +107,7 @@ class DFlashNetwork(nn.Module):
     """A drafter of blocks over a paged cache of its own. Weights are not initialised.
 
     Attributes:
-        taps: behind how many of the target's layers `features` wants the residual streams.
+        taps: after how many of the target's layers `features` wants the residual streams.
         feature_size: D, of `features`.
         shard: its layers as this rank has them, which is the shape of its cache.
         heads: DSpark's; None: it is DFlash.
@@ -116,7 +116,6 @@ class DFlashNetwork(nn.Module):
     def __init__(
         self, config: DFlashConfig, tables: TargetTables, draft_ids_N: Tensor | None
     ) -> None:
-        """As EagleNetwork."""
         super().__init__()
         layer, target, group = config.layer, tables.target, tables.group
         check_taps(config.taps, target.config.num_layers)
@@ -156,7 +155,7 @@ class DFlashNetwork(nn.Module):
 
     @cached_property
     def passes(self) -> DecoderPass:
-        """What a block's rows compute, once the weights and the target's are packed."""
+        """The computation of a block's rows, once the weights and the target's are packed."""
         return self.tables.compile_passes(
             self.decoder,
             final_norm=self.norm,
@@ -165,7 +164,7 @@ class DFlashNetwork(nn.Module):
 
     @property
     def is_uniform(self) -> bool:
-        """Whether a block's rows see the same of their block in all layers."""
+        """Is true if a block's rows see the same of their block in all layers."""
         return len(set(self.config.is_causal)) == 1
 
     def forward(
@@ -175,7 +174,7 @@ class DFlashNetwork(nn.Module):
         metadata: AttentionMetadata,
         wanted_R: Tensor | None = None,
     ) -> Tensor:
-        """[R, D]: the states of the wanted rows behind the final norm.
+        """[R, D]: the states of the wanted rows after the final norm.
 
         Args:
             token_ids_T: int64, blocks: rows without causal ones before them.
@@ -186,7 +185,7 @@ class DFlashNetwork(nn.Module):
     def draft(
         self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
-        """As `DecoderPass.draft_block`."""
+        """Draft a block, as `DecoderPass.draft_block` says."""
         return self.passes.draft_block(self._block, unread, growth, by_levels)
 
     @cached_property
@@ -209,7 +208,7 @@ class DFlashNetwork(nn.Module):
 
     @property
     def memory_bytes(self) -> int:
-        """What its own weights take, packed ones included, and copies of the target's."""
+        """Bytes of its own weights, packed ones included, and of copies of the target's."""
         return memory_bytes(self) + self.tables.copied_bytes
 
     @property
@@ -220,7 +219,7 @@ class DFlashNetwork(nn.Module):
         return memory_bytes(self) - unread + self.tables.borrowed_bytes
 
     def checkpoint_slots(self) -> dict[str, Slot]:
-        """Where each tensor of a checkpoint belongs: views into this network; before packing."""
+        """The place of each tensor of a checkpoint: views into this network; before packing."""
         slots: dict[str, Slot | None] = {
             "fc.weight": slot_of(self.fc.weight),
             "hidden_norm.weight": slot_of(self.hidden_norm.weight),
@@ -254,7 +253,7 @@ class DFlashNetwork(nn.Module):
 def load_dflash(
     path: Path, tables: TargetTables, quantization: WeightFormat | None = None
 ) -> DFlashNetwork:
-    """As load_eagle."""
+    """The drafter of a checkpoint directory, ready to run; raises as load_eagle."""
     target = tables.target
     config = DFlashConfig.from_mapping(read_json(path / "config.json"))
     found = tensor_places(weight_files(path), _canonical_name)

@@ -1,4 +1,4 @@
-"""What the config.json of a DFlash or DSpark drafter says, in one shape for the layouts that exist.
+"""The config.json of a DFlash or DSpark drafter, in one shape for the layouts that exist.
 
 Chen et al. 2026, arXiv 2602.06036, and DSpark, arXiv 2607.05147. Their authors write the config of
 a Qwen 3 with a few keys more, the speculators library as config.py says.
@@ -21,6 +21,7 @@ from outdraft.models.drafters.config import (
     layer_options,
     read_draft_vocab_size,
     read_flag,
+    read_layers,
 )
 
 
@@ -30,9 +31,9 @@ class DFlashConfig(DrafterConfig):
 
     Attributes:
         kind: DFlash or DSpark, which is DFlash with two heads more.
-        block_size: rows of a pass: the newest token, and mask tokens behind it.
+        block_size: rows of a pass: the newest token, and mask tokens after it.
         mask_token_id: of the target's vocabulary.
-        taps: behind how many of the target's layers its streams are read; 0: the embedding.
+        taps: after how many of the target's layers its streams are read; 0: the embedding.
         is_causal: for each layer, whether a row of a block sees the rows before it only.
         drafts_from_anchor: the row of the newest token drafts, too.
         markov_rank: of DSpark's head of token pairs; 0: there is none.
@@ -149,7 +150,7 @@ def _layer_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _causal_layers(options: Mapping[str, Any], layer: ModelConfig) -> tuple[bool, ...]:
-    """Sliding layers are causal unless told otherwise."""
+    """For each layer, if it is causal: sliding layers are, unless the config says otherwise."""
     written = options.get("is_causal")
     if written is not None:
         return (read_flag(options, "is_causal"),) * layer.num_layers
@@ -159,7 +160,7 @@ def _causal_layers(options: Mapping[str, Any], layer: ModelConfig) -> tuple[bool
 
 
 def _spark(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What DSpark has beyond DFlash."""
+    """The settings that DSpark adds to DFlash."""
     rank = 0 if options.get("markov_rank") == 0 else read_count(options, "markov_rank", default=256)
     kind = options.get("markov_head_type", "vanilla")
     if rank and kind != "vanilla":
@@ -179,14 +180,10 @@ def _spark(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _taps(options: Mapping[str, Any]) -> tuple[int, ...]:
     """Streams are counted from the embedding on: `target_layer_ids` name the layer that writes one,
-    `aux_hidden_state_layer_ids` the one behind it."""
+    `aux_hidden_state_layer_ids` the one after it."""
     for key, shift in (("target_layer_ids", 1), ("aux_hidden_state_layer_ids", 0)):
-        layers = options.get(key)
-        if layers is None:
-            continue
-        if not isinstance(layers, list) or not layers or not all(type(i) is int for i in layers):
-            raise ConfigError(f"config.json: {key} must be a list of layers, got {layers!r}")
-        return tuple(layer + shift for layer in layers)
+        if options.get(key) is not None:
+            return tuple(layer + shift for layer in read_layers(options, key))
     raise ConfigError(
         "config.json: target_layer_ids or aux_hidden_state_layer_ids must name the target's layers"
     )
@@ -200,7 +197,7 @@ def _mask_token(raw: Mapping[str, Any], vocab_size: int) -> int:
 
 
 def _check_block(config: DFlashConfig) -> None:
-    """Whether attention can be told what the rows of a block see."""
+    """Raise ConfigError if attention cannot express what the rows of a block see."""
     least, size = (1 if config.drafts_from_anchor else 2), config.block_size
     if not least <= size <= MAX_DRAFTS:
         raise ConfigError(

@@ -80,7 +80,7 @@ class TapFusion(nn.Module):
         return self.fc(states_TW)
 
     def slots(self) -> Slots:
-        """As EagleNetwork.checkpoint_slots."""
+        """The places of its tensors, by their names in EAGLE's repository."""
         yield "fc.weight", slot_of(self.fc.weight)
         yield "fc.bias", slot_of(self.fc.bias)
         yield "input_norm.weight", slot_of(norm_weight(self.input_norm))
@@ -89,7 +89,7 @@ class TapFusion(nn.Module):
 
 
 class Entry(nn.Module):
-    """What layer 0 reads: in EAGLE and MTP one state made of the token and the target's state, in
+    """The input of layer 0: in EAGLE and MTP one state made of the token and the target's state, in
     EAGLE-3 both side by side."""
 
     def __init__(self, config: EagleConfig, kind: Kind) -> None:
@@ -119,7 +119,7 @@ class Entry(nn.Module):
         )
 
     def slots(self) -> Slots:
-        """As EagleNetwork.checkpoint_slots."""
+        """The places of its tensors, by their names in EAGLE's repository."""
         if self.fc is not None:
             yield "fc.weight", slot_of(self.fc.weight)
             yield "fc.bias", slot_of(self.fc.bias)
@@ -136,7 +136,7 @@ class EagleNetwork(nn.Module):
     keys are at cache index i.
 
     Attributes:
-        taps: behind how many of the target's layers `features` wants the residual streams.
+        taps: after how many of the target's layers `features` wants the residual streams.
         feature_size: F.
         shard: its layers as this rank has them, which is the shape of its cache.
     """
@@ -144,7 +144,7 @@ class EagleNetwork(nn.Module):
     def __init__(
         self, config: EagleConfig, tables: TargetTables, draft_ids_N: Tensor | None
     ) -> None:
-        """As the target's numbers and kernels are, spread over the ranks of the tables.
+        """Build it in the target's dtype, with its kernels, spread over the ranks of the tables.
 
         Args:
             draft_ids_N: int64, the target's id of each draft token; None: it has the same ids.
@@ -187,7 +187,7 @@ class EagleNetwork(nn.Module):
         """[T, F]: what a row reads of the target's pass over its position.
 
         Args:
-            hidden_TD: the target's states behind its final norm: EAGLE reads them as they are.
+            hidden_TD: the target's states after its final norm: EAGLE reads them as they are.
             tapped_TKS: the residual streams of `taps` in their order.
         """
         return hidden_TD if self.fusion is None else self.fusion(tapped_TKS.flatten(1))
@@ -202,12 +202,12 @@ class EagleNetwork(nn.Module):
 
     @property
     def has_mask_state(self) -> bool:
-        """Whether it was trained to draft several tokens in one pass (P-EAGLE, 2602.01469)."""
+        """Is true if it was trained to draft several tokens in one pass (P-EAGLE, 2602.01469)."""
         return self.mask_hidden is not None
 
     @cached_property
     def passes(self) -> DecoderPass:
-        """What the network computes, once its weights and the target's are packed."""
+        """The network's computation, once its weights and the target's are packed."""
         is_fed_back = self.config.norm_output
         return self.tables.compile_passes(
             self.decoder,
@@ -228,7 +228,7 @@ class EagleNetwork(nn.Module):
         Writes the keys and values of the rows to the caches, one cache a layer.
 
         Args:
-            token_ids_T: int64, the token behind each row's position.
+            token_ids_T: int64, the token after each row's position.
             states_TF: `features` of the row's position; in a draft, the state of its parent.
         """
         return self.passes(token_ids_T, caches, metadata, states_TD=states_TF)[0]
@@ -242,12 +242,11 @@ class EagleNetwork(nn.Module):
     def draft(
         self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
-        """As `DecoderPass.draft`."""
         return self.passes.draft(unread, growth, by_levels)
 
     @property
     def memory_bytes(self) -> int:
-        """What its own weights take, packed ones included, and copies of the target's."""
+        """Bytes of its own weights, packed ones included, and of copies of the target's."""
         return memory_bytes(self) + self.tables.copied_bytes
 
     @property
@@ -265,7 +264,7 @@ class EagleNetwork(nn.Module):
         return bytes_read + self.tables.borrowed_bytes
 
     def checkpoint_slots(self) -> dict[str, Slot]:
-        """Where each tensor of a checkpoint belongs: views into this network; before packing.
+        """The place of each tensor of a checkpoint: views into this network; before packing.
 
         The names are those of EAGLE's repository, with layers.0 for its midlayer.
         """
@@ -320,7 +319,7 @@ def _canonical_name(name: str) -> str | None:
 
 
 def _completed(config: EagleConfig, found: Mapping[str, Place]) -> EagleConfig:
-    """The config with what the checkpoint has: config.json does not always tell."""
+    """The config with what the checkpoint has: config.json does not always have it."""
     layer, mask = config.layer, found.get("mask_hidden")
     layer = replace(
         layer,
@@ -343,7 +342,7 @@ def _completed(config: EagleConfig, found: Mapping[str, Place]) -> EagleConfig:
 
 
 def _check_fit(config: EagleConfig, target: LanguageModel) -> None:
-    """As `check_fit`, and whether its mask is as wide as one of the states that it reads."""
+    """Raise ConfigError if the drafter, or the width of its mask, does not fit the target."""
     check_fit(config, target, reads_own_size=config.version is DraftSource.EAGLE)
     size, own_size = target.config.hidden_size, config.layer.hidden_size
     widths = [len(config.taps_of(target.config.num_layers)) * size, own_size]

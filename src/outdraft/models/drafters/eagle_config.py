@@ -1,4 +1,4 @@
-"""What the config.json of an EAGLE drafter says, in one shape for the layouts that exist.
+"""The config.json of an EAGLE drafter, in one shape for the layouts that exist.
 
 EAGLE's own repository and SpecForge write the config of a Llama with a few keys more, the
 speculators library as config.py says, and vLLM puts the Llama's into `model`.
@@ -21,6 +21,7 @@ from outdraft.models.drafters.config import (
     layer_options,
     read_draft_vocab_size,
     read_flag,
+    read_layers,
 )
 
 
@@ -32,15 +33,15 @@ class EagleConfig(DrafterConfig):
         version: EAGLE (Li et al. 2024, arXiv 2401.15077; with trees it is EAGLE-2), EAGLE-3 (Li et
             al. 2025, arXiv 2503.01840; EAGLE-3.1 and P-EAGLE are options of it), or MTP, a layer
             for multi-token prediction as models/drafters/mtp.py says.
-        taps: EAGLE-3: behind how many of the target's layers the states are taken; None: as in
-            the paper's checkpoints.
+        taps: EAGLE-3: after how many of the target's layers the states are taken; None: as
+            in the paper's checkpoints.
         may_count_from_0: `taps` may name layers, the first one 0, rather than count them.
         fc_bias: of the layer that takes in the target's states.
         layernorms: EAGLE, MTP: norms of the embedding, before layer 0 and before the head.
         input_norm: EAGLE, MTP: before layer 0.
         norm_before_fc: EAGLE-3: one norm over all tapped states together.
         fc_norm: EAGLE-3.1: a norm for each tapped state.
-        norm_output: EAGLE-3.1, MTP: the state that is fed back is the one behind the final norm.
+        norm_output: EAGLE-3.1, MTP: the state that is fed back is the one after the final norm.
         norm_before_residual: layer 0 adds to the normed state rather than to the state.
         mask_shape: of the tensor that stands in for a state not known yet, if there is one.
         mask_token_id: stands for tokens that are not known yet, in parallel drafting (P-EAGLE,
@@ -73,8 +74,10 @@ class EagleConfig(DrafterConfig):
         flags: dict[str, Any] = {key: _flag(options, key) for key in _FLAGS[version]}
         _refuse_other_flags(options, version)
         if options.get("truncated_vocab_size") not in (None, layer.vocab_size):
-            told = f"truncated_vocab_size={options['truncated_vocab_size']!r} is not supported"
-            raise ConfigError(f"config.json: {told}, it must be {layer.vocab_size}")
+            raise ConfigError(
+                f"config.json: truncated_vocab_size={options['truncated_vocab_size']!r} is not "
+                f"supported, it must be {layer.vocab_size}"
+            )
         return cls(
             version=version,
             layer=layer,
@@ -88,7 +91,7 @@ class EagleConfig(DrafterConfig):
         )
 
     def taps_of(self, num_target_layers: int) -> tuple[int, ...]:
-        """Behind how many layers of such a target the states are taken; () except for EAGLE-3.
+        """The layers of such a target after which the states are taken, counted; () unless EAGLE-3.
 
         Raises:
             ConfigError: the target has no such layers.
@@ -163,7 +166,7 @@ def _layer_config(raw: Mapping[str, Any]) -> ModelConfig:
     """The configuration of the drafter's own layers, from the Llama-style part of the file.
 
     Raises:
-        ConfigError: another family's layers, or windows that this family's config cannot tell.
+        ConfigError: another family's layers, or windows that this family's config cannot have.
     """
     layer, nested = layer_options(raw), raw.get("model")
     if raw.get("model_type") == "eagle" and isinstance(nested, dict):
@@ -198,22 +201,19 @@ def _flag(options: Mapping[str, Any], key: str) -> bool:
 
 
 def _taps(options: Mapping[str, Any]) -> tuple[int, ...] | None:
-    taps = options.get(_TAPS)
-    if not taps:
+    if not options.get(_TAPS):
         if (count := options.get("num_aux_hidden_states")) not in (None, 3):
             raise ConfigError(
                 f"config.json: num_aux_hidden_states={count!r} needs {_TAPS} to say which"
             )
         return None
-    if not isinstance(taps, list) or not all(type(tap) is int for tap in taps):
-        raise ConfigError(f"config.json: {_TAPS} must be a list of layers, got {taps!r}")
-    return tuple(taps)
+    return read_layers(options, _TAPS)
 
 
 def _names_layers(taps: Sequence[int], num_target_layers: int) -> bool:
-    """Whether ids from within eagle_config name layers from 0 on, as SpecForge and ModelOpt write.
+    """Is true if ids in eagle_config name layers from 0 on, as SpecForge and ModelOpt write.
 
-    Others count layers in the same place. SGLang tells them apart by the first id, as the paper's
-    first tap is behind two layers: 1 by name, 2 by count. No layer has the number of all layers.
+    Others count layers in the same place. SGLang distinguishes them by the first id, as the paper's
+    first tap is after 2 layers: 1 by name, 2 by count. No layer has the number of all layers.
     """
     return taps[0] == 1 and max(taps) < num_target_layers

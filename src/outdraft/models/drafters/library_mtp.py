@@ -2,7 +2,7 @@
 
 The library has a module for such a layer (its `MtpLayer`): two norms, a product that makes one
 state of the token before the state, a decoder layer of the target's family, and a norm. The state
-behind that norm is for the head and for the next drafted token, as in the library. Attention and
+after that norm is for the head and for the next drafted token, as in the library. Attention and
 products are this engine's, as in the target. The embedding and the head are the target's: copies
 of them in the checkpoint are not read.
 
@@ -56,7 +56,7 @@ from outdraft.models.shape import DRAFT_RANKS, ModelShape
 
 
 class LibraryMtp(nn.Module):
-    """As an EagleNetwork that drafts from the target's states behind its final norm.
+    """A `StateNetwork` that drafts from the target's states after its final norm.
 
     Attributes:
         taps: none.
@@ -101,7 +101,6 @@ class LibraryMtp(nn.Module):
         caches: Sequence[LayerCache],
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """As EagleNetwork."""
         [cache] = caches
         layers: dict[nn.Module, tuple[LayerCache, AttentionForm]] = {
             self._module: (cache, self._form)
@@ -124,7 +123,7 @@ class LibraryMtp(nn.Module):
 
     @property
     def memory_bytes(self) -> int:
-        """What its own weights take, packed ones included, and copies of the target's."""
+        """Bytes of its own weights, packed ones included, and of copies of the target's."""
         return memory_bytes(self) + self._tables.copied_bytes
 
     @property
@@ -201,7 +200,7 @@ def _loaded(kind: Any, config: PretrainedConfig, path: Path, dtype: torch.dtype)
 def _surveyed(
     layer: MtpLayer, rotary: Callable[..., Any], target: TransformersModel
 ) -> tuple[nn.Module, LayerAttention]:
-    """What attends in the layer, found out by a pass over two rows."""
+    """The module that attends in the layer, found by a pass over two rows."""
     survey, size = Survey(), target.config.hidden_size
     rows_2D = torch.ones(2, size, dtype=target.dtype, device=target.device)
     try:
@@ -227,7 +226,7 @@ def _run(
     states_TD: Tensor,
     positions_T: Tensor,
 ) -> Tensor:
-    """[T, D]: behind the layer's last norm."""
+    """[T, D]: after the layer's last norm."""
     embedded_1TD, positions_1T = embedded_TD[None], positions_T[None]
     return layer(
         embedded_1TD,
@@ -249,4 +248,4 @@ def _rotary_of(rotary: nn.Module | None, model: MtpModel) -> Callable[..., Any]:
 
 
 def _no_rotary(embedded_1TD: Tensor, position_ids: Tensor) -> None:
-    """Where a family has no rotary positions."""
+    """The rotary embedding of a family that has no rotary positions."""

@@ -38,7 +38,7 @@ _METHODS = {
 def check_sizes(raw: Mapping[str, Any], target: LanguageModel, *, hidden_key: str) -> None:
     """Raise ConfigError if heads on the target's last states name other sizes than the target's.
 
-    A key that is missing is no contradiction: the shapes of the tensors will tell.
+    A key that is missing is no contradiction: the shapes of the tensors are checked later.
     """
     sizes = {hidden_key: target.config.hidden_size, "vocab_size": target.config.vocab_size}
     for key, expected in sizes.items():
@@ -81,8 +81,8 @@ def check_fit(config: DrafterConfig, target: LanguageModel, *, reads_own_size: b
 
 
 def drop_the_targets_embedding(found: dict[str, Place], target: LanguageModel) -> None:
-    """Some checkpoints store it, unchanged: it is large, and not kept twice. Each rank looks at the
-    vectors of its own tokens."""
+    """Drop a copy of the target's embedding: it is large, and not kept twice. Each rank looks at
+    the vectors of its own tokens."""
     place, own_ND = found.get("embed_tokens.weight"), target.embed_tokens.table.source
     if place is not None and isinstance(own_ND, Tensor):  # plain numbers are no codes
         stored_ND = read_part(place, rows_of(target.vocabulary, own_ND))
@@ -94,8 +94,8 @@ def drop_the_targets_embedding(found: dict[str, Place], target: LanguageModel) -
 def drop_the_targets_head(
     found: dict[str, Place], target: LanguageModel, path: Path | None
 ) -> None:
-    """As `drop_the_targets_embedding`, of the head. The target's is packed: its numbers are
-    compared in the checkpoint at `path`; None: they cannot be."""
+    """Drop a copy of the target's head. The target's own is packed: its numbers are compared in the
+    checkpoint at `path`; None: they cannot be."""
     place = found.get("lm_head.weight")
     if place is None or path is None or is_gguf(path):
         return
@@ -110,7 +110,7 @@ def drop_the_targets_head(
 
 def take_draft_ids(config: DrafterConfig, found: dict[str, Place]) -> Tensor | None:
     """int64 [N]: the target's id of each draft token; None if it is the same id. The tensors that
-    tell are no weights: they are taken out of `found`.
+    map them are no weights: they are taken out of `found`.
 
     Raises:
         ConfigError: these tensors are missing or contradict each other.

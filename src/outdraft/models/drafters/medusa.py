@@ -1,6 +1,6 @@
 """Medusa-1 heads (Cai et al. 2024, arXiv 2401.10774): each predicts one token further ahead.
 
-All heads read the target's last hidden state h, behind the final norm, of the newest row that the
+All heads read the target's last hidden state h, after the final norm, of the newest row that the
 target computed: that of token t_i, while t_{i+1} is the newest token. Head j predicts t_{i+2+j},
 whatever the tokens between: residual blocks h + SiLU(W h + b), then a language model head.
 
@@ -69,7 +69,7 @@ class MedusaConfig:
         check_sizes(raw, target, hidden_key="hidden_size")
         num_heads = read_count(raw, "medusa_num_heads", "num_heads")
         if "medusa_num_heads" in raw:
-            # The published configs often tell fewer heads than were trained in the end.
+            # The published configs often name fewer heads than were trained in the end.
             found = [int(one[1]) for name in names if (one := re.match(r"blocks\.(\d+)\.", name))]
             num_heads = max(num_heads, 1 + max(found, default=-1))
         num_layers = read_count(raw, "medusa_num_layers", "num_hidden_layers", default=1)
@@ -167,7 +167,7 @@ class MedusaHeads(nn.Module):
 
     @property
     def memory_bytes(self) -> int:
-        """What the weights take, packed ones and a copy of the target's head included; not the
+        """Bytes of the weights, packed ones and a copy of the target's head included; not of the
         target's own."""
         return memory_bytes(self) + self._tables.copied_bytes + self.token_map_E.nbytes
 
@@ -181,7 +181,7 @@ class MedusaHeads(nn.Module):
         return blocks + sum(memory_bytes(lm_head) for lm_head in lm_heads)
 
     def slots(self) -> dict[str, Slot]:
-        """Where each tensor of a checkpoint belongs; only before the weights are packed."""
+        """The place of each tensor of a checkpoint; only before the weights are packed."""
         slots: dict[str, Slot] = {}
         for head, block in enumerate(self._blocks):
             for layer, linear in enumerate(block):

@@ -1,6 +1,6 @@
 """MLP speculators (Wertheimer et al. 2024, arXiv 2404.19124): a short recurrence over tokens.
 
-The first state is the target's last hidden state, behind the final norm, of the newest row that
+The first state is the target's last hidden state, after the final norm, of the newest row that
 the target computed. Head j adds the embedding of the token before, the newest one for head 0, and
 predicts the next token:
 
@@ -96,21 +96,21 @@ class MLPSpeculatorConfig:
         return config
 
     def num_distinct(self, part: str) -> int:
-        """How many weights of this part there are; the last one serves all heads behind it."""
+        """The number of weights of this part; the last one serves all later heads."""
         if not self.tie_weights:
             return self.num_heads
         return 2 if part == "proj" else 1
 
     @property
     def token_share(self) -> float:
-        """The weight of a token's embedding beside the state's, which is 1."""
+        """The weight of a token's embedding, where the state's is 1."""
         state_weight = 0.5 ** (0.5 / self.num_heads)
         emb_weight = math.sqrt((1 - state_weight**2) * (self.inner_dim / 2))
         return emb_weight / state_weight
 
 
 class ScaleAndShift(nn.Module):
-    """What x / rms(x) is multiplied by, and what is added, which IBM's code calls a layer norm; not
+    """The factor of x / rms(x), and the summand, which IBM's code calls a layer norm; not
     initialised."""
 
     def __init__(self, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -169,7 +169,7 @@ class MLPSpeculator(nn.Module):
 
     @property
     def memory_bytes(self) -> int:
-        """What the weights take, packed ones included."""
+        """Bytes of the weights, packed ones included."""
         return memory_bytes(self)
 
     @property
@@ -180,7 +180,7 @@ class MLPSpeculator(nn.Module):
         return sum(memory_bytes(product) for product in products)
 
     def slots(self) -> dict[str, Slot]:
-        """Where each tensor of a checkpoint belongs; only before the weights are packed."""
+        """The place of each tensor of a checkpoint; only before the weights are packed."""
         parts = {"emb": self._emb, "proj": self._proj, "ln": self._ln}
         slots = {
             f"{part}.{i}.{name}": Slot(weight.data)

@@ -1,9 +1,9 @@
-"""Layers for multi-token prediction: what a checkpoint has behind its own layers, to draft with.
+"""Layers for multi-token prediction: further layers of a checkpoint, to draft with.
 
 DeepSeek-V3 (2412.19437, section 2.2) was trained with a further layer that reads the state of each
-position together with the token behind it, and predicts the token after that. MiMo (2505.07608)
+position together with the token after it, and predicts the token after that. MiMo (2505.07608)
 published such a layer for a network of Qwen 2's shape. It is an EAGLE drafter with two norms in
-front and one behind; the state that it feeds back is the one behind that norm. A checkpoint has
+front and one after it; the state that it feeds back is the one after that norm. A checkpoint has
 one such layer as a rule: it drafts several tokens one after the other.
 
 Dimension key: D hidden.
@@ -58,7 +58,7 @@ def load_mtp(
 
 
 def num_layers(path: Path, architecture: str) -> int:
-    """How many such layers config.json promises.
+    """The number of such layers that config.json names.
 
     Raises:
         ConfigError: none.
@@ -66,10 +66,10 @@ def num_layers(path: Path, architecture: str) -> int:
     raw = read_config(path)
     count: Any = raw.get(FIELD)
     if type(count) is not int or count < 1:
-        told = "has no" if count is None else f"says {count!r} of"
+        has = "has no" if count is None else f"says {count!r} of"
         raise ConfigError(
             f"method 'mtp' needs a checkpoint with layers for multi-token prediction, but "
-            f"config.json of {path} ({architecture}) {told} {FIELD}"
+            f"config.json of {path} ({architecture}) {has} {FIELD}"
         )
     return count
 
@@ -102,7 +102,7 @@ def _load_mimo(
 
 
 def mtp_config(target: ModelConfig) -> EagleConfig:
-    """What such a layer is, like the target's last one."""
+    """The config of such a layer, which is like the target's last one."""
     return EagleConfig(
         version=DraftSource.MTP,
         layer=replace(target, num_layers=1, windows=target.windows[-1:]),

@@ -46,7 +46,7 @@ class TargetTables:
     Attributes:
         group: the ranks of the drafter.
         copied_bytes: what was read anew so far.
-        path: of the target's checkpoint; None: nobody said it.
+        path: of the target's checkpoint; None: it is not known.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class DrafterTables(nn.Module):
             )
             self._embedding = self.embed_tokens.table
         else:
-            self._embedding = tables.embedding  # copies count before anybody drafts
+            self._embedding = tables.embedding  # copies count before the first draft
         has_head = config.own_head
         self.lm_head = vocabulary_linear(size, self._drafted, kind) if has_head else None
         self.borrowed_bytes = 0 if has_head else memory_bytes(tables.head)
@@ -149,7 +149,7 @@ class DrafterTables(nn.Module):
         self.register_buffer("draft_ids_N", ids_N, persistent=False)
 
     def compile_passes(self, decoder: Decoder, **options: Any) -> DecoderPass:
-        """As `Decoder.compile_passes`, with these tables."""
+        """Compile the passes of a decoder with these tables."""
         tables = self._of_target
         head = tables.head if self.lm_head is None else self.lm_head
         return decoder.compile_passes(
@@ -169,11 +169,11 @@ class DrafterTables(nn.Module):
 
     @property
     def copied_bytes(self) -> int:
-        """What copies of the target's take."""
+        """Bytes of copies of the target's."""
         return self._of_target.copied_bytes
 
     def slots(self) -> dict[str, Slot]:
-        """Where each tensor of a checkpoint belongs; only before the weights are packed."""
+        """The place of each tensor of a checkpoint; only before the weights are packed."""
         slots: dict[str, Slot] = {}
         if self.embed_tokens is not None:
             weight = self.embed_tokens.weight

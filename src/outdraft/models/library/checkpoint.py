@@ -71,8 +71,8 @@ class QuantisedCheckpoint:
         return found | deferred_products(self.places, dtype) if is_cut else found
 
     def unread(self, dtype: torch.dtype) -> dict[str, "PresentedTensor"]:
-        """As `presented`, with tensors that stay unread, all but small ones and stacks of plain
-        numbers: those have no numbers."""
+        """Present tensors that stay unread, except small ones and stacks of plain numbers: those
+        have no numbers."""
         tensors = StoredTensors(self.places)
         found = {
             name: PresentedTensor(partial(_nothing, tensors.shape(name), dtype))
@@ -89,7 +89,7 @@ class QuantisedCheckpoint:
         dequantised: Iterable[StoredWeight] = (),
         otherwise: str = NO_PRODUCT,
     ) -> list[str]:
-        """What became of the quantised weights, for people.
+        """Lines for a log: the fate of the quantised weights.
 
         Args:
             kept: those that are codes, or of which parts are.
@@ -115,7 +115,7 @@ class QuantisedCheckpoint:
 def deferred_products(
     places: Mapping[str, Place], dtype: torch.dtype
 ) -> dict[str, "PresentedTensor"]:
-    """Those of plain tensors with two dimensions: they stay unread until somebody computes with
+    """Plain tensors with 2 dimensions, deferred: they stay unread until something computes with
     them, and of one that is cut no more than the part is ever read.
 
     Args:
@@ -152,7 +152,7 @@ def open_quantised(
 
     Args:
         wanted: the names that the network has.
-        left_out: what names of tensors match that nobody reads.
+        left_out: patterns that the names of unwanted tensors match.
 
     Raises:
         ConfigError: a file is missing or damaged, or tensors of quantised weights do not fit each
@@ -174,7 +174,7 @@ def open_quantised(
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether one of the regular expressions is found in the name of a tensor."""
+    """Is true if one of the regular expressions is found in the name of a tensor."""
     return any(re.search(pattern, name) for pattern in patterns)
 
 

@@ -65,8 +65,8 @@ class PackedExperts(nn.Module):
 
 
 class PackedDenseExperts(PackedExperts):
-    """The same for Llama 4, which weights what goes in: each expert gets all rows, and those that
-    do not go to it are zeros, of which it makes zeros."""
+    """In place of the experts of Llama 4, which weights their inputs: each expert gets all rows,
+    and those that do not go to it are zeros, of which it makes zeros."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """[X T, D] of the same shape, expert by expert."""
@@ -80,7 +80,7 @@ class PackedDenseExperts(PackedExperts):
 
 
 class _CodesOfExperts(Sequence[Codes]):
-    """Those of one expert after the other, read when they are asked for."""
+    """The codes of one expert after the other, read when they are asked for."""
 
     def __init__(self, stored: StoredParameter, *, is_interleaved: bool) -> None:
         """`is_interleaved`: a row of the gate, one of up, and so on."""
@@ -124,8 +124,8 @@ def replace_experts(
 
 
 def routed_weights(module: nn.Module, per_row: int | None) -> RoutedWeights | None:
-    """Those of the replaced experts inside; None: there are none, or nobody knows how many of them
-    a row meets."""
+    """The weights of the replaced experts inside; None: there are none, or it is not known how many
+    of them a row meets."""
     layers = [part for part in module.modules() if isinstance(part, PackedExperts)]
     if not layers or per_row is None:
         return None
@@ -150,7 +150,7 @@ def _holds_experts(module: nn.Module) -> bool:
 
 
 def _gate_of(module: Any) -> Gate | str:
-    """What becomes of the products of gate and up; or why the kernels do not have it."""
+    """The function of the products of gate and up; or the reason why the kernels do not have it."""
     name = type(module).__name__
     if name != _DENSE:
         if not hasattr(module, "is_transposed"):
@@ -170,7 +170,7 @@ def _gate_of(module: Any) -> Gate | str:
 
 
 def keeps_codes(module: Any, name: str, *, is_transposed: bool) -> bool:
-    """Whether this parameter of a module of experts may be codes.
+    """Is true if this parameter of a module of experts may be codes.
 
     Args:
         is_transposed: it has inputs before outputs.
@@ -179,17 +179,17 @@ def keeps_codes(module: Any, name: str, *, is_transposed: bool) -> bool:
 
 
 def is_known(module: nn.Module) -> bool:
-    """Whether it is a module of experts whose arithmetic the kernels have."""
+    """Is true for a module of experts whose arithmetic the kernels have."""
     return _holds_experts(module) and not isinstance(_gate_of(module), str)
 
 
 def has_inputs_first(module: Any) -> bool:
-    """Whether weights of these experts have inputs before outputs."""
+    """Is true if weights of these experts have inputs before outputs."""
     return type(module).__name__ == _DENSE or module.is_transposed
 
 
 def is_interleaved(module: Any) -> bool:
-    """Whether a row of the gate is followed by one of up, and so on."""
+    """Is true if a row of the gate is followed by one of up, and so on."""
     return type(module).__name__ != _DENSE and not module.is_concatenated
 
 

@@ -42,12 +42,12 @@ from outdraft.models.library.gguf_config import LONG, SHORT
 
 _EXPERTS = re.compile(r"(blk\.\d+\.ffn_(gate|up|down)_exps)\.weight")
 _IN_MODEL = re.compile(r"(.*\.experts)\.(?:gate_up_proj|down_proj)")
-# What a checkpoint of the family calls the products of one expert, beside the usual names.
+# Names that a family's checkpoints have for the products of one expert, in place of the usual ones.
 _PARTS = {"minimax_m2": {"gate": "w1", "up": "w3", "down": "w2"}}
 
 
 def library_config(path: Path) -> PretrainedConfig:
-    """What a GGUF file says of its network, as the library has it; raises as read_config."""
+    """The library's configuration for the network of a GGUF file; raises as read_config."""
     raw = read_config(path)
     plain = {key: value for key, value in raw.items() if key != "quantization_config"}
     return CONFIG_MAPPING[raw["model_type"]].from_dict(plain)
@@ -141,7 +141,7 @@ def _weight(tensor: GgufTensor, processor: TensorProcessor, shape: tuple[int, ..
 
 
 def _is_changed(tensor: GgufTensor, processor: TensorProcessor) -> bool:
-    """Whether the library gives back something else than what it gets. Takes no memory."""
+    """Is true if the library gives back something else than it gets. Takes no memory."""
     zeros = np.broadcast_to(np.float32(0), tensor.shape)
     return processor.process(zeros, tensor.name).weights is not zeros
 

@@ -1,4 +1,4 @@
-"""What a GGUF file of a family that the transformers library computes says of its network.
+"""The configuration in a GGUF file of a family that the transformers library computes.
 
 The library's table says what the keys of a file are called in its configurations. It leaves out
 what it does not know, and a network without one of its settings gives plausible nonsense. So keys
@@ -59,7 +59,7 @@ _LAYERS_27B = {"gemma2": 46, "gemma3_text": 62}
 
 
 def mapped_config(path: Path) -> dict[str, Any]:
-    """What the config.json of the same model would hold.
+    """The content of a config.json for the same model.
 
     Raises:
         ConfigError: as open_gguf; the architecture is not supported, or the file has a value that
@@ -101,7 +101,7 @@ def mapped_config(path: Path) -> dict[str, Any]:
 
 
 def _of_all_layers(key: str, value: Any) -> Any:
-    """A number of the network, which a file may tell for each layer."""
+    """A number of the network, which a file may have for each layer."""
     if not isinstance(value, np.ndarray):
         return value
     if len(set(value.tolist())) != 1:
@@ -114,7 +114,7 @@ def _head_size(config: Mapping[str, Any]) -> int:
 
 
 def _positions(defaults: PretrainedConfig, config: dict[str, Any], file: GgufFile) -> set[str]:
-    """Add rotary frequencies to the configuration; the keys that tell them.
+    """Add rotary frequencies to the configuration; return the keys that they were read from.
 
     Args:
         defaults: the family's configuration.
@@ -150,7 +150,7 @@ def _positions(defaults: PretrainedConfig, config: dict[str, Any], file: GgufFil
 
 
 def _of_family(config: dict[str, Any], file: GgufFile) -> set[str]:
-    """Add what llama.cpp's code says of a family, and no key; the keys that are read besides."""
+    """Add settings from llama.cpp's code that are under no key; return the keys read besides."""
     model_type, of_model, read = config["model_type"], values_of_model(file), set[str]()
     if (num_layers := _LAYERS_27B.get(model_type)) is not None:
         is_27b = config["num_hidden_layers"] == num_layers

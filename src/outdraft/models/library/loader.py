@@ -5,7 +5,7 @@ refused by name: networks with recurrent state, encoders, attention that the lib
 itself.
 
 The library lets two kinds of rotary embedding change with the longest text of a batch. Keys in the
-cache would then not fit those of later rows, and a text would depend on those beside it. Here they
+cache would then not fit those of later rows, and a text would depend on the others. Here they
 follow from the longest text that the engine reads, as those of the other models do.
 """
 
@@ -116,7 +116,7 @@ def load_transformers_model(
     drafts: bool = False,
     has_random_weights: bool = False,
 ) -> TransformersModel:
-    """As load_language_model, of any family that the library has.
+    """Load a checkpoint of any family that the library has; see load_language_model.
 
     Args:
         group: each of its ranks reads its part of what they divide; what is quantised it reads
@@ -196,7 +196,7 @@ def unread_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def read_config(path: Path) -> PretrainedConfig:
-    """What the library makes of a checkpoint's config.json, or of a GGUF file.
+    """The library's configuration for a checkpoint's config.json, or for a GGUF file.
 
     Raises:
         ConfigError: it does not know the model.
@@ -238,7 +238,7 @@ def causal_class(config: PretrainedConfig, path: Path) -> Any:
 
 
 def _takes_attention(kind: Any, text_config: PretrainedConfig) -> bool:
-    """Whether the class of a model, or of its part for texts, asks the library's table for its
+    """Is true if the class of a model, or of its part for texts, asks the library's table for its
     attention."""
     kinds = kind, MODEL_MAPPING.get(type(text_config), kind)
     return any(hasattr(sys.modules[one.__module__], _ATTENTION_TABLE) for one in kinds)
@@ -251,7 +251,7 @@ def _loaded(
     dtype: torch.dtype,
     attention: str,
 ) -> PreTrainedModel:
-    """`source`: where from_pretrained finds the weights."""
+    """Load by from_pretrained; `source`: its arguments that say where the weights are."""
     drafting = mtp_patterns(config, kind)
     try:
         with quiet_library():  # what is missing is an error below
@@ -290,7 +290,7 @@ def quiet_library() -> Generator[None]:
 
 
 def _opened(kind: Any, path: Path, config: PretrainedConfig) -> QuantisedCheckpoint | None:
-    """None: the weights are plain."""
+    """The tensors of a quantised checkpoint; None: the weights are plain."""
     if is_gguf(path):
         return open_gguf_checkpoint(path, empty_model(kind, plain_config(config)))
     quantization = read_quantization(read_raw_config(path))
@@ -307,7 +307,7 @@ def _source(
     device: torch.device,
     group: RankGroup,
 ) -> dict[str, Any]:
-    """Where from_pretrained finds the weights."""
+    """The arguments of from_pretrained that say where the weights are."""
     if checkpoint is None and group.size == 1:
         return {"pretrained_model_name_or_path": path, "use_safetensors": True}
     if checkpoint is None:
@@ -317,7 +317,7 @@ def _source(
 
 
 def plain_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The same without its quantisation, so that the library takes the weights for plain ones."""
+    """A copy without its quantisation, so that the library takes the weights for plain ones."""
     plain: Any = copy.deepcopy(config)
     if hasattr(plain, "quantization_config"):
         del plain.quantization_config
@@ -331,7 +331,7 @@ def empty_model(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
 
 
 def mtp_patterns(config: PretrainedConfig, kind: Any) -> list[str]:
-    """What names of tensors match that are of layers for multi-token prediction.
+    """Patterns for the names of tensors of layers for multi-token prediction.
 
     The library lists those of the published checkpoints with the names that it does not read. Some
     of them are numbers of layers, which mean other layers in a checkpoint of another size.
@@ -357,7 +357,7 @@ def layer_shape(target: ModelShape, attention: LayerAttention) -> TransformersSh
 def _random(
     kind: Any, path: Path, config: PretrainedConfig, dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
-    """The same small numbers every time."""
+    """A model with small random numbers, the same ones every time."""
     check_unquantised(path, read_quantization(read_raw_config(path)))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -407,7 +407,7 @@ def _shape(
 
 
 def _intermediate_size(config: PretrainedConfig) -> int:
-    """What one row computes: the dense block, or its experts side by side."""
+    """The width that one row computes: of the dense block, or of its experts side by side."""
     names = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "intermediate_size_mlp")
     sizes = [value for name in names if type(value := getattr(config, name, None)) is int]
     expert: Any = getattr(config, "moe_intermediate_size", None)
@@ -420,7 +420,8 @@ def _intermediate_size(config: PretrainedConfig) -> int:
 
 
 def fix_frequencies(model: nn.Module, context_len: int) -> bool:
-    """Set the frequencies for texts of up to so many tokens; whether there are such."""
+    """Fix frequencies that change with the text, for texts of up to context_len tokens; return True
+    if there are such."""
     found = False
     for module in model.modules():
         rope_type = getattr(module, "rope_type", None)

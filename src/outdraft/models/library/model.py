@@ -36,7 +36,7 @@ from outdraft.models.shape import ModelShape
 
 
 class TransformersModel(nn.Module):
-    """As LanguageModel, for other families. All products are packed.
+    """A `LanguageModel` of any other family. All products are packed.
 
     Attributes:
         config, shard: the shape of this rank's part, with the whole vocabulary.
@@ -79,7 +79,6 @@ class TransformersModel(nn.Module):
     def forward(
         self, token_ids_T: Tensor, caches: Sequence[LayerCache], metadata: AttentionMetadata
     ) -> Tensor:
-        """As LanguageModel."""
         return self.forward_tapped(token_ids_T, caches, metadata, ())[0]
 
     def forward_tapped(
@@ -90,7 +89,7 @@ class TransformersModel(nn.Module):
         taps: Sequence[int],
         wanted_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As LanguageModel. The hidden states are those that the family's head reads."""
+        """The hidden states that the family's head reads, and the residual streams of the taps."""
         layers = {
             module: (cache, form)
             for (module, form), cache in zip(self._attention.items(), caches, strict=True)
@@ -117,7 +116,6 @@ class TransformersModel(nn.Module):
         return hidden_RD, tapped_TKD
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """As LanguageModel."""
         logits_RV = self._head(inputs_embeds=hidden_RD[None]).logits[0]
         logits_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
         if self.group.size == 1:
@@ -126,7 +124,6 @@ class TransformersModel(nn.Module):
         return self.vocabulary.padded(logits_RV[:, : self.vocabulary.num_own])
 
     def checked_best_tokens(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
-        """As LanguageModel."""
         logits_RV = self.logits(hidden_RD)
         if self.group.size > 1:
             return self.vocabulary.best_tokens(logits_RV)
@@ -145,7 +142,7 @@ class TransformersModel(nn.Module):
 
     @property
     def rotary(self) -> nn.Module | None:
-        """What turns positions of all layers; None: each does for itself, or there is none."""
+        """The rotary embedding of all layers; None: each has its own, or there is none."""
         return getattr(self._base, "rotary_emb", None)
 
     @property
@@ -161,18 +158,15 @@ class TransformersModel(nn.Module):
 
     @property
     def weight_bytes(self) -> int:
-        """As CausalLM."""
         table = table_of(self._embedding)
         return self.memory_bytes - (0 if is_one_tensor(table, self.lm_head) else table.nbytes)
 
     @property
     def memory_bytes(self) -> int:
-        """As LanguageModel."""
         return memory_bytes(self)
 
     @property
     def numbers(self) -> str:
-        """As LanguageModel."""
         return numbers_of(self, self.dtype)
 
 
@@ -250,7 +244,7 @@ class _TokensBefore:
 
 
 class _States:
-    """What a network without its head gives: hidden states, and nothing else."""
+    """The output of a network without its head: hidden states, and nothing else."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state
@@ -276,7 +270,7 @@ class _PassedOn(nn.Module):
 
 
 def _base_name(model: PreTrainedModel) -> str:
-    """What the model calls its network without the head."""
+    """The model's name for its network without the head."""
     names = [name for name, part in model.named_children() if isinstance(part, PreTrainedModel)]
     if len(names) != 1:
         raise ConfigError(f"{type(model).__name__} has {len(names)} networks, not one, and a head")

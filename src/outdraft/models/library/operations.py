@@ -7,7 +7,7 @@ are given.
 
 Where the library has no table to register a function in, the calls of one module are caught.
 Falcon attends by torch's function; routers multiply by it, and torch's products give a row other
-bits beside other rows, so that a text could go to other experts because of its neighbours.
+bits in another batch, so that a text could go to other experts because of its neighbours.
 
 Dimension key: T rows, H heads, G kv heads, C head size of queries and keys, E that of values or
 outputs of a product, N all numbers of one row.
@@ -30,9 +30,9 @@ from outdraft.core.errors import ConfigError
 from outdraft.kernels.ops import Kernels, Product
 
 NAME = "outdraft"  # of the attention function, among those of the library
-# What the library says of a layer's attention, by its own names.
+# The library's names for options of a layer's attention.
 _WINDOW, _SOFT_CAP, _SINKS = "sliding_window", "softcap", "s_aux"
-# What it passes beside, which changes nothing for flat rows.
+# Options that it passes, too, and that change nothing for flat rows.
 _IGNORED = {"dropout", "is_causal", "position_ids", "position_embeddings", "use_cache"}
 _ROUTERS = ("Router", "Gate")  # how the library's classes of routers end
 
@@ -137,7 +137,7 @@ def attend(
 
 
 def _form_of(module: nn.Module, key_size: int, options: Mapping[str, Any]) -> AttentionForm:
-    """What the options mean.
+    """The form of attention that the options ask for.
 
     Raises:
         ConfigError: one of them is not supported.
@@ -180,7 +180,7 @@ def catch_operations(module: nn.Module, kernels: Kernels) -> None:
 
 
 def leaves_threads(kernels: Kernels, network: nn.Module) -> bool:
-    """Whether torch can do with one thread: it multiplies no experts that the kernels lack."""
+    """Is true if torch can do with one thread: it multiplies no experts that the kernels lack."""
     return kernels.has_threads and not any(weight.dim() > 2 for weight in network.parameters())
 
 
@@ -203,7 +203,7 @@ def one_torch_thread(is_wanted: bool) -> Generator[None]:
 
 
 def is_router(module: nn.Module) -> bool:
-    """Whether it chooses experts by products of its own, of which it may read the weights."""
+    """Is true if it chooses experts by products of its own, of which it may read the weights."""
     weights = [part.weight for part in (module, *module.children()) if _has_weight(part)]
     return bool(weights) and type(module).__name__.endswith(_ROUTERS)
 

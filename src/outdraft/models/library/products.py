@@ -2,7 +2,7 @@
 
 Norms, feed-forward blocks, and products that read the same rows are found by their names and
 compared with what replaces them on random rows: what differs stays the library's. All replacements
-give a row the same bits whatever rows are beside it.
+give a row the same bits whatever rows are in the batch.
 
 Dimension key: T rows, D inputs, E outputs, also of several products, I intermediate.
 """
@@ -58,7 +58,7 @@ class CodedEmbedding(nn.Embedding):
 
 
 def table_of(embedding: nn.Embedding) -> EmbeddingTable:
-    """What an embedding reads."""
+    """The table that an embedding reads."""
     if isinstance(embedding, CodedEmbedding):
         return embedding.table
     return EmbeddingTable.of(embedding.weight.data)
@@ -95,7 +95,7 @@ def pack_products(
 
 
 def keeps_codes(module: nn.Module, name: str, stored: StoredParameter) -> bool:
-    """Whether a parameter's codes can be packed."""
+    """Is true if a parameter's codes can be packed."""
     if isinstance(module, nn.Embedding):
         return name == "weight" and stored.tile is not None and stored.tile.is_blocks
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
@@ -104,7 +104,7 @@ def keeps_codes(module: nn.Module, name: str, stored: StoredParameter) -> bool:
 
 
 def _is_product(part: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
-    """Whether it computes x W^T + b, also where a family has written it anew."""
+    """Is true if it computes x W^T + b, also where a family has written it anew."""
     if isinstance(part, Conv1D) or type(part).forward is nn.Linear.forward:
         return True
     if not isinstance(part, nn.Linear):
@@ -191,7 +191,7 @@ class FusedNorm(nn.Module):
         self.weight, self._eps, self._kernels = weight_D, eps, kernels
 
     def forward(self, x_1TD: Tensor) -> Tensor:
-        """The same shape."""
+        """[1, T, D] of the same shape."""
         rows_TD = x_1TD.reshape(-1, x_1TD.shape[-1])
         scaled_TD = self._kernels.scale_to_rms(rows_TD, 1.0, self._eps)
         return (scaled_TD * self.weight).view(x_1TD.shape)
@@ -205,7 +205,7 @@ class FusedBlock(nn.Module):
         self.experts = experts
 
     def forward(self, x_1TD: Tensor) -> Tensor:
-        """The same shape."""
+        """[1, T, D] of the same shape."""
         rows_TD = x_1TD.reshape(-1, x_1TD.shape[-1])
         ids_T1 = torch.zeros((len(rows_TD), 1), dtype=torch.int64, device=x_1TD.device)
         weights_T1 = torch.ones((len(rows_TD), 1), device=x_1TD.device)

@@ -33,10 +33,10 @@ _DIVIDED = "gate_up_proj", "gate_up_proj_bias", _DOWN
 
 
 def check_division(config: PretrainedConfig, size: int, flag: str) -> None:
-    """Raise ConfigError if a model cannot be spread over so many ranks.
+    """Raise ConfigError if a model cannot be spread over `size` ranks.
 
     Args:
-        flag: what the size was asked for by.
+        flag: the option that asked for the size.
     """
     text: Any = config.get_text_config()
     if size == 1:
@@ -117,7 +117,7 @@ def divide_experts(model: nn.Module, group: RankGroup) -> dict[nn.Module, RankGr
 
 
 def _divide(module: Any, group: RankGroup) -> bool:
-    """Whether it could be done; all ranks find the same."""
+    """Divide the experts of a module if that is possible; return True if so, on all ranks alike."""
     size, names = group.size, [name for name in _DIVIDED if getattr(module, name, None) is not None]
     if module.down_proj.shape[1 if has_inputs_first(module) else 2] % size:
         return False
@@ -147,7 +147,7 @@ def _part(module: Any, name: str, rank: int, size: int) -> Tensor:
 
 
 def _loses_codes(module: Any, name: str, rank: int, size: int) -> bool:
-    """Whether codes that stay unread would become numbers where they are cut for a rank."""
+    """Is true if codes that stay unread would become numbers where they are cut for a rank."""
     whole = getattr(module, name)
     if not isinstance(whole, DeferredTensor) or not whole.stored.has_tiles:
         return False

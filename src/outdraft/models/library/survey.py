@@ -65,7 +65,7 @@ def survey_attention(
 
 
 def check_packed(model: PreTrainedModel, mask: Tensor | None) -> None:
-    """Try a pass once weights are packed, which some code reads beside the products.
+    """Try a pass once weights are packed: some code reads them outside of products.
 
     Raises:
         ConfigError: it does so.
@@ -82,7 +82,7 @@ def _pass(
     """The tokens 0 and 1 at these positions: layers, and what they and the head computed [2, N].
 
     Raises:
-        ConfigError: the model fails; `failure` tells what it cannot do.
+        ConfigError: the model fails; `failure` says what it cannot do.
     """
     survey = Survey()
     rows_12 = torch.tensor([order], device=model.device)
@@ -129,7 +129,8 @@ def with_windows(
 
 
 def makes_window_masks(kinds: Iterable[type]) -> bool:
-    """Whether the code of one of these classes does; a text may be of another family's code."""
+    """Is true if the code of one of these classes makes masks of windows; the part for texts may
+    have another family's code."""
     return any(hasattr(sys.modules[kind.__module__], _WINDOW_MASK) for kind in kinds)
 
 
@@ -169,9 +170,9 @@ def leave_out_unreached(model: PreTrainedModel, reached: Set[nn.Module]) -> list
 
 
 def leave_out_beside_the_text(model: PreTrainedModel) -> None:
-    """Drop what most likely no text reaches, as far as configurations tell; no pass is made.
+    """Drop parts that most likely no text reaches, by their configurations; no pass is made.
 
-    These are the parts that lie beside a network of the text's kind and hold none.
+    These are the siblings of a network of the text's kind that hold none.
     """
     text, head = type(model.config.get_text_config()), model.get_output_embeddings()
     reads_text = {
