@@ -16,11 +16,12 @@ from outdraft.models.checkpoints.config_json import read_config
 from outdraft.models.checkpoints.files import resolve_model_path
 from outdraft.models.checkpoints.placing import Placing, place
 from outdraft.models.checkpoints.quantization import read_quantization
+from outdraft.models.checkpoints.reader import Checkpoint
 from outdraft.models.checkpoints.slots import Slot, check_slots, rows_of
 from outdraft.models.choose import checkpoint_dtype, uses_transformers
 from outdraft.models.decoder.causal_lm import EMBEDDING_NAME, CausalLM
 from outdraft.models.decoder.config import ModelConfig
-from outdraft.models.decoder.loader import Checkpoint, keeps_blocks, open_checkpoint, placings_of
+from outdraft.models.decoder.loader import keeps_blocks, open_checkpoint, placings_of
 from outdraft.models.modules import dtype_name, linears_of
 
 _GIB, _MIB = 2**30, 2**20

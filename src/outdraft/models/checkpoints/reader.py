@@ -4,7 +4,8 @@ Any network can read them: a weight has the name of the module followed by ".wei
 """
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
 
 from outdraft.core.errors import ConfigError
 from outdraft.models.checkpoints.files import Place, StoredTensors
@@ -36,6 +37,23 @@ _MARKS = {
     Storage.AWQ: "qweight",
     Storage.FP8: "weight",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The tensors of a checkpoint, by the names of a network's parameters.
+
+    Attributes:
+        places: of plain tensors.
+        stored: the others.
+        stacks: quantised parameters of several experts.
+        release: gives memory back that was mapped to read them.
+    """
+
+    places: dict[str, Place]
+    stored: Mapping[str, StoredWeight]
+    stacks: Mapping[str, StoredParameter] = field(default_factory=dict[str, StoredParameter])
+    release: Callable[[], None] = lambda: None
 
 
 def read_stored(

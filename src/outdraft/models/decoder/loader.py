@@ -1,8 +1,8 @@
 """From a checkpoint to a model that can run, of a family that has a network here."""
 
 import logging
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Container, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
-from outdraft.models.checkpoints.files import Place, tensor_places, weight_files
+from outdraft.models.checkpoints.files import tensor_places, weight_files
 from outdraft.models.checkpoints.gguf_file import is_gguf, open_gguf
 from outdraft.models.checkpoints.gguf_weights import gguf_weights
 from outdraft.models.checkpoints.placing import (
@@ -23,7 +23,7 @@ from outdraft.models.checkpoints.placing import (
     summary,
 )
 from outdraft.models.checkpoints.quantization import check_unquantised, log_purpose
-from outdraft.models.checkpoints.reader import read_stored
+from outdraft.models.checkpoints.reader import Checkpoint, read_stored
 from outdraft.models.checkpoints.slots import Slot, check_slots, mapped_tensors
 from outdraft.models.checkpoints.stored import StoredWeight
 from outdraft.models.decoder.causal_lm import EMBEDDING_NAME, HEAD_NAME, CausalLM
@@ -70,21 +70,6 @@ def _fill_randomly(model: CausalLM) -> None:
         slot.to.copy_(slot.part_of(values).to(own_dtype))
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """Tensors by the names of a model's slots.
-
-    Attributes:
-        places: of plain tensors.
-        stored: the others.
-        release: gives memory back that was mapped to read them.
-    """
-
-    places: dict[str, Place]
-    stored: dict[str, StoredWeight]
-    release: Callable[[], None] = lambda: None
-
-
 def open_checkpoint(path: Path, config: ModelConfig, wanted: Container[str]) -> Checkpoint:
     """The tensors of a checkpoint.
 
@@ -96,7 +81,7 @@ def open_checkpoint(path: Path, config: ModelConfig, wanted: Container[str]) -> 
             other.
     """
     if is_gguf(path):
-        return Checkpoint({}, gguf_weights(path), open_gguf(path).release)
+        return Checkpoint({}, gguf_weights(path), release=open_gguf(path).release)
     places, quantization = tensor_places(weight_files(path)), config.quantization
     if config.mtp_prefix is not None:
         places = {name: p for name, p in places.items() if not name.startswith(config.mtp_prefix)}

@@ -5,7 +5,7 @@ before the library asks for it.
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from outdraft.models.checkpoints.files import (
 )
 from outdraft.models.checkpoints.placing import describe
 from outdraft.models.checkpoints.quantization import Quantization, log_purpose
-from outdraft.models.checkpoints.reader import read_stacks, read_stored
+from outdraft.models.checkpoints.reader import Checkpoint, read_stacks, read_stored
 from outdraft.models.checkpoints.stored import StoredParameter, StoredWeight
 
 # What has no meaning without scales.
@@ -33,83 +33,67 @@ NO_PRODUCT = "no product of this network can read its codes"
 NO_CPU = "tiles are for CPUs"
 
 
-@dataclass(frozen=True, slots=True)
-class QuantisedCheckpoint:
-    """Tensors by their names in the files, those of quantised weights as one.
+def presented(
+    checkpoint: Checkpoint, dtype: torch.dtype, *, keeps_codes: bool, is_cut: bool
+) -> dict[str, "PresentedTensor"]:
+    """Present a checkpoint to the library's loader.
 
-    Attributes:
-        places: of plain tensors.
-        weights: the others.
-        small: those of other dimensions than two, such as norms.
-        release: gives memory back that was mapped to read them.
+    Args:
+        dtype: of the network.
+        keeps_codes: weights whose codes fit tiles are deferred tensors.
+        is_cut: so is every weight that could be cut, until it is. Others are dequantised.
     """
+    found = {
+        name: PresentedTensor(partial(read_tensor, place))
+        for name, place in checkpoint.places.items()
+    }
+    for name, parameter in _parameters(checkpoint, dtype).items():
+        defers = (keeps_codes and parameter.has_tiles) or (is_cut and not parameter.is_stack)
+        read = partial(DeferredTensor, parameter) if defers else parameter.numbers
+        found[name] = PresentedTensor(read)
+    found |= _small(checkpoint)
+    return found | deferred_products(checkpoint.places, dtype) if is_cut else found
 
-    places: dict[str, Place]
-    weights: Mapping[str, StoredWeight | StoredParameter]
-    small: Mapping[str, StoredWeight] = field(default_factory=dict[str, StoredWeight])
-    release: Callable[[], None] = lambda: None
 
-    def presented(
-        self, dtype: torch.dtype, *, keeps_codes: bool, is_cut: bool
-    ) -> dict[str, "PresentedTensor"]:
-        """For the library's loader.
+def unread(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, "PresentedTensor"]:
+    """Present tensors that stay unread, except small ones and stacks of plain numbers: those have
+    no numbers."""
+    tensors = StoredTensors(checkpoint.places)
+    found = {
+        name: PresentedTensor(partial(_nothing, tensors.shape(name), dtype))
+        for name in checkpoint.places
+    }
+    for name, parameter in _parameters(checkpoint, dtype).items():
+        found[name] = PresentedTensor(partial(DeferredTensor, parameter))
+    return found | _small(checkpoint) | deferred_products(checkpoint.places, dtype)
 
-        Args:
-            dtype: of the network.
-            keeps_codes: what fits tiles is a deferred tensor.
-            is_cut: so is every weight that could be cut, until it is. Others are dequantised.
-        """
-        found = {
-            name: PresentedTensor(partial(read_tensor, place))
-            for name, place in self.places.items()
-        }
-        for name, weight in self.weights.items():
-            defers = is_cut and isinstance(weight, StoredWeight)
-            parameter = _parameter(weight, dtype)
-            found[name] = PresentedTensor(partial(_read, parameter, keeps_codes, defers))
-        found |= {name: PresentedTensor(weight.numbers) for name, weight in self.small.items()}
-        return found | deferred_products(self.places, dtype) if is_cut else found
 
-    def unread(self, dtype: torch.dtype) -> dict[str, "PresentedTensor"]:
-        """Present tensors that stay unread, except small ones and stacks of plain numbers: those
-        have no numbers."""
-        tensors = StoredTensors(self.places)
-        found = {
-            name: PresentedTensor(partial(_nothing, tensors.shape(name), dtype))
-            for name in self.places
-        }
-        for name, weight in self.weights.items():
-            found[name] = PresentedTensor(partial(DeferredTensor, _parameter(weight, dtype)))
-        found |= {name: PresentedTensor(weight.numbers) for name, weight in self.small.items()}
-        return found | deferred_products(self.places, dtype)
+def summary(
+    checkpoint: Checkpoint,
+    kept: Iterable[StoredWeight],
+    dequantised: Iterable[StoredWeight],
+    otherwise: str,
+) -> list[str]:
+    """Lines for a log: the fate of the quantised weights.
 
-    def summary(
-        self,
-        kept: Iterable[StoredWeight],
-        dequantised: Iterable[StoredWeight] = (),
-        otherwise: str = NO_PRODUCT,
-    ) -> list[str]:
-        """Lines for a log: the fate of the quantised weights.
-
-        Args:
-            kept: those that are codes, or of which parts are.
-            dequantised: others that were deferred, or parts of such.
-            otherwise: why a weight whose codes fit a tile is none of these.
-        """
-        of_kept = {id(weight.whole or weight): weight for weight in kept}
-        reasons = {id(weight.whole or weight): weight.reason for weight in dequantised}
-        weights = [
-            weight
-            for one in self.weights.values()
-            for weight in (one.weights if isinstance(one, StoredParameter) else [one])
-            if id(weight) not in of_kept and not weight.is_plain
-        ]
-        tiles = Counter((weight.label, str(weight.tile)) for weight in of_kept.values())
-        counts = Counter(
-            (weight.label, reasons.get(id(weight)) or weight.reason or otherwise)
-            for weight in weights
-        )
-        return describe(tiles, counts)
+    Args:
+        kept: those that are codes, or of which parts are.
+        dequantised: others that were deferred, or parts of such.
+        otherwise: why a weight whose codes fit a tile is none of these.
+    """
+    of_kept = {id(weight.whole or weight): weight for weight in kept}
+    reasons = {id(weight.whole or weight): weight.reason for weight in dequantised}
+    weights = [
+        weight
+        for parameter in _parameters(checkpoint, torch.float32).values()
+        for weight in parameter.weights
+        if id(weight) not in of_kept and not weight.is_plain
+    ]
+    tiles = Counter((weight.label, str(weight.tile)) for weight in of_kept.values())
+    counts = Counter(
+        (weight.label, reasons.get(id(weight)) or weight.reason or otherwise) for weight in weights
+    )
+    return describe(tiles, counts)
 
 
 def deferred_products(
@@ -127,7 +111,9 @@ def deferred_products(
         shape = tensors.shape(name)
         if len(shape) == 2:
             plain = _plain(tensors, name, (shape[0], shape[1]))
-            found[name] = PresentedTensor(partial(DeferredTensor, _parameter(plain, dtype)))
+            found[name] = PresentedTensor(
+                partial(DeferredTensor, StoredParameter([[plain]], dtype=dtype))
+            )
     return found
 
 
@@ -147,7 +133,7 @@ def open_quantised(
     quantization: Quantization,
     wanted: Container[str],
     left_out: Sequence[str] = (),
-) -> QuantisedCheckpoint:
+) -> Checkpoint:
     """The tensors of a checkpoint directory; none of a weight is read.
 
     Args:
@@ -170,7 +156,7 @@ def open_quantised(
             f"tensor {lost[0]!r} has dtype {tensors.dtype(lost[0])}, and its quantization_config "
             "does not say what it stands for"
         )
-    return QuantisedCheckpoint(rest, {**stored, **stacks})
+    return Checkpoint(rest, stored, stacks)
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -194,12 +180,20 @@ def _nothing(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype).expand(*shape)
 
 
-def _parameter(weight: StoredWeight | StoredParameter, dtype: torch.dtype) -> StoredParameter:
-    if isinstance(weight, StoredParameter):
-        return replace(weight, dtype=dtype)
-    return StoredParameter([[weight]], dtype=dtype)
+def _parameters(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, StoredParameter]:
+    """Those that are products."""
+    found = {
+        name: StoredParameter([[weight]], dtype=dtype)
+        for name, weight in checkpoint.stored.items()
+        if len(weight.shape) == 2
+    }
+    return found | {name: replace(one, dtype=dtype) for name, one in checkpoint.stacks.items()}
 
 
-def _read(stored: StoredParameter, keeps_codes: bool, defers: bool) -> Tensor:
-    is_kept = keeps_codes and stored.has_tiles
-    return DeferredTensor(stored) if is_kept or defers else stored.numbers()
+def _small(checkpoint: Checkpoint) -> dict[str, PresentedTensor]:
+    """Those that are no products, such as norms."""
+    return {
+        name: PresentedTensor(weight.numbers)
+        for name, weight in checkpoint.stored.items()
+        if len(weight.shape) != 2
+    }

@@ -36,8 +36,8 @@ from outdraft.models.checkpoints.gguf_metadata import (
     values_of_model,
 )
 from outdraft.models.checkpoints.gguf_weights import gguf_weights, stored_tensor
+from outdraft.models.checkpoints.reader import Checkpoint
 from outdraft.models.checkpoints.stored import StoredWeight
-from outdraft.models.library.checkpoint import QuantisedCheckpoint
 from outdraft.models.library.gguf_config import LONG, SHORT
 
 _EXPERTS = re.compile(r"(blk\.\d+\.ffn_(gate|up|down)_exps)\.weight")
@@ -53,7 +53,7 @@ def library_config(path: Path) -> PretrainedConfig:
     return CONFIG_MAPPING[raw["model_type"]].from_dict(plain)
 
 
-def open_gguf_checkpoint(path: Path, model: PreTrainedModel) -> QuantisedCheckpoint:
+def open_gguf_checkpoint(path: Path, model: PreTrainedModel) -> Checkpoint:
     """The tensors of a GGUF file; none of them is read.
 
     Args:
@@ -67,13 +67,7 @@ def open_gguf_checkpoint(path: Path, model: PreTrainedModel) -> QuantisedCheckpo
     else:
         found = _mapped_weights(path, model)
         _check_rotary_size(path, model)
-    is_product = {name: len(weight.shape) == 2 for name, weight in found.items()}
-    return QuantisedCheckpoint(
-        places={},
-        weights={name: weight for name, weight in found.items() if is_product[name]},
-        small={name: weight for name, weight in found.items() if not is_product[name]},
-        release=open_gguf(path).release,
-    )
+    return Checkpoint({}, found, release=open_gguf(path).release)
 
 
 def _mapped_weights(path: Path, model: PreTrainedModel) -> dict[str, StoredWeight]:

@@ -43,12 +43,15 @@ from outdraft.models.checkpoints.files import listed, tensor_places, weight_file
 from outdraft.models.checkpoints.gguf_file import is_gguf
 from outdraft.models.checkpoints.placing import kept_already
 from outdraft.models.checkpoints.quantization import check_unquantised, read_quantization
+from outdraft.models.checkpoints.reader import Checkpoint
 from outdraft.models.library.checkpoint import (
     NO_CPU,
     NO_PRODUCT,
-    QuantisedCheckpoint,
     matches,
     open_quantised,
+    presented,
+    summary,
+    unread,
 )
 from outdraft.models.library.experts import replace_experts
 from outdraft.models.library.gguf import library_config, open_gguf_checkpoint
@@ -169,7 +172,7 @@ def load_transformers_model(
     deferred.read_rest(model)
     if checkpoint is not None:
         otherwise = NO_PRODUCT if has_tiles else NO_CPU
-        for line in checkpoint.summary(deferred.kept, deferred.dequantised, otherwise):
+        for line in summary(checkpoint, deferred.kept, deferred.dequantised, otherwise):
             _logger.info("%s", line)
     if group.size == 1:
         check_packed(model, mask)
@@ -187,8 +190,8 @@ def unread_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     kind = causal_class(config, path)
     checkpoint = _opened(kind, path, config)
     if checkpoint is None:
-        checkpoint = QuantisedCheckpoint(tensor_places(weight_files(path)), {})
-    source = {"pretrained_model_name_or_path": None, "state_dict": checkpoint.unread(dtype)}
+        checkpoint = Checkpoint(tensor_places(weight_files(path)), {})
+    source = {"pretrained_model_name_or_path": None, "state_dict": unread(checkpoint, dtype)}
     with LOADING:
         model = _loaded(kind, source, plain_config(config), dtype, "sdpa")
     leave_out_beside_the_text(model)
@@ -289,7 +292,7 @@ def quiet_library() -> Generator[None]:
         library_logging.enable_progress_bar()
 
 
-def _opened(kind: Any, path: Path, config: PretrainedConfig) -> QuantisedCheckpoint | None:
+def _opened(kind: Any, path: Path, config: PretrainedConfig) -> Checkpoint | None:
     """The tensors of a quantised checkpoint; None: the weights are plain."""
     if is_gguf(path):
         return open_gguf_checkpoint(path, empty_model(kind, plain_config(config)))
@@ -302,7 +305,7 @@ def _opened(kind: Any, path: Path, config: PretrainedConfig) -> QuantisedCheckpo
 
 def _source(
     path: Path,
-    checkpoint: QuantisedCheckpoint | None,
+    checkpoint: Checkpoint | None,
     dtype: torch.dtype,
     device: torch.device,
     group: RankGroup,
@@ -311,8 +314,8 @@ def _source(
     if checkpoint is None and group.size == 1:
         return {"pretrained_model_name_or_path": path, "use_safetensors": True}
     if checkpoint is None:
-        checkpoint = QuantisedCheckpoint(tensor_places(weight_files(path)), {})
-    tensors = checkpoint.presented(dtype, keeps_codes=device.type == "cpu", is_cut=group.size > 1)
+        checkpoint = Checkpoint(tensor_places(weight_files(path)), {})
+    tensors = presented(checkpoint, dtype, keeps_codes=device.type == "cpu", is_cut=group.size > 1)
     return {"pretrained_model_name_or_path": None, "state_dict": tensors}
 
 
