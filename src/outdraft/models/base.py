@@ -105,7 +105,7 @@ class LanguageModel(Protocol):
     def draft(
         self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
-        """Drafts for unread texts, as `DecoderPass.draft` says."""
+        """Draft for unread texts, as `DecoderPass.draft` says."""
         ...
 
     def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
@@ -152,7 +152,7 @@ class StateNetwork(Protocol):
     def draft(
         self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
-        """Drafts for unread texts, as `DecoderPass.draft` says."""
+        """Draft for unread texts, as `DecoderPass.draft` says."""
         ...
 
     @property

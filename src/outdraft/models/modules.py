@@ -117,7 +117,7 @@ def pack_linears(
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as bfloat16."""
+    """The name of a dtype, such as bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -29,7 +29,8 @@ from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.state_window import StateWindow
 from outdraft.drafting.device.text_reader import TextReader
 from outdraft.kv.cache import KVCache
-from outdraft.models.checkpoints.config_json import MASK_KEYS, read_json, read_mask_token
+from outdraft.models.checkpoints.config_json import read_json
+from outdraft.models.drafters.config import MASK_KEYS, read_mask_token
 
 
 def mask_token_id(path: Path, vocab_size: int) -> int:

@@ -11,8 +11,6 @@ from outdraft.core.errors import ConfigError
 from outdraft.models.checkpoints.gguf_file import is_gguf
 from outdraft.models.checkpoints.gguf_metadata import config_of_gguf, has_own_network
 
-MASK_KEYS = ("pard_token", "mask_token_id", "ptd_token_id")
-
 
 def read_config(path: Path) -> dict[str, Any]:
     """The config.json of a checkpoint directory, or what a GGUF file says in its place.
@@ -95,24 +93,6 @@ def read_object(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"config.json: {key} must be an object, got {value!r:.80}")
     return value  # pyright: ignore[reportUnknownVariableType]  # keys of a JSON object are str
-
-
-def read_mask_token(raw: Mapping[str, Any], vocab_size: int) -> int | None:
-    """The token that a drafter reads in place of tokens not known yet; None: it was not trained to.
-
-    Raises:
-        ConfigError: it is no token of the vocabulary.
-    """
-    values = {**raw, **read_object(raw, "dflash_config")}
-    key = next((key for key in MASK_KEYS if values.get(key) is not None), None)
-    if key is None:
-        return None
-    value = values[key]
-    if type(value) is not int or not 0 <= value < vocab_size:
-        raise ConfigError(
-            f"config.json: {key} must be a token id below {vocab_size}, got {value!r}"
-        )
-    return value
 
 
 def read_token_ids(raw: Mapping[str, Any], key: str) -> tuple[int, ...]:

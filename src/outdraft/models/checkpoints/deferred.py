@@ -115,7 +115,7 @@ def _rows(weights: Sequence[StoredWeight], first: int, stop: int) -> list[Stored
 
 
 def _parts(tensors: Sequence[Tensor]) -> list[StoredParameter]:
-    """None if one is no deferred tensor, or lies otherwise."""
+    """The stored parameters of the tensors; none if one is not deferred, or lies otherwise."""
     parts = [one.stored for one in tensors if isinstance(one, DeferredTensor)]
     kinds = {(part.is_stack, part.is_transposed, part.dtype, len(part.rows_X)) for part in parts}
     return parts if len(parts) == len(tensors) and len(kinds) == 1 else []

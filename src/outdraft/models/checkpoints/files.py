@@ -165,7 +165,7 @@ class StoredTensors:
             return tensors.get_slice(stored)[rows, columns]
 
     def shape(self, name: str) -> list[int]:
-        """Raises ConfigError if there is no such tensor."""
+        """The sizes of a tensor; raises ConfigError if there is none of this name."""
         return self._header(name)[0]
 
     def dtype(self, name: str) -> str:

@@ -135,7 +135,7 @@ def _read_at(
 
 
 def mxfp4_stacks(tensors: StoredTensors) -> dict[str, StoredParameter]:
-    """By the names of the parameters, which have inputs before outputs.
+    """The parameters of experts by their names; they have inputs before outputs.
 
     Raises:
         ConfigError: tensors are missing, or do not fit each other.

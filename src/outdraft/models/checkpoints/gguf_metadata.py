@@ -150,7 +150,7 @@ class GgufVocabulary:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "GgufVocabulary":
-        """From a file's metadata; it is empty where there are no tokens."""
+        """Read a file's metadata; the vocabulary is empty where there are no tokens."""
         tokens = list[str](values.get("tokenizer.ggml.tokens") or ())
         kinds_V = np.full(len(tokens), TokenKind.NORMAL, dtype=np.int32)
         given = np.asarray(values.get("tokenizer.ggml.token_type", kinds_V), dtype=np.int32)

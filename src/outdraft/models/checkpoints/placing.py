@@ -77,23 +77,15 @@ def _rounded(numbers: Tensor, stored: StoredWeight, dtype: torch.dtype) -> Tenso
     return numbers.bfloat16()
 
 
-def check_quantization(placings: Iterable[Placing], quantization: WeightFormat | None) -> None:
-    """A second rounding would add its error to that of the first.
-
-    Raises:
-        ConfigError: weights are to be quantised that are so already.
-    """
-    kept = next((one for one in placings if one.tile is not None), None)
-    if quantization is not None and kept is not None:
-        raise kept_already(quantization, next(iter(kept.weights.values())))
-
-
-def kept_already(quantization: WeightFormat, stored: StoredWeight) -> ConfigError:
-    """The error to raise where a weight is to be quantised that stays codes."""
-    return ConfigError(
-        f"quantization {quantization}: this checkpoint is quantised already ({stored.label}), and "
-        f"its weights are kept as they are, in {stored.tile} tiles: leave the option out"
-    )
+def check_quantization(quantization: WeightFormat | None, kept: Iterable[StoredWeight]) -> None:
+    """Raise ConfigError if weights that stay codes are to be quantised: a second rounding would add
+    its error to that of the first."""
+    stored = next(iter(kept), None)
+    if quantization is not None and stored is not None:
+        raise ConfigError(
+            f"quantization {quantization}: this checkpoint is quantised already ({stored.label}), "
+            f"and its weights are kept as they are, in {stored.tile} tiles: leave the option out"
+        )
 
 
 def fill_stored(

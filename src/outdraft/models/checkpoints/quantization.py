@@ -65,7 +65,7 @@ class Quantization:
     kv_cache: bool = False
 
     def scheme_of(self, module: str) -> WeightScheme | None:
-        """For a module, such as model.layers.0.mlp.up_proj; None: its weight is plain."""
+        """The scheme of a module, such as model.layers.0.mlp.up_proj; None: its weight is plain."""
         if any(_matches(module, target) for target in self.ignored):
             return None
         # A name says more than a pattern, and that more than a class.
@@ -82,7 +82,7 @@ class Quantization:
 
 
 def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
-    """From the content of config.json; None: the weights are plain.
+    """The schemes in the content of config.json; None: the weights are plain.
 
     Raises:
         ConfigError: the method, or one of its settings, is not supported.

@@ -109,7 +109,7 @@ def read_stacks(
 def _quantised_modules(
     quantization: Quantization, tensors: StoredTensors
 ) -> dict[str, WeightScheme]:
-    """Those that have a scheme and the tensors that it needs."""
+    """The modules that have a scheme and the tensors that it needs."""
     found: dict[str, WeightScheme] = {}
     for name in tensors:
         module, _, part = name.rpartition(".")

@@ -58,7 +58,7 @@ class Slot:
 
 
 def rows_of(shard: VocabularyShard, weight: Tensor | None) -> Slot:
-    """For the rows of a rank's tokens."""
+    """The place of the rows of a rank's tokens."""
     assert weight is not None, "the weights are packed"
     return Slot(weight.data, 0, shard.first, shard.num_tokens)
 
@@ -67,7 +67,7 @@ Slots = Iterator[tuple[str, Slot | None]]
 
 
 def slot_of(tensor: Tensor | None) -> Slot | None:
-    """For a tensor that every rank has whole; None: there is no such tensor."""
+    """The place of a tensor that every rank has whole; None: there is no such tensor."""
     return None if tensor is None else Slot(tensor.data)
 
 
@@ -87,7 +87,7 @@ def check_slots(
     places: Mapping[str, Place],
     stored: Mapping[str, StoredWeight] | None = None,
 ) -> None:
-    """Every slot must be filled, by a tensor of its shape, and nothing be left.
+    """Check that every slot has a tensor of its shape, and that no tensor is left.
 
     Raises:
         ConfigError: something is missing, unknown, of another shape, or of an unreadable dtype.

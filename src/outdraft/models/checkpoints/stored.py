@@ -113,7 +113,7 @@ class StoredWeight:
         return num_outputs * (of_codes + num_groups * of_scales)
 
     def numbers(self) -> Tensor:
-        """All of them, of the dtype that `read` gives."""
+        """All numbers, of the dtype that `read` gives."""
         read = self.read()
         return read if isinstance(read, Tensor) else read.numbers()
 
@@ -159,7 +159,7 @@ class StoredWeight:
         return self.numbers()[rows, columns]
 
     def codes(self) -> GroupedCodes | BlockRows:
-        """Only of a weight with a tile."""
+        """The codes; only of a weight with a tile."""
         read = self.read()
         assert not isinstance(read, Tensor), "a tile of numbers"
         return read
@@ -183,7 +183,7 @@ class StoredParameter:
 
     @property
     def weights(self) -> list[StoredWeight]:
-        """All that it is made of, expert by expert."""
+        """The weights that it is made of, expert by expert."""
         return [weight for rows in self.rows_X for weight in rows]
 
     @property

@@ -87,7 +87,7 @@ class DecoderLayer(nn.Module):
         self.down_proj = Linear(intermediate, size, bias=mlp_bias, **kind, spread=spread)
 
     def spec(self) -> LayerSpec:
-        """For the kernels, once the products are packed."""
+        """The layer as kernels read it, once the products are packed."""
         return LayerSpec(
             input_norm_D=norm_weight(self.input_norm),
             post_norm_D=self.post_norm.weight.data,

@@ -18,7 +18,6 @@ from outdraft.models.checkpoints.placing import (
     Placing,
     check_quantization,
     fill_stored,
-    kept_already,
     place,
     summary,
 )
@@ -107,9 +106,7 @@ def load_weights(
     """
     places, stored = checkpoint.places, checkpoint.stored
     if model.device.type != "cpu":
-        kept = next((one for one in stored.values() if one.tile is not None), None)
-        if quantization is not None and kept is not None:
-            raise kept_already(quantization, kept)
+        check_quantization(quantization, (one for one in stored.values() if one.tile is not None))
         stored = {name: replace(one, tile=None, reason=_GPU) for name, one in stored.items()}
     check_slots(model.checkpoint_slots(), places, stored)
     placings: list[Placing] = []
@@ -118,7 +115,8 @@ def load_weights(
     for part, slots in model.parts():
         of_linears = placings_of(model, part, slots, stored)
         placings += of_linears.values()
-        check_quantization(placings, quantization)
+        kept = (one for one in of_linears.values() if one.tile is not None)
+        check_quantization(quantization, (one for each in kept for one in each.weights.values()))
         tensors = mapped_tensors(slots, places)
         borrowed: dict[Linear, list[Tensor]] = {}
         if model.decoder.rotary.order_C is None:

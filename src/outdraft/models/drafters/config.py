@@ -14,6 +14,7 @@ from outdraft.models.checkpoints.config_json import read_count, read_object
 from outdraft.models.decoder.config import ModelConfig
 
 SPECULATORS_KIND = "speculators_model_type"
+MASK_KEYS = ("pard_token", "mask_token_id", "ptd_token_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,24 @@ def read_layers(options: Mapping[str, Any], key: str) -> tuple[int, ...]:
     if not isinstance(layers, list) or not layers or not all(type(one) is int for one in layers):
         raise ConfigError(f"config.json: {key} must be a list of layers, got {layers!r}")
     return tuple(layers)
+
+
+def read_mask_token(raw: Mapping[str, Any], vocab_size: int) -> int | None:
+    """The token that a drafter reads in place of tokens not known yet; None: it was not trained to.
+
+    Raises:
+        ConfigError: it is no token of the vocabulary.
+    """
+    values = {**raw, **read_object(raw, "dflash_config")}
+    key = next((key for key in MASK_KEYS if values.get(key) is not None), None)
+    if key is None:
+        return None
+    value = values[key]
+    if type(value) is not int or not 0 <= value < vocab_size:
+        raise ConfigError(
+            f"config.json: {key} must be a token id below {vocab_size}, got {value!r}"
+        )
+    return value
 
 
 def read_draft_vocab_size(

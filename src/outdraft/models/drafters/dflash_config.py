@@ -11,7 +11,7 @@ from typing import Any
 from outdraft.config.speculation import BLOCK_SOURCES
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError, did_you_mean
-from outdraft.models.checkpoints.config_json import read_count, read_mask_token
+from outdraft.models.checkpoints.config_json import read_count
 from outdraft.models.decoder.config import ModelConfig
 from outdraft.models.drafters.config import (
     SPECULATORS_KIND,
@@ -22,6 +22,7 @@ from outdraft.models.drafters.config import (
     read_draft_vocab_size,
     read_flag,
     read_layers,
+    read_mask_token,
 )
 
 
@@ -110,7 +111,7 @@ _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
 
 
 def _kind(raw: Mapping[str, Any]) -> DraftSource:
-    """By the speculators' type, else by the architecture's name."""
+    """DFlash or DSpark, by the speculators' type, else by the architecture's name."""
     if (written := raw.get(SPECULATORS_KIND)) is not None:
         if written not in BLOCK_SOURCES:
             raise ConfigError(
@@ -150,7 +151,7 @@ def _layer_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _causal_layers(options: Mapping[str, Any], layer: ModelConfig) -> tuple[bool, ...]:
-    """For each layer, if it is causal: sliding layers are, unless the config says otherwise."""
+    """True for each causal layer: sliding layers are, unless the config says otherwise."""
     written = options.get("is_causal")
     if written is not None:
         return (read_flag(options, "is_causal"),) * layer.num_layers

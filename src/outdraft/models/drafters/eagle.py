@@ -109,7 +109,7 @@ class Entry(nn.Module):
         self.num_outputs = 2 * size if self.fc is None else size
 
     def spec(self) -> StateEntry:
-        """For the kernels, once the product is packed."""
+        """The entry as kernels read it, once the product is packed."""
         return StateEntry(
             token_norm_D=norm_weight(self.token_norm),
             state_norm_D=norm_weight(self.state_norm),

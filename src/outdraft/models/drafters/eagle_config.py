@@ -10,7 +10,7 @@ from typing import Any
 
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError, did_you_mean
-from outdraft.models.checkpoints.config_json import read_count, read_mask_token
+from outdraft.models.checkpoints.config_json import read_count
 from outdraft.models.decoder.config import ModelConfig
 from outdraft.models.drafters.config import (
     SPECULATORS_KIND,
@@ -22,6 +22,7 @@ from outdraft.models.drafters.config import (
     read_draft_vocab_size,
     read_flag,
     read_layers,
+    read_mask_token,
 )
 
 
@@ -136,7 +137,7 @@ _ARCHITECTURES = {
 
 
 def _version(raw: Mapping[str, Any]) -> DraftSource:
-    """By the speculators' type, else by the architecture's name.
+    """EAGLE or EAGLE-3, by the speculators' type, else by the architecture's name.
 
     The checkpoints of EAGLE's authors call themselves LlamaForCausalLM: then EAGLE-3 is what has
     a draft vocabulary.

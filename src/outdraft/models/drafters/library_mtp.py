@@ -239,7 +239,7 @@ def _run(
 
 
 def _rotary_of(rotary: nn.Module | None, model: MtpModel) -> Callable[..., Any]:
-    """For the first layer of the model."""
+    """The rotary embedding for the first layer of the model."""
     if rotary is None:
         return _no_rotary
     if not model.has_per_layer_rope:

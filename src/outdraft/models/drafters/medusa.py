@@ -61,7 +61,7 @@ class MedusaConfig:
     def from_checkpoint(
         cls, raw: Mapping[str, Any], names: Collection[str], target: LanguageModel
     ) -> "MedusaConfig":
-        """From the content of config.json and the names of the tensors.
+        """Read the content of config.json and the names of the tensors.
 
         Raises:
             ConfigError: a value is missing, wrong, or contradicts the target.
@@ -235,7 +235,7 @@ def _load(heads: MedusaHeads, places: dict[str, Place]) -> None:
 
 
 def _slot(name: str) -> str:
-    """By the name of a tensor in either form."""
+    """The slot of a tensor, by its name in either form."""
     name = name.removeprefix(_PREFIX)
     name = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
     return re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name)

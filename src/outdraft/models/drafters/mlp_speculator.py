@@ -63,7 +63,7 @@ class MLPSpeculatorConfig:
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any], target: LanguageModel) -> "MLPSpeculatorConfig":
-        """From the content of config.json.
+        """Read the content of config.json.
 
         Raises:
             ConfigError: another architecture, a value is missing or wrong, or contradicts the

@@ -80,8 +80,8 @@ class TargetTables:
 
     @cached_property
     def head(self) -> Linear:
-        """To logits of this rank's tokens, padded with -inf; packed, of the target's number format.
-        No part of the drafter: a module that keeps it would count it as its own."""
+        """The product for logits of this rank's tokens, padded with -inf; packed, of the target's
+        format. No part of the drafter: a module that keeps it would count it as its own."""
         own = self.target.lm_head
         if self._are_the_targets:
             return own

@@ -2,6 +2,7 @@
 before the library asks for it.
 """
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -29,8 +30,9 @@ from outdraft.models.checkpoints.stored import StoredParameter, StoredWeight
 
 # What has no meaning without scales.
 _CODES = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I32", "I8", "U8"}
-NO_PRODUCT = "no product of this network can read its codes"
-NO_CPU = "tiles are for CPUs"
+_NO_PRODUCT = "no product of this network can read its codes"
+_NO_CPU = "tiles are for CPUs"
+_logger = logging.getLogger(__name__)
 
 
 def presented(
@@ -68,19 +70,21 @@ def unread(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, "PresentedTe
     return found | _small(checkpoint) | deferred_products(checkpoint.places, dtype)
 
 
-def summary(
+def log_summary(
     checkpoint: Checkpoint,
     kept: Iterable[StoredWeight],
     dequantised: Iterable[StoredWeight],
-    otherwise: str,
-) -> list[str]:
-    """Lines for a log: the fate of the quantised weights.
+    *,
+    has_tiles: bool,
+) -> None:
+    """Log the fate of the quantised weights.
 
     Args:
         kept: those that are codes, or of which parts are.
         dequantised: others that were deferred, or parts of such.
-        otherwise: why a weight whose codes fit a tile is none of these.
+        has_tiles: the device keeps codes.
     """
+    otherwise = _NO_PRODUCT if has_tiles else _NO_CPU
     of_kept = {id(weight.whole or weight): weight for weight in kept}
     reasons = {id(weight.whole or weight): weight.reason for weight in dequantised}
     weights = [
@@ -93,7 +97,8 @@ def summary(
     counts = Counter(
         (weight.label, reasons.get(id(weight)) or weight.reason or otherwise) for weight in weights
     )
-    return describe(tiles, counts)
+    for line in describe(tiles, counts):
+        _logger.info("%s", line)
 
 
 def deferred_products(
@@ -118,7 +123,7 @@ def deferred_products(
 
 
 class PresentedTensor:
-    """In place of a slice of a safetensors file, of which the library takes all."""
+    """Stands for a slice of a safetensors file, of which the library takes all."""
 
     def __init__(self, read: Callable[[], Tensor]) -> None:
         self._read = read
@@ -176,12 +181,12 @@ def _plain(tensors: StoredTensors, name: str, shape: tuple[int, int]) -> StoredW
 
 
 def _nothing(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """One number for all."""
+    """A tensor of that shape with one number in memory."""
     return torch.zeros((), dtype=dtype).expand(*shape)
 
 
 def _parameters(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, StoredParameter]:
-    """Those that are products."""
+    """The stored weights that are products."""
     found = {
         name: StoredParameter([[weight]], dtype=dtype)
         for name, weight in checkpoint.stored.items()
@@ -191,7 +196,7 @@ def _parameters(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, StoredP
 
 
 def _small(checkpoint: Checkpoint) -> dict[str, PresentedTensor]:
-    """Those that are no products, such as norms."""
+    """The stored weights that are no products, such as norms."""
     return {
         name: PresentedTensor(weight.numbers)
         for name, weight in checkpoint.stored.items()

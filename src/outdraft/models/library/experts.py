@@ -39,7 +39,7 @@ _DENSE = "Llama4TextExperts"  # is called with all rows for each expert, most of
 
 
 class PackedExperts(nn.Module):
-    """In place of a transformers module of experts.
+    """Replaces a transformers module of experts.
 
     Attributes:
         num_experts: those of the layer.
@@ -65,7 +65,7 @@ class PackedExperts(nn.Module):
 
 
 class PackedDenseExperts(PackedExperts):
-    """In place of the experts of Llama 4, which weights their inputs: each expert gets all rows,
+    """Replaces the experts of Llama 4, which weights their inputs: each expert gets all rows,
     and those that do not go to it are zeros, of which it makes zeros."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -71,7 +71,7 @@ def open_gguf_checkpoint(path: Path, model: PreTrainedModel) -> Checkpoint:
 
 
 def _mapped_weights(path: Path, model: PreTrainedModel) -> dict[str, StoredWeight]:
-    """By the names of a checkpoint of the library."""
+    """The weights of a file by the names of a checkpoint of the library."""
     file, config = open_gguf(path), read_config(path)
     kind = TENSOR_PROCESSORS.get(file.values[ARCHITECTURE], TensorProcessor)
     processor = kind(config=config)

@@ -15,13 +15,13 @@ import re
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers import logging as library_logging
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -41,16 +41,14 @@ from outdraft.models.checkpoints.config_json import read_generation_config, read
 from outdraft.models.checkpoints.deferred import DeferredWeights, Packing
 from outdraft.models.checkpoints.files import listed, tensor_places, weight_files
 from outdraft.models.checkpoints.gguf_file import is_gguf
-from outdraft.models.checkpoints.placing import kept_already
+from outdraft.models.checkpoints.placing import check_quantization
 from outdraft.models.checkpoints.quantization import check_unquantised, read_quantization
 from outdraft.models.checkpoints.reader import Checkpoint
 from outdraft.models.library.checkpoint import (
-    NO_CPU,
-    NO_PRODUCT,
+    log_summary,
     matches,
     open_quantised,
     presented,
-    summary,
     unread,
 )
 from outdraft.models.library.experts import replace_experts
@@ -119,14 +117,11 @@ def load_transformers_model(
     drafts: bool = False,
     has_random_weights: bool = False,
 ) -> TransformersModel:
-    """Load a checkpoint of any family that the library has; see load_language_model.
+    """Load a checkpoint of any family that the library has; raises as load_language_model.
 
     Args:
         group: each of its ranks reads its part of what they divide; what is quantised it reads
             whole, one weight after the other, and keeps its part.
-
-    Raises:
-        ConfigError: the model cannot run on this engine, or a tensor is missing or unknown.
     """
     config = read_config(path)
     kind = causal_class(config, path)
@@ -147,33 +142,24 @@ def load_transformers_model(
     deferred = DeferredWeights()
     has_tiles = torch.device(device).type == "cpu"
     deferred.replace_in(model, keeps_codes if has_tiles else lambda *_: False)
-    if quantization is not None and deferred.kept:
-        raise kept_already(quantization, deferred.kept[0])
+    check_quantization(quantization, deferred.kept)
     nn.Module.to(model, device).eval().requires_grad_(False)
     model.set_experts_implementation("eager")  # the others do not know all dtypes
-    context_len = min(max_model_len or _context_len(config), _context_len(config))
-    moves = fix_frequencies(model, context_len)
-    mask = None
-    if not takes_attention:
-        mask = torch.zeros((1, 1, 1, 1), dtype=dtype, device=device)
-        for module in attention_modules(model):
-            catch_operations(module, kernels)
+    context_len = _context_len(config)
+    moves = fix_frequencies(model, min(max_model_len or context_len, context_len))
+    mask = None if takes_attention else _caught_attention(model, kernels, dtype)
     with reached_modules() as reached:
         attention = survey_attention(model, config, mask)
     if left_out := leave_out_unreached(model, reached):
         _logger.info("%s: texts do not meet %s: left out", path, ", ".join(left_out))
     shape = _shape(path, config, list(attention.values()), moves)
-    packing = Packing(kernels, quantization, deferred)
-    if checkpoint is not None:
-        packing = replace(packing, release=checkpoint.release)
+    checkpoint = checkpoint or Checkpoint({}, {})
+    packing = Packing(kernels, quantization, deferred, checkpoint.release)
     replace_experts(model, packing, sums)
     fuse_layers(model, packing, group)
     pack_products(model, packing, spreads)
     deferred.read_rest(model)
-    if checkpoint is not None:
-        otherwise = NO_PRODUCT if has_tiles else NO_CPU
-        for line in summary(checkpoint, deferred.kept, deferred.dequantised, otherwise):
-            _logger.info("%s", line)
+    log_summary(checkpoint, deferred.kept, deferred.dequantised, has_tiles=has_tiles)
     if group.size == 1:
         check_packed(model, mask)
     forms = {module: layer.form for module, layer in attention.items()}
@@ -245,6 +231,14 @@ def _takes_attention(kind: Any, text_config: PretrainedConfig) -> bool:
     attention."""
     kinds = kind, MODEL_MAPPING.get(type(text_config), kind)
     return any(hasattr(sys.modules[one.__module__], _ATTENTION_TABLE) for one in kinds)
+
+
+def _caught_attention(model: PreTrainedModel, kernels: Kernels, dtype: torch.dtype) -> Tensor:
+    """Catch attention that asks no table of the library; a mask to give to the model, which then
+    makes none."""
+    for module in attention_modules(model):
+        catch_operations(module, kernels)
+    return torch.zeros((1, 1, 1, 1), dtype=dtype, device=model.device)
 
 
 def _loaded(

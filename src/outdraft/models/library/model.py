@@ -228,7 +228,7 @@ def _stream(layer: nn.Module, states_1TD: Tensor) -> Tensor:
 
 
 class _TokensBefore:
-    """In place of a cache, for what asks how many tokens are before the rows."""
+    """Stands for a cache, for code that asks how many tokens are before the rows."""
 
     def __init__(self, positions_T: Tensor) -> None:
         rows_T = torch.arange(len(positions_T), device=positions_T.device)
@@ -258,7 +258,7 @@ class _States:
 
 
 class _PassedOn(nn.Module):
-    """In place of a network, before its head."""
+    """Stands for the network before a head."""
 
     @property
     def decoder(self) -> nn.Module:

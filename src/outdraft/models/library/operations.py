@@ -159,7 +159,7 @@ def _form_of(module: nn.Module, key_size: int, options: Mapping[str, Any]) -> At
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """Those that know which layer they are in and attend."""
+    """The modules that know which layer they are in and attend."""
     return [
         module
         for module in model.modules()

@@ -81,7 +81,7 @@ def divide(model: PreTrainedModel, group: RankGroup) -> dict[nn.Module, Spread]:
 
 
 def _plan_of(model: PreTrainedModel) -> Mapping[re.Pattern[str], str]:
-    """By patterns of whole names."""
+    """The plan of a model, by patterns of whole names."""
     config: Any = model.config.get_text_config()
     base = next(
         name
@@ -95,7 +95,7 @@ def _plan_of(model: PreTrainedModel) -> Mapping[re.Pattern[str], str]:
 
 
 def _keep(part: Any, dim: int, group: RankGroup) -> None:
-    """This rank's rows of the weight, or columns; a bias goes with the rows."""
+    """Keep this rank's rows of the weight, or columns; a bias goes with the rows."""
     count = part.weight.shape[dim] // group.size
     own_ED = part.weight.detach().narrow(dim, group.rank * count, count).clone()
     part.weight = nn.Parameter(own_ED, requires_grad=False)

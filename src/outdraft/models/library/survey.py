@@ -101,7 +101,7 @@ def _pass(
 def with_windows(
     layer: LayerAttention, config: PretrainedConfig, index: int, says_masks: bool
 ) -> LayerAttention:
-    """With what the library says by its masks only: chunks, and windows of some families.
+    """Add what the library says by its masks only: chunks, and windows of some families.
 
     Args:
         says_masks: as `makes_window_masks`. Where the family's code makes none, config.json may
@@ -143,7 +143,7 @@ def text_part(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def reached_modules() -> Generator[set[nn.Module]]:
-    """Those that compute anything inside."""
+    """The modules that compute anything inside."""
     reached = set[nn.Module]()
     hook = register_module_forward_pre_hook(lambda module, _: reached.add(module))
     try:
