@@ -25,7 +25,7 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from outdraft.bench.environment import compute, environment
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.kernels.choose import choose_kernels, machine_limits
 from outdraft.models.checkpoints.deferred import Packing
 from outdraft.models.library.experts import replace_experts

@@ -30,12 +30,11 @@ from outdraft.attention.base import AttentionMetadata
 from outdraft.bench.environment import compute, environment
 from outdraft.bench.side_by_side import complete_alone
 from outdraft.config.engine import EngineConfig
-from outdraft.control.fixed import FixedLength
-from outdraft.control.policy import LengthPolicy
+from outdraft.control.policy import FixedLength, LengthPolicy
 from outdraft.core.sampling import SamplingParams, SpeculationParams
 from outdraft.engine.build import build_engine
 from outdraft.engine.engine import Engine
-from outdraft.engine.loading import load_models
+from outdraft.loading.models import load_models
 from outdraft.runner.model_runner import ModelRunner
 
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.rows import Span, lay_out, metadata_of
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.decoder_ops import DecoderSpec, LayerSpec
 from outdraft.kernels.native.linear import NativeProduct

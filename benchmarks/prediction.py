@@ -16,7 +16,7 @@ from outdraft.bench.side_by_side import PLAIN, complete_alone
 from outdraft.cli.comparison import method_configs
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine
-from outdraft.engine.loading import load_models
+from outdraft.loading.models import load_models
 
 METHOD = "combined"  # what `outdraft serve` does by default
 

@@ -23,7 +23,7 @@ from roofline import run_step
 
 from outdraft import LLM, SamplingParams, assets
 from outdraft.bench.environment import compute, environment
-from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
+from outdraft.core.weights import QUANTIZATIONS, WeightFormat
 from outdraft.kernels.native.library import open_library
 from outdraft.kernels.native.limits import Limits
 from outdraft.kernels.native.table import native_kernels

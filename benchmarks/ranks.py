@@ -140,7 +140,7 @@ def over(transport: str) -> AbstractContextManager[object]:
     """Where engines exchange through this: over sockets if one rank cannot share memory."""
     if transport == MEMORY:
         return nullcontext()
-    return mock.patch("outdraft.engine.ranks.memory_transports", return_value=None)
+    return mock.patch("outdraft.ranks.processes.memory_transports", return_value=None)
 
 
 def checkpoint(folder: Path, sizes: dict[str, Any], num_layers: int) -> Path:

@@ -32,7 +32,7 @@ from passes import LAYERS, Network, cases_of
 from shares import shares
 
 from outdraft.bench.environment import compute, environment
-from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
+from outdraft.core.weights import QUANTIZATIONS, WeightFormat
 from outdraft.kernels.native.library import open_library
 from outdraft.kernels.native.limits import Limits
 from outdraft.kernels.native.linear import NativeProduct

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from outdraft.engine.cost_cache import default_folder
+from outdraft.costs.file import default_folder
 
 # How long an example takes, or to draw one, says how busy the machine is.
 settings.register_profile(
@@ -28,7 +28,7 @@ if not torch.cuda.is_available():
 def own_cost_tables(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
     """Engines keep what they measured for this run of the tests, not for the user."""
     folder = tmp_path_factory.getbasetemp() / "costs"
-    monkeypatch.setattr("outdraft.engine.cost_table.default_folder", lambda: folder)
+    monkeypatch.setattr("outdraft.costs.table.default_folder", lambda: folder)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,16 +11,15 @@ import torch
 from torch._C._distributed_c10d import HashStore  # torch.distributed does not name it
 
 from outdraft.config.engine import EngineConfig
-from outdraft.core.allowed import AllowedTokens, Drafted
+from outdraft.core.grammar import AllowedTokens, Drafted
 from outdraft.core.plan import StepPlan, StepResult
-from outdraft.distributed.group import RankGroup, Ranks
+from outdraft.distributed.group import RankGroup, Ranks, RequestShares
 from outdraft.distributed.process_groups import join_ranks
-from outdraft.distributed.request_shares import RequestShares
 from outdraft.distributed.shared_memory import MemoryTransports
 from outdraft.engine.build import build_engine
 from outdraft.engine.llm import LLM
-from outdraft.engine.loading import LoadedModels, load_models
 from outdraft.kernels.choose import memory_transports
+from outdraft.loading.models import LoadedModels, load_models
 from outdraft.runner.model_runner import LaunchedStep, ModelRunner, PendingStep
 from tests.reference.plain_data import as_bytes, from_bytes
 

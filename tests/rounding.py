@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
+from outdraft.core.weights import QUANTIZATIONS, WeightFormat
 
 UNIT = 2.0**-24  # of float32
 # Two evaluations of a small model in float32: about a thousand roundings lie between a token and

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from outdraft import assets
 from outdraft.bench.environment import compute, environment
-from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.kernels.choose import automatic_dtype, choose_kernels
 from outdraft.models.base import LanguageModel
 from outdraft.models.choose import load_language_model
+from outdraft.text.tokenizer import load_tokenizer
 from tests.models.checkpoints import chunked_logits
 
 WINDOW = 1000  # tokens

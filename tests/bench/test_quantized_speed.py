@@ -3,7 +3,7 @@
 import torch
 
 from outdraft.bench.quantized_speed import FORMATS, advice, quantized_speeds
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from tests.kernels.tables import cpu_kernels
 
 

@@ -13,7 +13,7 @@ from outdraft.cli.server_options import ServerOptions
 from outdraft.cli.threads import num_physical_cores
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
-from outdraft.engine.loading import load_models
+from outdraft.loading.models import load_models
 from outdraft.server.replicas.plan import ReplicaPlan
 from tests.cli.pair import pair
 from tests.server.metrics.scripted import INFO
@@ -104,7 +104,7 @@ def test_without_ray_the_flag_says_what_to_install(command, monkeypatch):
 
 def test_without_ray_ranks_on_a_cluster_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "outdraft.engine.ray_hosts", raising=False)
+    monkeypatch.delitem(sys.modules, "outdraft.ranks.ray_hosts", raising=False)
     spread = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray", "device": "cpu"}
     with pytest.raises(ConfigError, match=r"pip install 'outdraft\[ray\]'"):
         load_models(EngineConfig.from_options(model=str(pair().target), **spread))

@@ -5,7 +5,7 @@ import pytest
 
 from outdraft.control.roofline import ROWS as PRIOR_ROWS
 from outdraft.control.roofline import Launches, Machine, PassSize, prior_table
-from outdraft.core.routed_weights import RoutedWeights
+from outdraft.core.weights import RoutedWeights
 
 # 1 GB/s; 100 Gop/s; a million weights of two bytes: 2 ms to read, 20 us for each row.
 MACHINE = Machine(bandwidth=1e9, peak=1e11)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from outdraft.core.routed_weights import RoutedWeights, distinct_experts
+from outdraft.core.weights import RoutedWeights, distinct_experts
 
 
 @pytest.mark.parametrize(("num_experts", "per_row"), [(8, 2), (32, 4), (128, 8)])

@@ -46,7 +46,7 @@ def main() -> None:
     prompts = [[(7 * i + j) % vocab_size for j in range(room)] for i in range(num_requests)]
     llm.generate(prompts, params, use_tqdm=False)
     children = psutil.Process().children()
-    ranks = [one.pid for one in children if "outdraft.engine.rank_process" in one.cmdline()]
+    ranks = [one.pid for one in children if "outdraft.ranks.worker" in one.cmdline()]
     taken = [peak_bytes(pid) for pid in (os.getpid(), *ranks)]
     planned = [rank.total for rank in llm.memory.ranks]
     llm.close()

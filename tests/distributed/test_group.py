@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from outdraft.core.errors import RanksError
-from outdraft.distributed.group import Ranks
+from outdraft.distributed.group import Ranks, RequestShares
 from outdraft.distributed.process_groups import EXCHANGED_BYTES
-from outdraft.distributed.request_shares import RequestShares
 from outdraft.kernels.choose import has_library, memory_transports
 from tests import ranks
 

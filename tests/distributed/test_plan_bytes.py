@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from outdraft.core.admission import Admission, TokenRules
-from outdraft.core.allowed import AllowedTokens
+from outdraft.core.admission import Admission, DrafterGap, TokenRules
 from outdraft.core.decision import LiveStop
 from outdraft.core.draft import Draft, DraftSource
-from outdraft.core.drafter_gap import DrafterGap
 from outdraft.core.errors import RanksError
+from outdraft.core.grammar import AllowedTokens
 from outdraft.core.plan import DraftChoice, ModelDrafting, StepPlan, Work
 from outdraft.distributed.plan_bytes import (
     allowed_as_bytes,

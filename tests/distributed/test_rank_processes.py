@@ -13,17 +13,17 @@ from typing import Any
 import psutil
 import pytest
 
-from outdraft.core.allowed import AllowedTokens
 from outdraft.core.errors import ConfigError, EngineDeadError, RanksError
+from outdraft.core.grammar import AllowedTokens
 from outdraft.core.plan import StepResult, StepStats
 from outdraft.core.sampling import SamplingParams
 from outdraft.distributed.group import Ranks
 from outdraft.distributed.process_groups import ProcessTransport
 from outdraft.engine import engine as engine_module
-from outdraft.engine import rank_hosts
 from outdraft.engine import ranks as ranks_module
 from outdraft.engine.llm import LLM
 from outdraft.kernels.native.ranks import MemoryTransport
+from outdraft.ranks import hosts as rank_hosts
 from outdraft.runner.model_runner import PendingStep
 from tests.cli.pair import pair
 from tests.server.process.engines import (

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import RankGroup, Ranks
 from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.translated_model import TranslatedModel

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import Ranks
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.choose import choose_kernels

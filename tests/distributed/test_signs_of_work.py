@@ -3,9 +3,9 @@
 import threading
 import time
 
-from outdraft.engine import signs_of_work
-from outdraft.engine.rank_messages import Working, answer_of_bytes
-from outdraft.engine.signs_of_work import SignsOfWork
+from outdraft.ranks import worker as signs_of_work
+from outdraft.ranks.messages import Working, answer_of_bytes
+from outdraft.ranks.worker import SignsOfWork
 
 
 class Ear:

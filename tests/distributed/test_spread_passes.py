@@ -16,14 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outdraft.core.decision import LiveStop
-from outdraft.core.draft import DraftSource
+from outdraft.core.draft import DraftSource, TreeShape
 from outdraft.core.errors import RanksError
 from outdraft.core.sampling import SamplingParams
-from outdraft.core.tree_shape import TreeShape
-from outdraft.distributed.group import RankGroup, Ranks
-from outdraft.distributed.request_shares import RequestShares
+from outdraft.distributed.group import RankGroup, Ranks, RequestShares
+from outdraft.drafting.device.asks import DraftModelAsk
 from outdraft.drafting.device.draft_network import DraftNetwork
-from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.network_drafter import NetworkDrafter
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.choose import choose_kernels, has_library

@@ -9,12 +9,12 @@ from typing import Protocol
 
 import pytest
 
+from outdraft.core.draft import TreeShape
 from outdraft.core.plan import StepPlan, Work
 from outdraft.core.sampling import SamplingParams
-from outdraft.core.tree_shape import TreeShape
 from outdraft.distributed.group import RankGroup
 from outdraft.engine.llm import LLM
-from outdraft.engine.loading import LoadedModels
+from outdraft.loading.models import LoadedModels
 from outdraft.models.decoder.config import ModelConfig
 from outdraft.runner.model_runner import LaunchedStep, PendingStep
 from tests.oracle.engines import checkpoint, config, pair, prompts_of, run, speculation

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from outdraft.core.sampling import SamplingParams
-from outdraft.drafting.device.model_drafts import DraftModelAsk
+from outdraft.drafting.device.asks import DraftModelAsk
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kernels.reference import noise

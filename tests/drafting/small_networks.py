@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
+from outdraft.drafting.device.asks import StateWindow
 from outdraft.drafting.device.draft_network import DraftNetwork
-from outdraft.drafting.device.state_window import StateWindow
 from outdraft.kv.cache import KVCache
 from outdraft.models.drafters.eagle import load_eagle
 from outdraft.models.drafters.tables import TargetTables

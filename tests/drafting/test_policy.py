@@ -13,8 +13,7 @@ from outdraft.config.speculation import (
     SuffixConfig,
 )
 from outdraft.control.facts import DraftOutcome, HostOffer, ShadowOutcome, StepFacts, StepOutcome
-from outdraft.control.fixed import FixedLength
-from outdraft.control.policy import LengthPolicy
+from outdraft.control.policy import FixedLength, LengthPolicy
 from outdraft.core.decision import Decision, Grant, LiveStop, Reason
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource
 from outdraft.core.errors import RequestError
@@ -29,9 +28,8 @@ from outdraft.core.plan import (
     Work,
     WorkResult,
 )
-from outdraft.core.request import FinishReason, Request
+from outdraft.core.request import BookedWork, FinishReason, Request
 from outdraft.core.sampling import SamplingParams
-from outdraft.core.scheduled import BookedWork
 from outdraft.drafting.host_sources import most_draft_rows
 from outdraft.drafting.known_requests import DrafterLimits
 from outdraft.drafting.policy import WARM_UP_STEPS, DraftPolicy

@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from outdraft.core.decision import Decision, Reason
 from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.plan import DraftChoice, Work, WorkResult
-from outdraft.core.request import Request
+from outdraft.core.request import BookedWork, Request
 from outdraft.core.sampling import SamplingParams
-from outdraft.core.scheduled import BookedWork
-from outdraft.engine.alarms import FRUITLESS_STEPS, IDLE_STEPS, Drafted, SourceAlarms
-from outdraft.engine.fall import FallWatch
+from outdraft.engine.alarms import FRUITLESS_STEPS, IDLE_STEPS, Drafted, FallWatch, SourceAlarms
 
 USUAL, FALLEN = 0.67, 0.52
 CONCURRENCY = 8

@@ -6,8 +6,12 @@ from pathlib import Path
 import pytest
 
 from outdraft.core.errors import ConfigError, RequestError
-from outdraft.engine.chat import ChatTemplate, as_content_format
-from outdraft.engine.chat_messages import parsed_arguments, with_readable_calls
+from outdraft.text.chat import (
+    ChatTemplate,
+    as_content_format,
+    parsed_arguments,
+    with_readable_calls,
+)
 
 CHATML = """{{ bos_token }}{% for message in messages %}
     <|{{ message['role'] }}|>{{ message['content'] }}{{ eos_token }}

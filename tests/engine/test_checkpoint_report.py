@@ -7,7 +7,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from outdraft.config.engine import EngineConfig
-from outdraft.engine.checkpoint_report import report
+from outdraft.loading.report import report
 from outdraft.models.choose import load_language_model
 from outdraft.models.decoder.loader import load_model
 from tests.kernels.tables import cpu_kernels

@@ -2,7 +2,7 @@
 
 import pytest
 
-from outdraft.engine.cores import Cores, cores_of_ranks, topology
+from outdraft.loading.machine import Cores, cores_of_ranks, topology
 
 # Two sockets of four cores with two logical processors each, numbered as Linux does.
 TWO_SOCKETS = {cpu: (cpu // 4 % 2, cpu % 4) for cpu in range(16)}

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
 from outdraft.control.roofline import ROWS, Machine, PassSize, prior_table
-from outdraft.core.routed_weights import RoutedWeights
-from outdraft.engine.cost_measurement import (
+from outdraft.core.weights import RoutedWeights
+from outdraft.costs.measurement import (
     LAGS,
     curve,
     drafter_steps,
@@ -20,7 +20,7 @@ from outdraft.engine.cost_measurement import (
     stretched,
     target_steps,
 )
-from outdraft.engine.dummy_steps import SHORT, DummyStep, PhaseSeconds
+from outdraft.runner.dummy_steps import SHORT, DummyStep, PhaseSeconds
 
 NUM_LONG = 1000
 SIZE = PassSize(10**8, 10**8, 10**4, 8)

@@ -13,7 +13,7 @@ from outdraft.control.costs import CostTable
 from outdraft.control.roofline import Machine
 from outdraft.core.errors import ConfigError
 from outdraft.core.plan import StepPlan
-from outdraft.engine.cost_cache import (
+from outdraft.costs.file import (
     MOST_FILES,
     CostFile,
     digest,
@@ -21,10 +21,10 @@ from outdraft.engine.cost_cache import (
     identity,
     target_key,
 )
-from outdraft.engine.cost_table import cost_file, cost_table
-from outdraft.engine.dummy_steps import DummyStep, DummySteps
+from outdraft.costs.prior import default_machine, roofline
+from outdraft.costs.table import cost_file, cost_table
 from outdraft.engine.llm import LLM
-from outdraft.engine.prior_costs import default_machine, roofline
+from outdraft.runner.dummy_steps import DummyStep, DummySteps
 from tests.oracle.engines import engine, greedy, ids, prompts_of, run
 
 FAMILY = "qwen2"

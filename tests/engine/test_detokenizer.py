@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from outdraft.engine.detokenizer import Detokenizer, begun_text
+from outdraft.text.detokenizer import Detokenizer, begun_text
 from tests.engine.byte_level import byte_ids, tokenizer
 from tests.engine.trained_tokenizers import sentencepiece_bpe
 

@@ -8,13 +8,12 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from outdraft.control.fixed import FixedLength
+from outdraft.control.policy import FixedLength
 from outdraft.core.draft import Draft, DraftAsk, DraftSource
 from outdraft.core.errors import EngineDeadError
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.policy import DraftPolicy
-from outdraft.engine.assembler import Assembler
-from outdraft.engine.assembly import RequestAssembly
+from outdraft.engine.assembly import Assembler, RequestAssembly
 from outdraft.engine.async_engine import AsyncEngine
 from outdraft.engine.deltas import RequestDeltas
 from outdraft.engine.engine import Engine

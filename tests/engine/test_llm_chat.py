@@ -4,8 +4,8 @@ import pytest
 
 from outdraft.core.errors import ConfigError, RequestError
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.chat import ChatTemplate, TextTokenizer
 from outdraft.engine.llm import LLM
+from outdraft.text.chat import ChatTemplate, TextTokenizer
 from tests.engine.byte_level import tokenizer, with_start_token
 from tests.oracle.engines import config, engine
 from tests.oracle.engines import tokenizer as words

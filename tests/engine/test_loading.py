@@ -8,11 +8,11 @@ import torch
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
-from outdraft.engine import loading
 from outdraft.engine.llm import LLM
-from outdraft.engine.loading import NO_LIBRARY, check_division, choose_dtype, load_models
 from outdraft.kernels.choose import choose_kernels, kernels_options
 from outdraft.kernels.native import library
+from outdraft.loading import models as loading
+from outdraft.loading.models import NO_LIBRARY, check_division, choose_dtype, load_models
 from tests.models.checkpoints import llama, randomised, save
 from tests.models.eagle_checkpoints import LAYOUTS
 

@@ -10,14 +10,16 @@ from hypothesis import strategies as st
 
 from outdraft.config.engine import CacheConfig
 from outdraft.core.errors import ConfigError
-from outdraft.engine.device_memory import (
+from outdraft.loading.memory import (
     CPU_SHARE,
     DeviceMemory,
     GroupMemory,
+    MemoryPlan,
+    StepMemory,
     device_memory,
     limited_groups,
+    num_blocks,
 )
-from outdraft.engine.memory import MemoryPlan, StepMemory, num_blocks
 
 
 def blocks(
@@ -204,7 +206,7 @@ def test_without_groups_there_are_no_limits(tmp_path):
 
 def test_a_groups_limit_is_what_the_share_is_of(monkeypatch):
     group = GroupMemory(2**22, 2**21)
-    monkeypatch.setattr("outdraft.engine.device_memory.limited_groups", lambda: [group])
+    monkeypatch.setattr("outdraft.loading.memory.limited_groups", lambda: [group])
     found = device_memory(torch.device("cpu"))
     assert (found.total, found.free) == (2**22, 2**21)
     assert found.default_share == CPU_SHARE

@@ -7,11 +7,11 @@ import pytest
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
-from outdraft.engine.device_memory import DeviceMemory
-from outdraft.engine.loading import load_models
-from outdraft.engine.memory_plan import plan_memory, plan_together
 from outdraft.kernels.data.graph_sizes import GRAPH_BYTES, GRAPHED_FUNCTIONS
 from outdraft.kernels.triton.select import with_triton
+from outdraft.loading.memory import DeviceMemory
+from outdraft.loading.memory_plan import plan_memory, plan_together
+from outdraft.loading.models import load_models
 from tests.cli.pair import pair
 from tests.ranks import spread_models
 
@@ -99,7 +99,7 @@ def test_the_default_of_a_cpu_is_shared_by_what_lives_at_once():
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_of_a_machine_have_no_more_memory_together_than_one_has(size, monkeypatch):
     memory = DeviceMemory(MEMORY, MEMORY, SHARE)
-    monkeypatch.setattr("outdraft.engine.memory_plan.device_memory", lambda device: memory)
+    monkeypatch.setattr("outdraft.loading.memory_plan.device_memory", lambda device: memory)
     config, alone = part(max_num_seqs=16, max_num_batched_tokens=16)
     spread = spread_models(config, size, 1)
     plans = [plan_memory(config, models) for models in spread]

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from outdraft import LLM, assets
-from outdraft.engine.stages import stage
+from outdraft.loading.models import stage
 
 
 def test_a_start_names_its_stages_with_seconds(caplog: pytest.LogCaptureFixture):

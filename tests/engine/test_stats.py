@@ -6,9 +6,8 @@ import pytest
 
 from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.plan import DraftChoice, PhaseTimes, StepResult, Work, WorkResult
-from outdraft.core.request import Request
+from outdraft.core.request import BookedWork, Request
 from outdraft.core.sampling import SamplingParams
-from outdraft.core.scheduled import BookedWork
 from outdraft.engine.stats import StatsTotal, step_stats
 
 

@@ -9,21 +9,11 @@ import torch
 
 from outdraft.attention.base import AttentionForm, AttentionSizes
 from outdraft.config.engine import SchedulerConfig
-from outdraft.core.draft import STATE_WINDOW, Draft
+from outdraft.core.draft import STATE_WINDOW, Draft, TreeShape
 from outdraft.core.sampling import SamplingParams
-from outdraft.core.tree_shape import TreeShape
 from outdraft.distributed.group import RankGroup, gathered_sum
-from outdraft.engine import build, memory_plan
+from outdraft.engine import build
 from outdraft.engine.build import build_engine
-from outdraft.engine.memory import (
-    NOISE_BYTES,
-    StepShape,
-    activation_bytes,
-    draft_prob_bytes,
-    prompt_score_bytes,
-    sampling_bytes,
-    text_bytes,
-)
 from outdraft.kernels.data.drafts import DraftBatch, Rule
 from outdraft.kernels.data.noise import NOISE_NUMBERS, NoiseKeys, Purpose
 from outdraft.kernels.ops import Kernels
@@ -32,11 +22,20 @@ from outdraft.kernels.reference.attention import ReferenceAttention
 from outdraft.kernels.reference.scores import score_tokens
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.shapes import LayerCacheShape
+from outdraft.loading import memory_plan
+from outdraft.loading.memory import (
+    NOISE_BYTES,
+    StepShape,
+    activation_bytes,
+    draft_prob_bytes,
+    prompt_score_bytes,
+    sampling_bytes,
+    text_bytes,
+)
 from outdraft.models.decoder.causal_lm import CausalLM
 from outdraft.models.decoder.config import ModelConfig, RopeConfig
-from outdraft.runner.device_state import DeviceState
 from outdraft.runner.logprobs import PROMPT_ROWS
-from outdraft.runner.step_texts import StepTexts
+from outdraft.runner.state import DeviceState, StepTexts
 from outdraft.runner.verified_parts import PartToVerify, PartVerifier, joined, step_parts
 from outdraft.sampling.processors import Paths, process_logits
 from outdraft.verification.verifier import Verifier

@@ -3,7 +3,7 @@
 import pytest
 
 from outdraft.core.request import Request
-from outdraft.engine.step_plan import plan_step
+from outdraft.scheduling.scheduler import plan_step
 from tests.drafting.test_policy import Scripted, policy, request
 from tests.scheduling.test_drafter_books import eagle
 from tests.scheduling.test_scheduler import plain_results

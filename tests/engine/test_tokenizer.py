@@ -9,7 +9,7 @@ import pytest
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from outdraft.core.errors import ConfigError
-from outdraft.engine.tokenizer import load_tokenizer
+from outdraft.text.tokenizer import load_tokenizer
 from tests.engine.byte_level import CORPUS
 
 # No text begins with a blank: transformers' tokenizers take it for the one that pieces begin with.

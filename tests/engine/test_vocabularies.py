@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from outdraft.core.errors import ConfigError
-from outdraft.drafting.device.vocabulary_map import VocabularyMap
-from outdraft.engine.drafters import check_vocabularies
+from outdraft.drafting.device.translated_model import VocabularyMap
+from outdraft.loading.methods import check_vocabularies
 from tests.oracle.engines import VOCAB_SIZE, models, pair
 
 
@@ -42,7 +42,7 @@ def save_words(path: Path, names: list[str]) -> None:
 
 def said(caplog) -> list[logging.LogRecord]:
     """What was logged, but for how long loading took: that is said by the test that loads first."""
-    return [record for record in caplog.records if record.name != "outdraft.engine.stages"]
+    return [record for record in caplog.records if record.name != "outdraft.loading.models"]
 
 
 def test_equal_vocabularies_are_fine_and_nothing_is_said(folders, caplog):

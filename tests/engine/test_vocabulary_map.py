@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel, WordPiece
 
-from outdraft.engine.vocabulary import Vocabulary, map_vocabularies, token_table
+from outdraft.text.vocabulary import Vocabulary, map_vocabularies, token_table
 from tests.engine.trained_tokenizers import (
     byte_level,
     byte_pieces,

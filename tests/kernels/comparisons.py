@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.kernels.native.library import open_library, usable_instruction_sets
 from outdraft.kernels.ops import Kernels
 

@@ -3,7 +3,7 @@
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.block_weight import BlockRows
 
 # Where halves stand in a block of a file: scales, then what is added.

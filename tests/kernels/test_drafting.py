@@ -7,9 +7,8 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from outdraft.core.draft import MAX_DRAFTS
+from outdraft.core.draft import MAX_DRAFTS, TreeShape
 from outdraft.core.sampling import SamplingParams
-from outdraft.core.tree_shape import TreeShape
 from outdraft.drafting.device.grower import KnownLevels, grow
 from outdraft.kernels.draft_ops import DraftStart, Growth, LevelTask, ModelDrafts, StopRules
 from outdraft.kernels.ops import Kernels

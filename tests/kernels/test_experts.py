@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.kernels.expert_ops import Activation, ExpertWeights, Gate, PackExperts
 from outdraft.kernels.native.experts import NativeExpertKernels, NativeExperts

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outdraft.core.weight_format import BLOCK_FORMATS, WeightFormat
+from outdraft.core.weights import BLOCK_FORMATS, WeightFormat
 from outdraft.kernels.data.block_weight import TILE_BYTES, BlockRows, BlockWeight, fits_tiles
 from outdraft.kernels.native.library import open_library, usable_instruction_sets
 from outdraft.kernels.native.linear import NativeLinear

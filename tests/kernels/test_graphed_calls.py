@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton")
-from outdraft.distributed.request_shares import ALL_HERE, RequestShares
+from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.kernels.triton import graphed_calls, kept_graphs
 from outdraft.kernels.triton.graphed_calls import CallGraphs

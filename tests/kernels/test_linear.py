@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.kernels.native.library import open_library, usable_instruction_sets
 from outdraft.kernels.native.linear import NativeLinear, NativeProduct

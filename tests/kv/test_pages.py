@@ -12,7 +12,7 @@ from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.block_pool import BlockPool
 from outdraft.kv.cache import HUGE_PAGE_BYTES, KVCache
 from outdraft.kv.shapes import LayerCacheShape
-from outdraft.runner.device_state import DeviceState
+from outdraft.runner.state import DeviceState
 from tests.resident import resident_bytes
 
 CPU = torch.device("cpu")

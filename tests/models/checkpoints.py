@@ -18,7 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.kv.cache import KVCache
 from outdraft.models.decoder.causal_lm import CausalLM
 from outdraft.models.modules import linears_of

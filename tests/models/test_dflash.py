@@ -14,10 +14,9 @@ from torch import Tensor
 
 from outdraft.core.draft import STATE_WINDOW, DraftSource
 from outdraft.core.errors import ConfigError
-from outdraft.distributed.request_shares import ALL_HERE, RequestShares
+from outdraft.distributed.group import ALL_HERE, RequestShares
+from outdraft.drafting.device.asks import DraftModelAsk, StateWindow
 from outdraft.drafting.device.block_drafter import BlockDrafter, num_spare_blocks
-from outdraft.drafting.device.model_drafts import DraftModelAsk
-from outdraft.drafting.device.state_window import StateWindow
 from outdraft.kernels.draft_ops import Frontier
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache

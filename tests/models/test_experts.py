@@ -23,7 +23,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.choose import REFERENCE, choose_kernels
 from outdraft.models.checkpoints.deferred import Packing

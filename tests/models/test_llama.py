@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.decoder.loader import load_model
 from tests.kernels.tables import cpu_kernels

@@ -26,7 +26,7 @@ from transformers import (
 
 from outdraft.attention.rows import Span, lay_out, metadata_of
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache

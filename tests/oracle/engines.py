@@ -18,16 +18,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outdraft.config.engine import EngineConfig
-from outdraft.control.fixed import FixedLength
-from outdraft.core.deltas import RequestDelta
+from outdraft.control.policy import FixedLength
 from outdraft.core.draft import Draft, DraftSource
-from outdraft.core.outputs import RequestOutput
+from outdraft.core.outputs import RequestDelta, RequestOutput
 from outdraft.core.plan import DraftChoice, StepRoom
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.policy import DraftPolicy
 from outdraft.engine.llm import LLM
-from outdraft.engine.loading import LoadedModels, load_models
+from outdraft.loading.models import LoadedModels, load_models
 from tests.folders import new_folder
 from tests.models.checkpoints import VARIANTS, llama, randomised, save
 from tests.models.families import randomised_family

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from outdraft.config.engine import EngineConfig
 from outdraft.core.sampling import SamplingParams, StructuredOutput
 from outdraft.engine.llm import LLM
-from outdraft.engine.loading import LoadedModels, load_models
+from outdraft.loading.models import LoadedModels, load_models
 from tests.engine.byte_level import tokenizer
 from tests.folders import new_folder
 from tests.models.checkpoints import llama, randomised, save

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from outdraft.core.decision import LiveStop
 from outdraft.core.plan import DraftChoice, StepResult
-from outdraft.core.scheduled import ScheduledStep
-from outdraft.drafting.device.model_drafts import DraftModelAsk
+from outdraft.core.request import ScheduledStep
+from outdraft.drafting.device.asks import DraftModelAsk
 from outdraft.engine.llm import LLM
 from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.sampling.batch import SamplingBatch

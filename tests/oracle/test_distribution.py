@@ -21,7 +21,7 @@ from scipy.stats import chisquare
 from outdraft.control.policy import LengthPolicy
 from outdraft.core.decision import LiveStop
 from outdraft.core.sampling import SamplingParams
-from outdraft.drafting.device.model_drafts import DraftModelAsk
+from outdraft.drafting.device.asks import DraftModelAsk
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.engine.llm import LLM
 from outdraft.kernels.draft_ops import ModelDrafts

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionForm, AttentionMetadata, LayerCache
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine import loading
 from outdraft.engine.llm import LLM
 from outdraft.kernels.data.graph_sizes import rounded_rows
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference.attention import ReferenceAttention
 from outdraft.kernels.reference.decoder import ReferenceDecoder
 from outdraft.kernels.reference.table import reference_kernels
+from outdraft.loading import models as loading
 from tests.oracle.engines import config, engine, greedy, ids, prompts_of, run, speculation
 from tests.pairwise import some
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from outdraft.core.plan import DraftChoice
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
+from outdraft.drafting.device.asks import DraftModelAsk
 from outdraft.drafting.device.draft_network import DraftNetwork
-from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.network_drafter import NetworkDrafter
 from outdraft.engine.llm import LLM
 from outdraft.kernels.data.drafts import DraftBatch, Verdict, row_start_B

@@ -6,9 +6,9 @@ import pytest
 from torch import nn
 
 from outdraft.core.sampling import SamplingParams
-from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
+from outdraft.core.weights import QUANTIZATIONS, WeightFormat
 from outdraft.engine.llm import LLM
-from outdraft.engine.loading import load_models
+from outdraft.loading.models import load_models
 from outdraft.models.modules import linears_of
 from tests.oracle.engines import (
     config,

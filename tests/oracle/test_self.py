@@ -7,9 +7,9 @@ import pytest
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.core.sampling import SamplingParams
-from outdraft.core.weight_format import QUANTIZATIONS
+from outdraft.core.weights import QUANTIZATIONS
 from outdraft.engine.llm import LLM
-from outdraft.engine.loading import load_models
+from outdraft.loading.models import load_models
 from outdraft.models.decoder.causal_lm import CausalLM
 from tests.oracle.engines import (
     FAMILIES,

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.sampling import SamplingParams, SpeculationParams
-from outdraft.drafting.device.model_drafts import DraftModelAsk
+from outdraft.drafting.device.asks import DraftModelAsk
 from outdraft.drafting.device.self_drafter import SelfDrafter
 from outdraft.engine.llm import LLM
-from outdraft.engine.loading import load_models
 from outdraft.kernels.draft_ops import Growth, ModelDrafts
+from outdraft.loading.models import load_models
 from outdraft.runner.model_runner import ModelRunner
 from tests.oracle.engines import (
     LIBRARY,

@@ -13,11 +13,11 @@ from outdraft.core.outputs import RequestOutput
 from outdraft.core.plan import StepPlan
 from outdraft.core.sampling import SamplingParams
 from outdraft.distributed.process_groups import ProcessTransport
-from outdraft.engine.dummy_steps import DummyStep, DummySteps
 from outdraft.engine.llm import LLM
-from outdraft.engine.loading import LoadedModels
 from outdraft.kernels.choose import has_library
 from outdraft.kernels.native.ranks import RankLink
+from outdraft.loading.models import LoadedModels
+from outdraft.runner.dummy_steps import DummyStep, DummySteps
 from tests.oracle import forms
 from tests.oracle.engines import (
     COMBINED,

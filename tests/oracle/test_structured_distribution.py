@@ -16,7 +16,7 @@ import torch
 from outdraft.core.errors import GenerationError
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
-from outdraft.scheduling import grammar_masks
+from outdraft.scheduling import scheduler as grammar_masks
 from tests.models.checkpoints import llama, randomised, save
 from tests.oracle.test_distribution import ALPHA, CASES, blocks_for, folder_of, p_value
 from tests.pairwise import some

@@ -14,7 +14,7 @@ from outdraft.config.engine import EngineConfig
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.translated_model import TranslatedModel
 from outdraft.engine.llm import LLM
-from outdraft.engine.loading import LoadedModels, load_models
+from outdraft.loading.models import LoadedModels, load_models
 from tests.engine.trained_tokenizers import byte_level, sentencepiece_bpe, sentencepiece_unigram
 from tests.folders import new_folder
 from tests.models.checkpoints import llama, randomised, save

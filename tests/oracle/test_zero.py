@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from outdraft.control.fixed import FixedLength
+from outdraft.control.policy import FixedLength
 from outdraft.core.plan import StepPlan
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine import loading
 from outdraft.engine.llm import LLM
-from outdraft.engine.loading import load_models
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.decoder_ops import DecoderPass
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.step_ops import StepRead, StepTask
+from outdraft.loading import models as loading
+from outdraft.loading.models import load_models
 from tests.oracle.engines import HOST, NETWORKS, config, prompts_of, run, speculation
 
 FAMILY = "llama-llama3-rope"

@@ -1,6 +1,6 @@
 """Engines whose runner gets nothing but bytes, and answers with bytes."""
 
-from outdraft.core.allowed import AllowedTokens, Drafted
+from outdraft.core.grammar import AllowedTokens, Drafted
 from outdraft.core.plan import StepPlan, StepResult
 from outdraft.engine.llm import LLM
 from outdraft.runner.model_runner import LaunchedStep, PendingStep

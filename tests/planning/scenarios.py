@@ -6,7 +6,7 @@ import numpy as np
 
 from outdraft.control.controller import Controller
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost, monotone
-from outdraft.control.fixed import FixedLength
+from outdraft.control.policy import FixedLength
 from tests.planning.simulator import Simulator, Steps
 from tests.planning.worlds import NETWORK, Acceptance, Load, Scenario, World
 

@@ -12,7 +12,7 @@ import pytest
 
 from outdraft.control.controller import Controller
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
-from outdraft.control.fixed import FixedLength
+from outdraft.control.policy import FixedLength
 from outdraft.core.decision import Reason
 from tests.planning.scenarios import controlled, fixed_rates, random_case
 from tests.planning.simulator import Simulator

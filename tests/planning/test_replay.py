@@ -13,8 +13,8 @@ from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.recorded import RecordedRequest, RecordedStep
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.drafters import host_proposers
 from outdraft.engine.llm import LLM
+from outdraft.loading.methods import host_proposers
 from outdraft.planning.replay import (
     Replayed,
     Traffic,

@@ -6,7 +6,7 @@ import pytest
 
 from outdraft.control.controller import Controller
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
-from outdraft.control.fixed import FixedLength
+from outdraft.control.policy import FixedLength
 from tests.planning.simulator import Simulator
 from tests.planning.worlds import NETWORK, Acceptance, Load, Scenario, World
 

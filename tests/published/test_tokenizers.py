@@ -17,13 +17,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from outdraft.core.structured_outputs import StructuredOutput
-from outdraft.engine.chat import ChatTemplate
-from outdraft.engine.detokenizer import Detokenizer
-from outdraft.engine.text_splits import SPLITS
-from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.models.checkpoints.gguf_file import open_gguf
 from outdraft.models.checkpoints.gguf_metadata import GgufVocabulary, TokenKind
 from outdraft.structured.compiler import GrammarCompiler
+from outdraft.text.chat import ChatTemplate
+from outdraft.text.detokenizer import Detokenizer
+from outdraft.text.splits import SPLITS
+from outdraft.text.tokenizer import load_tokenizer
 from tests.engine.trained_tokenizers import corpus as documents
 from tests.published.llama_vocabulary import LlamaVocabulary
 from tests.published.texts import texts

@@ -8,7 +8,7 @@ import torch
 from outdraft.core.errors import PartedError
 from outdraft.core.plan import StepResult, WorkResult
 from outdraft.distributed.group import Ranks
-from outdraft.runner.same_steps import SameSteps
+from outdraft.runner.parallel_runner import SameSteps
 from tests.ranks import on_ranks
 
 RESULT = StepResult((WorkResult((5, 6), (1,), (5, 7), (0, 1)), WorkResult()), 4)

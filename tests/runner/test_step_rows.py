@@ -12,10 +12,8 @@ from outdraft.core.plan import DraftChoice, Work
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.ops import PlacedRows
 from outdraft.kernels.reference.table import reference_kernels
-from outdraft.runner.device_state import DeviceState
-from outdraft.runner.slots import RequestSlot
+from outdraft.runner.state import DeviceState, RequestSlot, StepTexts
 from outdraft.runner.step_rows import step_spans
-from outdraft.runner.step_texts import StepTexts
 
 CPU = torch.device("cpu")
 BLOCK, ROW_LEN = 4, 65

@@ -5,8 +5,8 @@ import torch
 
 from outdraft.core.plan import PhaseTimes
 from outdraft.kernels.data.first_times import FirstTimes
-from outdraft.runner import timing
-from outdraft.runner.timing import PhaseClock
+from outdraft.runner import model_runner as timing
+from outdraft.runner.model_runner import PhaseClock
 from tests.oracle.engines import engine, greedy, prompts_of, run
 
 

@@ -11,9 +11,8 @@ from outdraft.core.plan import (
     Work,
     WorkResult,
 )
-from outdraft.core.request import Request
-from outdraft.core.scheduled import ScheduledStep
-from outdraft.runner.slots import RequestSlot
+from outdraft.core.request import Request, ScheduledStep
+from outdraft.runner.state import RequestSlot
 from tests.reference.draft_trees import tree_depths
 
 Text = tuple[int, ...]

@@ -2,11 +2,10 @@
 
 import pytest
 
+from outdraft.core.admission import NO_GAP, DrafterGap
 from outdraft.core.draft import DraftSource
-from outdraft.core.drafter_gap import NO_GAP, DrafterGap
 from outdraft.core.plan import DraftChoice, ModelDrafting, StepResult, WorkResult
-from outdraft.core.request import Request
-from outdraft.core.scheduled import ScheduledStep
+from outdraft.core.request import Request, ScheduledStep
 from outdraft.scheduling.scheduler import Scheduler
 from tests.scheduling.test_scheduler import (
     host_drafts,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from outdraft.core.request import Request
 from outdraft.core.sampling import SpeculationParams
-from outdraft.scheduling.owners import freest_groups, overdue_moves
+from outdraft.scheduling.drafter_books import freest_groups, overdue_moves
 from tests.scheduling.test_scheduler import request
 
 

@@ -20,9 +20,8 @@ from outdraft.core.plan import (
     StepRoom,
     WorkResult,
 )
-from outdraft.core.request import FinishReason, Request, RequestStatus
+from outdraft.core.request import FinishReason, Request, RequestStatus, ScheduledStep
 from outdraft.core.sampling import SamplingParams, SpeculationParams
-from outdraft.core.scheduled import ScheduledStep
 from outdraft.kv.block_pool import BlockPool
 from outdraft.scheduling.scheduler import Scheduler
 from tests.scheduling.simulated_device import SimulatedDevice

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from outdraft.core.decision import LiveStop
+from outdraft.drafting.device.asks import DraftModelAsk
 from outdraft.drafting.device.live_stop import LiveStops, stop_rules
-from outdraft.drafting.device.model_drafts import DraftModelAsk
 
 Chain = tuple[int, ...]
 

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from outdraft.engine.machine import installed_version, processor
+from outdraft.loading.machine import installed_version, processor
 
 PACKAGES = ("outdraft", "torch", "tokenizers", "transformers", "httpx")
 GIT_TIMEOUT_S = 10

@@ -11,8 +11,8 @@ import numpy as np
 
 from outdraft.config.speculation import SourceConfig
 from outdraft.core.draft import Draft, DraftAsk
-from outdraft.engine.drafters import host_proposers
 from outdraft.kernels.ops import Kernels
+from outdraft.loading.methods import host_proposers
 
 MAX_TOKENS = 8
 VOCABULARY = 32_000

@@ -18,8 +18,8 @@ from outdraft.bench.side_by_side import (
 )
 from outdraft.config.engine import EngineConfig
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.drafters import cache_bytes
-from outdraft.engine.loading import LoadedModels
+from outdraft.loading.methods import cache_bytes
+from outdraft.loading.models import LoadedModels
 from outdraft.models.modules import dtype_name
 
 TEMPERATURES = (0, 1)

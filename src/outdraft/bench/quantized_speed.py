@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.kernels.ops import Kernels, Product
 
 # Hidden size and number of square products: 2 MB and 256 MB in 16 bits.

@@ -15,14 +15,14 @@ from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.core.outputs import RequestOutput, TokenOrigin
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.assembler import Assembler, checked
+from outdraft.engine.assembly import Assembler, checked
 from outdraft.engine.build import build_engine
-from outdraft.engine.device_memory import device_memory
 from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import Prompt
-from outdraft.engine.loading import LoadedModels, load_models, with_drafter
-from outdraft.engine.memory_plan import plan_together
 from outdraft.engine.stats import StatsTotal
+from outdraft.loading.memory import device_memory
+from outdraft.loading.memory_plan import plan_together
+from outdraft.loading.models import LoadedModels, load_models, with_drafter
 
 PLAIN = "plain"  # decoding without drafts, with which everything is compared
 

@@ -22,10 +22,10 @@ from outdraft.bench.synthetic import SyntheticVerifier
 from outdraft.bench.turns import take_turns
 from outdraft.bench.workloads import BenchRequest
 from outdraft.config.engine import EngineConfig
-from outdraft.engine.assembler import Assembler, Queued, checked
+from outdraft.engine.assembly import Assembler, Queued, checked
 from outdraft.engine.engine import Engine
-from outdraft.engine.loading import LoadedModels
 from outdraft.engine.stats import StatsTotal
+from outdraft.loading.models import LoadedModels
 from outdraft.runner.model_runner import ModelRunner
 
 CHOSEN = "auto"  # the variant that chooses

@@ -25,9 +25,9 @@ from outdraft.bench.workloads import BenchRequest
 from outdraft.config.benchmarks import PROBE_LENGTH
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
-from outdraft.engine.loading import LoadedModels
-from outdraft.engine.memory_plan import plan_memory
 from outdraft.engine.stats import StatsTotal
+from outdraft.loading.memory_plan import plan_memory
+from outdraft.loading.models import LoadedModels
 
 FAR_BEHIND = 0.10  # of the best speed
 WORTH_IT = 0.01  # gain over plain decoding, and of fixed lengths over those that adapt

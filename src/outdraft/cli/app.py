@@ -50,7 +50,7 @@ app = typer.Typer(
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        from outdraft.engine.machine import installed_version
+        from outdraft.loading.machine import installed_version
 
         typer.echo(f"outdraft {installed_version('outdraft') or 'not installed'}")
         raise typer.Exit

@@ -35,10 +35,10 @@ def chat(
     config = engine_config(model, engine)
     use_physical_cores(os.environ)
     from outdraft.cli.streaming import stream, summary
-    from outdraft.engine.chat import ChatTemplate
     from outdraft.engine.llm import LLM
-    from outdraft.engine.loading import tokenizer_path
+    from outdraft.loading.models import tokenizer_path
     from outdraft.models.checkpoints.files import resolve_model_path
+    from outdraft.text.chat import ChatTemplate
 
     path = resolve_model_path(config.model, config.revision)
     template = ChatTemplate.from_directory(tokenizer_path(config, path))

@@ -18,8 +18,8 @@ from outdraft.bench.side_by_side import (
 from outdraft.cli.command import table_of
 from outdraft.cli.comparison import Samples, speedup, tokens_per_s, tpot_ms
 from outdraft.core.outputs import RequestOutput, TokenOrigin
-from outdraft.engine.detokenizer import Detokenizer
 from outdraft.engine.llm import LLM
+from outdraft.text.detokenizer import Detokenizer
 
 SOURCES = {  # label and style of each
     TokenOrigin.PREDICTION: ("prediction", "bold magenta"),

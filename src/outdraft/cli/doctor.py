@@ -46,7 +46,7 @@ def doctor(
         return
     sections, missing = examine(os.environ, engine.tensor_parallel_size or 1)
     if model is not None:
-        from outdraft.engine.checkpoint_report import report
+        from outdraft.loading.report import report
 
         config = serving_config(model, engine, scheduler)
         sections = {f"Weights of {model}": report(config)} | sections
@@ -63,8 +63,8 @@ def examine(environ: Mapping[str, str], num_ranks: int = 1) -> tuple[dict[str, S
     """Facts by section, and what would make outdraft faster or more complete."""
     num_threads = use_physical_cores(environ)
 
-    from outdraft.engine.loading import NO_LIBRARY, choose_device
     from outdraft.kernels.choose import has_library
+    from outdraft.loading.models import NO_LIBRARY, choose_device
 
     device = choose_device("auto")
     embedded, missing = _embedded()
@@ -87,7 +87,7 @@ def _machine(num_threads: int) -> Section:
     import psutil
     import torch
 
-    from outdraft.engine.machine import processor
+    from outdraft.loading.machine import processor
 
     features = sorted(
         name
@@ -120,7 +120,7 @@ def _gpu() -> Section:
 
 def _ranks(size: int, num_threads: int, device: "torch.device") -> Section:
     """What each of so many ranks would compute with."""
-    from outdraft.engine.cores import cores_of_ranks, topology
+    from outdraft.loading.machine import cores_of_ranks, topology
 
     found: Section = {}
     for rank, cores in enumerate(cores_of_ranks(size, num_threads, topology())):
@@ -138,7 +138,7 @@ def _ranks(size: int, num_threads: int, device: "torch.device") -> Section:
 def _libraries() -> Section:
     import torch
 
-    from outdraft.engine.machine import installed_version
+    from outdraft.loading.machine import installed_version
 
     backends = {
         "MKL": torch.backends.mkl.is_available(),
@@ -155,9 +155,9 @@ def _used(device: "torch.device") -> Section:
     import torch
 
     from outdraft.bench.quantized_speed import LARGE, SMALL, advice, quantized_speeds
-    from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
-    from outdraft.engine.loading import choose_dtype
+    from outdraft.core.weights import QUANTIZATIONS, WeightFormat
     from outdraft.kernels.choose import choose_kernels, kernels_options
+    from outdraft.loading.models import choose_dtype
     from outdraft.models.modules import dtype_name
 
     automatic = choose_dtype("auto", "bfloat16", device)

@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from outdraft.config.engine import EngineConfig
     from outdraft.control.costs import CostCurve, CostTable
     from outdraft.control.roofline import Machine
-    from outdraft.engine.loading import LoadedModels
+    from outdraft.loading.models import LoadedModels
 
 MOST_ROWS = 256  # prompts have more; they are not measured
 
 
 def show_costs(console: Console, config: "EngineConfig") -> None:
     """Measure what is not known yet, and print all of it."""
+    from outdraft.costs.prior import roofline
+    from outdraft.costs.table import cost_file, cost_table
     from outdraft.engine.build import build_engine
-    from outdraft.engine.cost_table import cost_file, cost_table
-    from outdraft.engine.loading import load_models
-    from outdraft.engine.prior_costs import roofline
+    from outdraft.loading.models import load_models
 
     if not config.speculation.sources:
         raise ConfigError("--cost is about speculation: name a method in --speculative-config")
@@ -63,7 +63,7 @@ def show_costs(console: Console, config: "EngineConfig") -> None:
 
 def _machine(models: "LoadedModels") -> "tuple[Machine, bool]":
     """What this machine does at most, and whether that was measured."""
-    from outdraft.engine.prior_costs import default_machine
+    from outdraft.costs.prior import default_machine
     from outdraft.kernels.choose import machine_limits
 
     limits = machine_limits(models.target.dtype) if models.device.type == "cpu" else None

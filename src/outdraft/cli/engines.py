@@ -148,7 +148,7 @@ def with_local_paths(info: EngineInfo, config: EngineConfig) -> EngineInfo:
     model, tokenizer = Path(info.model_path), Path(info.tokenizer_path)
     if model.exists() and tokenizer.exists():
         return info
-    from outdraft.engine.loading import tokenizer_path  # imports torch
+    from outdraft.loading.models import tokenizer_path  # imports torch
     from outdraft.models.checkpoints.files import resolve_model_path
 
     if not model.exists():

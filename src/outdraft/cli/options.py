@@ -20,7 +20,7 @@ from outdraft.config.engine import DTYPES, LOAD_FORMATS, MODEL_IMPLS, POLICIES, 
 from outdraft.config.flags import flag
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.core.sampling import SamplingParams
-from outdraft.core.weight_format import QUANTIZATIONS
+from outdraft.core.weights import QUANTIZATIONS
 
 DEFAULT_MAX_TOKENS = 256
 

@@ -86,9 +86,9 @@ def _report(
 ) -> "Report":
     import torch
 
-    from outdraft.engine.cost_table import read_table
-    from outdraft.engine.drafters import host_proposers
+    from outdraft.costs.table import read_table
     from outdraft.kernels.choose import AUTO, choose_kernels
+    from outdraft.loading.methods import host_proposers
     from outdraft.planning.replay import Traffic
     from outdraft.planning.replay_scores import Report, plain_run, recorded_score, score
 

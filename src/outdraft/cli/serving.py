@@ -32,8 +32,7 @@ from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.dashboard.feed import LiveFeed
 from outdraft.dashboard.router import dashboard_router
-from outdraft.engine.chat import ChatTemplate, as_content_format, special_tokens
-from outdraft.engine.generation_config import default_sampling
+from outdraft.loading.models import default_sampling
 from outdraft.server.api.app import create_app
 from outdraft.server.api.middleware import is_loopback
 from outdraft.server.api.reasoning import check_marks
@@ -43,6 +42,7 @@ from outdraft.server.logs import LogLevel, TrafficLog, set_up_logging
 from outdraft.server.messages import EngineInfo, Loading
 from outdraft.server.metrics import metrics_router
 from outdraft.server.trace_file import TraceFile
+from outdraft.text.chat import ChatTemplate, as_content_format, special_tokens
 
 _logger = logging.getLogger(__name__)
 

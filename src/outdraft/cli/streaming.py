@@ -7,7 +7,7 @@ from itertools import chain
 
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.assembler import Assembler, checked
+from outdraft.engine.assembly import Assembler, checked
 from outdraft.engine.engine import Engine
 
 

@@ -17,7 +17,7 @@ from outdraft.config.speculation import SpeculationConfig
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError, did_you_mean
-from outdraft.core.weight_format import QUANTIZATIONS
+from outdraft.core.weights import QUANTIZATIONS
 
 DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half", "float64")
 MODEL_IMPLS = ("auto", "outdraft", "transformers")

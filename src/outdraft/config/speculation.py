@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from outdraft.config.checks import check_choice, check_number, check_truth, check_whole
-from outdraft.core.draft import MAX_DRAFTS, DraftSource
+from outdraft.core.draft import MAX_DRAFTS, DraftSource, TreeShape
 from outdraft.core.errors import ConfigError
-from outdraft.core.tree_shape import TreeShape
-from outdraft.core.weight_format import QUANTIZATIONS
+from outdraft.core.weights import QUANTIZATIONS
 
 NETWORK_SOURCES = (
     DraftSource.MODEL,

@@ -14,9 +14,8 @@ from outdraft.config.speculation import (
     SpeculationConfig,
     SuffixConfig,
 )
-from outdraft.core.draft import DraftSource
+from outdraft.core.draft import DraftSource, TreeShape
 from outdraft.core.errors import ConfigError, did_you_mean
-from outdraft.core.tree_shape import TreeShape
 
 METHODS = (*map(str, NETWORK_SOURCES), "ngram", "suffix", "combined")
 # Names that vLLM has, or had, for the layers of one family.

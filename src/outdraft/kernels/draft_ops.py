@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from outdraft.core.draft import TreeShape
 from outdraft.core.record import record
-from outdraft.core.tree_shape import TreeShape
-from outdraft.distributed.request_shares import ALL_HERE, RequestShares
+from outdraft.distributed.group import ALL_HERE, RequestShares
 
 if TYPE_CHECKING:
     from outdraft.attention.rows import Span

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outdraft.core.record import record
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.coded_weight import Codes
 from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.kernels.decoder_ops import CompileDecoder

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
-from outdraft.core.routed_weights import RoutedWeights
-from outdraft.distributed.group import RankGroup
-from outdraft.distributed.request_shares import ALL_HERE, RequestShares
+from outdraft.core.weights import RoutedWeights
+from outdraft.distributed.group import ALL_HERE, RankGroup, RequestShares
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels

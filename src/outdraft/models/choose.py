@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel

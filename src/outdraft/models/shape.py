@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.shards import can_spread
+from outdraft.core.weights import can_spread
 from outdraft.kv.shapes import LayerCacheShape
 
 # The options that ask for a number of ranks.

@@ -18,24 +18,21 @@ from outdraft.config.speculation import (
 )
 from outdraft.control.controller import Controller
 from outdraft.control.costs import CostCurve, CostTable
-from outdraft.control.fixed import FixedLength
-from outdraft.control.policy import LengthPolicy
+from outdraft.control.policy import FixedLength, LengthPolicy
 from outdraft.core.draft import HEAD_WINDOW, MAX_DRAFTS, STATE_WINDOW, DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.plan import ModelDrafting
 from outdraft.core.recorded import RecordedRequest
-from outdraft.core.request import FinishReason, Request
+from outdraft.core.request import BookedWork, FinishReason, Request
 from outdraft.core.sampling import SamplingParams, SpeculationParams
-from outdraft.core.scheduled import BookedWork
 from outdraft.drafting.host.proposer import HostProposer
 from outdraft.drafting.known_requests import DrafterLimits
 from outdraft.drafting.policy import DraftPolicy
 from outdraft.engine.stats import StatsTotal, step_stats
-from outdraft.engine.step_plan import plan_step
 from outdraft.kv.block_pool import BlockPool
 from outdraft.planning.recorded_acceptance import RecordedAcceptance
 from outdraft.planning.replayed_device import ReplayedDevice, ReplayedText
-from outdraft.scheduling.scheduler import Scheduler
+from outdraft.scheduling.scheduler import Scheduler, plan_step
 
 NO_COSTS = CostTable(CostCurve((1,), (1.0,)))  # every step takes as long
 MAX_POOL_TOKENS = 1 << 20  # that the prefix cache may remember at least

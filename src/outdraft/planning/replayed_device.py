@@ -12,8 +12,7 @@ from outdraft.control.costs import CostTable
 from outdraft.core.draft import Draft
 from outdraft.core.plan import DraftChoice, PhaseTimes, StepPlan, StepResult, Work, WorkResult
 from outdraft.core.recorded import RecordedOutput
-from outdraft.core.request import Request
-from outdraft.core.scheduled import ScheduledStep
+from outdraft.core.request import Request, ScheduledStep
 from outdraft.drafting.known_requests import DrafterLimits
 from outdraft.planning.recorded_acceptance import RecordedAcceptance
 

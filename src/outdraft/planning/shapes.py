@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from outdraft.core.errors import ConfigError, did_you_mean
-from outdraft.core.routed_weights import distinct_experts
+from outdraft.core.weights import distinct_experts
 from outdraft.models.checkpoints.config_json import read_count, read_json
 
 # Bytes of a weight; int4 has a scale of 16 bits for every 128.

@@ -15,9 +15,9 @@ from functools import partial
 import zmq
 
 from outdraft.config.engine import EngineConfig
-from outdraft.core.endings import STOOD_STILL
+from outdraft.core import child_process
+from outdraft.core.child_process import STOOD_STILL
 from outdraft.core.errors import ConfigError, RanksError
-from outdraft.engine import child_process
 from outdraft.server.engine_loop import EngineLoop, send_reports
 from outdraft.server.messages import Assignment, EngineInfo, Failed, Loading
 from outdraft.server.step_watch import StepWatch
@@ -71,7 +71,7 @@ def _start(
     send_reports(reports, [Loading("libraries")])
     # Not before there is somebody to tell how far it is: they take seconds.
     from outdraft.engine.build import build_engine, check_longest_text, warm_up
-    from outdraft.engine.loading import load_models, tokenizer_path
+    from outdraft.loading.models import load_models, tokenizer_path
     from outdraft.models.modules import dtype_name
 
     send_reports(reports, [Loading("weights")])

@@ -16,7 +16,7 @@ import zmq
 import zmq.asyncio
 
 from outdraft.config.engine import EngineConfig
-from outdraft.core.endings import ending
+from outdraft.core.child_process import ending
 from outdraft.server.engine_link import OnLoading, Result, first_info, unless_dead
 from outdraft.server.messages import Assignment, Command, EngineInfo, Report
 

@@ -10,13 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outdraft.core.decision import LiveStop
-from outdraft.core.draft import DraftSource
+from outdraft.core.draft import DraftSource, TreeShape
 from outdraft.core.sampling import SamplingParams
-from outdraft.core.tree_shape import TreeShape
+from outdraft.drafting.device.asks import DraftModelAsk, StateWindow
 from outdraft.drafting.device.block_drafter import BlockDrafter, num_spare_blocks
-from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.drafting.device.state_window import StateWindow
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kv.cache import KVCache
 from outdraft.models.decoder.loader import load_model

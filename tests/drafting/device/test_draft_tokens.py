@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from outdraft import LLM, SamplingParams
-from outdraft.core.draft import DraftSource
-from outdraft.core.tree_shape import TreeShape
-from outdraft.distributed.group import ALONE
-from outdraft.distributed.request_shares import ALL_HERE, RequestShares
+from outdraft.core.draft import DraftSource, TreeShape
+from outdraft.distributed.group import ALL_HERE, ALONE, RequestShares
 from outdraft.distributed.vocabulary import VocabularyShard
+from outdraft.drafting.device.asks import DraftModelAsk
 from outdraft.drafting.device.draft_network import DraftNetwork
-from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.network_drafter import NetworkDrafter
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.draft_ops import ModelDrafts

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outdraft.core.tree_shape import TreeShape
-from outdraft.distributed.request_shares import RequestShares
+from outdraft.core.draft import TreeShape
+from outdraft.distributed.group import RequestShares
 from outdraft.drafting.device.grower import compiled_grow, grow
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.draft_ops import Growth, LevelTask, side_shares

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from outdraft.core.draft import HEAD_WINDOW
 from outdraft.core.sampling import SamplingParams
+from outdraft.drafting.device.asks import DraftModelAsk, TargetStates
 from outdraft.drafting.device.head_drafter import MedusaDrafter, MLPSpeculatorDrafter
-from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.draft_ops import Frontier, ModelDrafts
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.drafters.medusa import load_medusa

@@ -9,12 +9,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from outdraft.core.decision import LiveStop
-from outdraft.core.draft import MAX_MARGIN, DraftSource
+from outdraft.core.draft import MAX_MARGIN, DraftSource, TreeShape
 from outdraft.core.sampling import SamplingParams
-from outdraft.core.tree_shape import TreeShape
+from outdraft.drafting.device.asks import DraftModelAsk
 from outdraft.drafting.device.grower import grow
 from outdraft.drafting.device.live_stop import margins_B, stop_rules
-from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.network_drafter import NetworkDrafter
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.draft_ops import Growth, ModelDrafts

@@ -14,13 +14,11 @@ from transformers import PreTrainedModel
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
-from outdraft.distributed.request_shares import RequestShares
+from outdraft.distributed.group import RequestShares
+from outdraft.drafting.device.asks import DraftModelAsk, StateWindow, TargetStates
 from outdraft.drafting.device.draft_network import DraftNetwork
-from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.parallel_drafting import ParallelDrafter, mask_token_id
 from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.drafting.device.state_window import StateWindow
-from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache

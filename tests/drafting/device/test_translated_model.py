@@ -13,8 +13,7 @@ from scipy.stats import chisquare
 
 from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
-from outdraft.drafting.device.translated_model import TranslatedModel
-from outdraft.drafting.device.vocabulary_map import VocabularyMap
+from outdraft.drafting.device.translated_model import TranslatedModel, VocabularyMap
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.reference.table import reference_kernels

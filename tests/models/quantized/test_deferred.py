@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.models.checkpoints.deferred import DeferredTensor, DeferredWeights
 from outdraft.models.checkpoints.files import Place, StoredTensors

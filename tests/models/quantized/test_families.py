@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
+from outdraft.core.weights import QUANTIZATIONS, WeightFormat
 from outdraft.distributed.group import Ranks
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.ops import Kernels

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.decoder.causal_lm import CausalLM
 from outdraft.models.decoder.loader import load_model

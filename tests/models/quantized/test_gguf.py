@@ -11,15 +11,15 @@ from transformers import PreTrainedModel
 
 from outdraft import LLM, SamplingParams
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import BLOCK_FORMATS, WeightFormat
-from outdraft.engine.chat import ChatTemplate
-from outdraft.engine.tokenizer import load_tokenizer
+from outdraft.core.weights import BLOCK_FORMATS, WeightFormat
 from outdraft.kernels.choose import choose_kernels
 from outdraft.models.checkpoints.files import resolve_model_path
 from outdraft.models.checkpoints.gguf_weights import gguf_weights
 from outdraft.models.decoder.config import ModelConfig
 from outdraft.models.decoder.loader import load_model
 from outdraft.models.modules import linears_of
+from outdraft.text.chat import ChatTemplate
+from outdraft.text.tokenizer import load_tokenizer
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import chunked_logits, llama, mistral, qwen2, qwen3, randomised, save
 from tests.models.quantized.gguf_files import SIZES, byte_level, same_numbers, write_gguf

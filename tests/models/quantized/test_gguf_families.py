@@ -30,7 +30,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.models.base import LanguageModel
 from outdraft.models.checkpoints.config_json import read_config
 from outdraft.models.choose import checkpoint_dtype, load_language_model

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import Ranks
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.reference.table import reference_kernels

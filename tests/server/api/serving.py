@@ -11,10 +11,10 @@ import httpx
 import openai
 import uvicorn
 
-from outdraft.engine.chat import ChatTemplate
 from outdraft.server.api.app import create_app
 from outdraft.server.api.settings import ApiContext, ApiSettings
 from outdraft.server.bounded_http import bounded_http
+from outdraft.text.chat import ChatTemplate
 from tests.server.api.fake_engine import FakeEngine
 
 MODEL = "tiny"

@@ -5,9 +5,9 @@ import schemathesis
 from hypothesis import HealthCheck, settings
 from schemathesis.checks import not_a_server_error
 
-from outdraft.engine.chat import ChatTemplate
 from outdraft.server.api.app import create_app
 from outdraft.server.api.settings import ApiContext, ApiSettings
+from outdraft.text.chat import ChatTemplate
 from tests.server.api.fake_engine import FakeEngine, fake_inputs
 from tests.server.api.serving import MODEL, TEMPLATE
 

@@ -70,4 +70,4 @@ def processes(parent: int) -> list[int]:
 def ranks_of(parent: int) -> list[psutil.Process]:
     """Processes of ranks that a process has started."""
     children = psutil.Process(parent).children()
-    return [one for one in children if "outdraft.engine.rank_process" in one.cmdline()]
+    return [one for one in children if "outdraft.ranks.worker" in one.cmdline()]

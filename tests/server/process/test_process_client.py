@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outdraft.core.endings import ending
+from outdraft.core.child_process import ending
 from outdraft.core.errors import (
     CapacityError,
     ConfigError,

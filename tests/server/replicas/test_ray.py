@@ -38,7 +38,7 @@ if not may_make_namespaces():
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("ray")]
 
 RECOVERY_S = 240.0
-ENGINE, RANK = "outdraft.server.core_process", "outdraft.engine.rank_process"
+ENGINE, RANK = "outdraft.server.core_process", "outdraft.ranks.worker"
 FLAGS = (
     *("--data-parallel-size", "2", "--replica-cpus", "1", "--replica-timeout", "3"),
     *("--max-model-len", "1024", "--kv-cache-memory-bytes", "64Mi", "--max-num-seqs", "8"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import BLOCK_FORMATS, WeightFormat
+from outdraft.core.weights import BLOCK_FORMATS, WeightFormat
 
 TILE_OUTPUTS = 32  # kTile of csrc/linear.h
 # Bytes of an output's block in a tile. Scales of 6 bits have a byte each there.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
+from outdraft.core.weights import QUANTIZATIONS, WeightFormat
 from outdraft.kernels.data.coded_weight import Codes
 from outdraft.kernels.expert_ops import Activation, ExpertWeights, Gate
 from outdraft.kernels.native.arrays import Addresses

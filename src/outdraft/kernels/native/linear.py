@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outdraft.core.weight_format import BLOCK_FORMATS, WeightFormat
+from outdraft.core.weights import BLOCK_FORMATS, WeightFormat
 from outdraft.kernels.data.block_weight import BlockRows, BlockWeight
 from outdraft.kernels.data.coded_weight import Codes
 from outdraft.kernels.native.team import Team

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.coded_weight import Codes
 from outdraft.kernels.expert_ops import Activation, ExpertWeights, Gate
 from outdraft.kernels.reference.linear import PlainProduct, pack_codes

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from outdraft.distributed.request_shares import RequestShares
+from outdraft.distributed.group import RequestShares
 from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.kernels.data.graph_sizes import GRAPH_BYTES
 from outdraft.kernels.ops import Kernels

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.coded_weight import Codes
 from outdraft.kernels.ops import Kernels
 from outdraft.models.checkpoints.stored import StoredParameter, StoredWeight, below

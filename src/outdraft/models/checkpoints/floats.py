@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.models.checkpoints.files import StoredTensors
 from outdraft.models.checkpoints.quantization import WeightScheme
 from outdraft.models.checkpoints.stored import GroupedCodes, StoredParameter, StoredWeight

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import BLOCK_FORMATS, WeightFormat
+from outdraft.core.weights import BLOCK_FORMATS, WeightFormat
 from outdraft.kernels.data.block_weight import BlockRows, dequantised
 from outdraft.models.checkpoints.gguf_file import GgufTensor, open_gguf
 from outdraft.models.checkpoints.gguf_metadata import FREQUENCIES

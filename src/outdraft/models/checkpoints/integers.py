@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.models.checkpoints.files import StoredTensors
 from outdraft.models.checkpoints.quantization import Storage, WeightScheme
 from outdraft.models.checkpoints.stored import GroupedCodes, StoredWeight, tile_for

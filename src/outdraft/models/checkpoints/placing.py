@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.coded_weight import Codes
 from outdraft.models.checkpoints.slots import Slot
 from outdraft.models.checkpoints.stored import CUT_GROUP, StoredParameter, StoredWeight

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.block_weight import TILE_BYTES, TILE_OUTPUTS, BlockRows, fits_tiles
 from outdraft.kernels.data.coded_weight import CodedWeight, Codes, decoded, joined, of_inputs
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
 from outdraft.models.checkpoints.files import tensor_places, weight_files

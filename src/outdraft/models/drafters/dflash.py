@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
-from outdraft.core.weight_format import WeightFormat
-from outdraft.distributed.request_shares import ALL_HERE, RequestShares
+from outdraft.core.weights import WeightFormat
+from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.kernels.decoder_ops import DecoderPass
 from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
 from outdraft.models.checkpoints.config_json import read_json

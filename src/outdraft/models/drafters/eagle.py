@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
-from outdraft.distributed.request_shares import ALL_HERE, RequestShares
+from outdraft.core.weights import WeightFormat
+from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.kernels.decoder_ops import DecoderPass, StateEntry
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.models.base import LanguageModel

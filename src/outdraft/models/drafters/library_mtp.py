@@ -21,8 +21,8 @@ from transformers.modeling_layers import MtpLayer, MtpModel
 
 from outdraft.attention.base import AttentionForm, AttentionMetadata, LayerCache
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
-from outdraft.distributed.request_shares import ALL_HERE, RequestShares
+from outdraft.core.weights import WeightFormat
+from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.models.checkpoints.deferred import Packing
 from outdraft.models.checkpoints.files import tensor_places, weight_files

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
-from outdraft.distributed.request_shares import ALL_HERE, RequestShares
+from outdraft.core.weights import WeightFormat
+from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.models.base import LanguageModel
 from outdraft.models.checkpoints.config_json import read_count, read_json
 from outdraft.models.checkpoints.files import Place, read_tensor, tensor_places, weight_files

@@ -17,7 +17,7 @@ from typing import Any
 
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.models.base import StateNetwork
 from outdraft.models.checkpoints.config_json import read_config
 from outdraft.models.checkpoints.files import tensor_places, weight_files

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import QUANTIZATIONS
+from outdraft.core.weights import QUANTIZATIONS
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.data.embedding_table import EmbeddingTable

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outdraft.core.routed_weights import RoutedWeights
+from outdraft.core.weights import RoutedWeights
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.data.coded_weight import Codes, joined
 from outdraft.kernels.expert_ops import Activation, Experts, ExpertWeights, Gate

@@ -32,7 +32,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.shapes import LayerCacheShape

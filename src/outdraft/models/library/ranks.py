@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.shards import can_spread
+from outdraft.core.weights import can_spread
 from outdraft.distributed.group import RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.rank_products import PaddedProduct, Spread, SummedProduct

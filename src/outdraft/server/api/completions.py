@@ -9,7 +9,6 @@ from tokenizers import Tokenizer
 from outdraft.core.errors import RequestError
 from outdraft.core.outputs import CompletionOutput, RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.detokenizer import Detokenizer, begun_text
 from outdraft.engine.inputs import EncodedPrompt
 from outdraft.server.api.answers import Answer, Json, check_stream_options
 from outdraft.server.api.bodies import CompletionRequest
@@ -19,6 +18,7 @@ from outdraft.server.api.params import sampling_params
 from outdraft.server.api.prompts import encode_prompts, model_name, prompt_encoder
 from outdraft.server.api.reports import CompletionLogprobs, Row, TokenNames, prompt_logprobs, trace
 from outdraft.server.api.settings import ApiContext
+from outdraft.text.detokenizer import Detokenizer, begun_text
 
 DEFAULT_MAX_TOKENS = 16
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from outdraft.engine.chat import ChatTemplate
 from outdraft.engine.inputs import InputProcessor
 from outdraft.server.client import EngineClient
+from outdraft.text.chat import ChatTemplate
 
 ToolCallFormat = Literal["hermes", "llama3_json", "qwen2_5_coder"]
 ReasoningFormat = Literal["qwen3", "deepseek_r1"]
