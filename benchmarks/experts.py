@@ -27,8 +27,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from outdraft.bench.report import compute, environment
 from outdraft.core.weights import WeightFormat
 from outdraft.kernels.choose import choose_kernels, machine_limits
-from outdraft.models.experts import replace_experts
-from outdraft.models.quantized.stand_ins import Packing
+from outdraft.models.checkpoints.deferred import Packing
+from outdraft.models.library.experts import replace_experts
 
 ROWS = [1, 4, 8, 32]
 DTYPE, CPU = torch.bfloat16, torch.device("cpu")

@@ -18,14 +18,13 @@ from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.translated_model import TranslatedModel
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.draft_ops import Frontier
-from outdraft.models.dflash import DFlashNetwork, load_dflash
-from outdraft.models.eagle import EagleNetwork
-from outdraft.models.eagle_loader import load_eagle
-from outdraft.models.llama import CausalLM
-from outdraft.models.loader import load_model
-from outdraft.models.medusa import MedusaHeads, load_medusa
-from outdraft.models.mlp_speculator import load_mlp_speculator
-from outdraft.models.target_tables import TargetTables
+from outdraft.models.decoder.causal_lm import CausalLM
+from outdraft.models.decoder.loader import load_model
+from outdraft.models.drafters.dflash import DFlashNetwork, load_dflash
+from outdraft.models.drafters.eagle import EagleNetwork, load_eagle
+from outdraft.models.drafters.medusa import MedusaHeads, load_medusa
+from outdraft.models.drafters.mlp_speculator import load_mlp_speculator
+from outdraft.models.drafters.tables import TargetTables
 from tests.drafting.device.test_translated_model import random_map
 from tests.models.checkpoints import (
     TINY,

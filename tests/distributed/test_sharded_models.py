@@ -19,11 +19,11 @@ from outdraft.distributed.group import Ranks
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.reference.linear import quantized
-from outdraft.models import loader
+from outdraft.models.checkpoints import slots as filling
 from outdraft.models.choose import load_language_model
-from outdraft.models.config import ModelConfig
-from outdraft.models.llama import CausalLM
-from outdraft.models.loader import load_model
+from outdraft.models.decoder.causal_lm import CausalLM
+from outdraft.models.decoder.config import ModelConfig
+from outdraft.models.decoder.loader import load_model
 from tests.models.checkpoints import (
     TINY,
     VARIANTS,
@@ -294,9 +294,9 @@ def test_each_rank_reads_its_part_of_the_files_only(
     size: int, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ):
     path, taken = checkpoint("llama-one-head-each"), Counter[int]()
-    open_file = loader.safe_open
+    open_file = filling.safe_open
     monkeypatch.setattr(
-        loader,
+        filling,
         "safe_open",
         lambda *args, **kwargs: _CountingFile(open_file(*args, **kwargs), taken),
     )

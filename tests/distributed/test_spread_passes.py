@@ -29,10 +29,10 @@ from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kernels.native.decoder import NativeDecoder
 from outdraft.kernels.reference.decoder import ReferenceDecoder
 from outdraft.kv.cache import KVCache
-from outdraft.models.eagle_loader import load_eagle
-from outdraft.models.llama import CausalLM
-from outdraft.models.loader import load_model
-from outdraft.models.target_tables import TargetTables
+from outdraft.models.decoder.causal_lm import CausalLM
+from outdraft.models.decoder.loader import load_model
+from outdraft.models.drafters.eagle import load_eagle
+from outdraft.models.drafters.tables import TargetTables
 from tests.attention.causal import causal_metadata
 from tests.drafting.device.test_network_drafter import SingleLevels
 from tests.drafting.same_drafts import check_same_drafts

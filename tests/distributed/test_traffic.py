@@ -15,7 +15,7 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.distributed.group import RankGroup
 from outdraft.engine.llm import LLM
 from outdraft.loading.models import LoadedModels
-from outdraft.models.config import ModelConfig
+from outdraft.models.decoder.config import ModelConfig
 from outdraft.runner.model_runner import LaunchedStep, PendingStep
 from tests.oracle.engines import checkpoint, config, pair, prompts_of, run, speculation
 from tests.ranks import Spread, spread_models

@@ -7,8 +7,8 @@ import torch
 from outdraft.drafting.device.asks import StateWindow
 from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.kv.cache import KVCache
-from outdraft.models.eagle_loader import load_eagle
-from outdraft.models.target_tables import TargetTables
+from outdraft.models.drafters.eagle import load_eagle
+from outdraft.models.drafters.tables import TargetTables
 from tests.kernels.tables import cpu_kernels
 from tests.models.eagle_checkpoints import LAYOUTS, random_target
 

@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType as Kind
 from outdraft.config.engine import EngineConfig
 from outdraft.loading.report import report
 from outdraft.models.choose import load_language_model
-from outdraft.models.loader import load_model
+from outdraft.models.decoder.loader import load_model
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import llama, randomised, save
 from tests.models.families import randomised_family

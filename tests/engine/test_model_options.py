@@ -13,7 +13,7 @@ from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.loading import models as loading
 from outdraft.loading.models import choose_dtype, default_sampling
-from outdraft.models.loader import resolve_model_path
+from outdraft.models.checkpoints.files import resolve_model_path
 from tests.cli.pair import pair
 
 OWN = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05}

@@ -31,9 +31,8 @@ from outdraft.loading.memory import (
     sampling_bytes,
     text_bytes,
 )
-from outdraft.models.config import ModelConfig
-from outdraft.models.llama import CausalLM
-from outdraft.models.rope_config import RopeConfig
+from outdraft.models.decoder.causal_lm import CausalLM
+from outdraft.models.decoder.config import ModelConfig, RopeConfig
 from outdraft.runner.logprobs import PROMPT_ROWS
 from outdraft.runner.state import DeviceState, StepTexts
 from outdraft.runner.verified_parts import PartToVerify, PartVerifier, joined, step_parts

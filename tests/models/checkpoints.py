@@ -20,8 +20,8 @@ from transformers import (
 
 from outdraft.core.weights import WeightFormat
 from outdraft.kv.cache import KVCache
-from outdraft.models.layers.linear import linears_of
-from outdraft.models.llama import CausalLM
+from outdraft.models.decoder.causal_lm import CausalLM
+from outdraft.models.modules import linears_of
 from tests.attention.causal import causal_metadata
 
 TINY: dict[str, Any] = {

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.ops import Kernels
-from outdraft.models.config import ModelConfig
-from outdraft.models.llama import CausalLM
+from outdraft.models.decoder.causal_lm import CausalLM
+from outdraft.models.decoder.config import ModelConfig
 from tests.reference.eagle import Settings
 
 VOCABULARY, DRAFT_VOCABULARY, TARGET_SIZE, TARGET_LAYERS = 61, 17, 32, 6

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference.table import reference_kernels
-from outdraft.models.llama import CausalLM
-from outdraft.models.loader import load_model
+from outdraft.models.decoder.causal_lm import CausalLM
+from outdraft.models.decoder.loader import load_model
 from tests.models.checkpoints import TINY, VARIANTS, randomised, save
 
 HIDDEN, VOCAB = TINY["hidden_size"], TINY["vocab_size"]

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from outdraft.core.errors import ConfigError
-from outdraft.models.config import ModelConfig
-from outdraft.models.rope_config import RopeKind
+from outdraft.models.decoder.config import ModelConfig, RopeKind
 from tests.models.checkpoints import LLAMA3
 
 LLAMA: dict[str, Any] = {

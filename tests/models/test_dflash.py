@@ -20,10 +20,10 @@ from outdraft.drafting.device.block_drafter import BlockDrafter, num_spare_block
 from outdraft.kernels.draft_ops import Frontier
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
-from outdraft.models.dflash import DFlashNetwork, load_dflash
-from outdraft.models.llama import CausalLM
-from outdraft.models.loader import load_model
-from outdraft.models.target_tables import TargetTables
+from outdraft.models.decoder.causal_lm import CausalLM
+from outdraft.models.decoder.loader import load_model
+from outdraft.models.drafters.dflash import DFlashNetwork, load_dflash
+from outdraft.models.drafters.tables import TargetTables
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import TINY
 from tests.models.head_checkpoints import tiny_target

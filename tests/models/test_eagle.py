@@ -18,10 +18,9 @@ from outdraft.core.errors import ConfigError
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import StateNetwork
-from outdraft.models.eagle import EagleNetwork
-from outdraft.models.eagle_loader import load_eagle
-from outdraft.models.llama import CausalLM
-from outdraft.models.target_tables import TargetTables
+from outdraft.models.decoder.causal_lm import CausalLM
+from outdraft.models.drafters.eagle import EagleNetwork, load_eagle
+from outdraft.models.drafters.tables import TargetTables
 from tests.attention.causal import causal_metadata
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import are_bfloat16

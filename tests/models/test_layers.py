@@ -10,9 +10,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outdraft.kernels.reference.pointwise import rotate, silu_mul
-from outdraft.models.config import ModelConfig
-from outdraft.models.layers.rotary import Rotary, attention_factor, frequencies
-from outdraft.models.rope_config import RopeConfig
+from outdraft.models.decoder.config import ModelConfig, RopeConfig
+from outdraft.models.decoder.rotary import Rotary, attention_factor, frequencies
 from tests.models.checkpoints import LINEAR, LLAMA3, TINY, YARN
 
 CPU = torch.device("cpu")

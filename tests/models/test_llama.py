@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from outdraft.core.weights import WeightFormat
 from outdraft.kernels.reference.table import reference_kernels
-from outdraft.models.loader import load_model
+from outdraft.models.decoder.loader import load_model
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import VARIANTS, chunked_logits, random_tokens, randomised, save
 from tests.rounding import MODEL_ROUNDING

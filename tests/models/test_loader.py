@@ -14,8 +14,9 @@ from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.reference.table import reference_kernels
-from outdraft.models.llama import CausalLM
-from outdraft.models.loader import load_model, resolve_model_path
+from outdraft.models.checkpoints.files import resolve_model_path
+from outdraft.models.decoder.causal_lm import CausalLM
+from outdraft.models.decoder.loader import load_model
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import (
     VARIANTS,
@@ -93,7 +94,7 @@ PEAK = """
 import sys, torch
 from pathlib import Path
 from outdraft.kernels.choose import choose_kernels
-from outdraft.models.loader import load_model
+from outdraft.models.decoder.loader import load_model
 
 def status_bytes(name):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.ops import Kernels
-from outdraft.models.llama import CausalLM
-from outdraft.models.medusa import MedusaHeads, load_medusa
-from outdraft.models.target_tables import TargetTables
+from outdraft.models.decoder.causal_lm import CausalLM
+from outdraft.models.drafters.medusa import MedusaHeads, load_medusa
+from outdraft.models.drafters.tables import TargetTables
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import are_bfloat16
 from tests.models.head_checkpoints import (

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from outdraft.core.errors import ConfigError
-from outdraft.models.llama import CausalLM
-from outdraft.models.mlp_speculator import MLPSpeculator, load_mlp_speculator
-from outdraft.models.target_tables import TargetTables
+from outdraft.models.decoder.causal_lm import CausalLM
+from outdraft.models.drafters.mlp_speculator import MLPSpeculator, load_mlp_speculator
+from outdraft.models.drafters.tables import TargetTables
 from tests.models.head_checkpoints import (
     HIDDEN,
     INNER,

@@ -16,10 +16,10 @@ from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.base import StateNetwork
 from outdraft.models.choose import load_language_model
-from outdraft.models.eagle import EagleNetwork
-from outdraft.models.mtp import load_mtp
-from outdraft.models.target_tables import TargetTables
-from outdraft.models.transformers_loader import read_config
+from outdraft.models.drafters.eagle import EagleNetwork
+from outdraft.models.drafters.mtp import load_mtp
+from outdraft.models.drafters.tables import TargetTables
+from outdraft.models.library.loader import read_config
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import TINY, are_bfloat16, qwen2, randomised, save
 from tests.models.families import randomised_family

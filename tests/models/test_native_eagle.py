@@ -10,9 +10,8 @@ from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import Span, lay_out, metadata_of
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
-from outdraft.models.eagle import EagleNetwork
-from outdraft.models.eagle_loader import load_eagle
-from outdraft.models.target_tables import TargetTables
+from outdraft.models.drafters.eagle import EagleNetwork, load_eagle
+from outdraft.models.drafters.tables import TargetTables
 from tests.kernels.tables import cpu_kernels
 from tests.models.eagle_checkpoints import LAYOUTS, VOCABULARY, random_target
 

@@ -7,9 +7,9 @@ import torch
 
 from outdraft.core.weights import QUANTIZATIONS, WeightFormat
 from outdraft.kernels.reference.table import reference_kernels
-from outdraft.models.layers.linear import Linear
-from outdraft.models.llama import CausalLM
-from outdraft.models.loader import load_model
+from outdraft.models.decoder.causal_lm import CausalLM
+from outdraft.models.decoder.loader import load_model
+from outdraft.models.modules import Linear
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import (
     VARIANTS,

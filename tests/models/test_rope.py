@@ -14,11 +14,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.reference.pointwise import rms_norm
 from outdraft.kernels.reference.table import reference_kernels
-from outdraft.models.config import ModelConfig
-from outdraft.models.decoder import DecoderLayer
-from outdraft.models.layers.rotary import attention_factor, frequencies
-from outdraft.models.loader import load_model
-from outdraft.models.rope_config import read_rope
+from outdraft.models.decoder.config import ModelConfig, read_rope
+from outdraft.models.decoder.layers import DecoderLayer
+from outdraft.models.decoder.loader import load_model
+from outdraft.models.decoder.rotary import attention_factor, frequencies
 from tests.models.checkpoints import (
     LINEAR,
     TINY,

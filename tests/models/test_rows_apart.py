@@ -9,8 +9,8 @@ from torch import Tensor
 
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.reference.pointwise import silu_mul
-from outdraft.models.layers.linear import Linear
-from outdraft.models.loader import load_model
+from outdraft.models.decoder.loader import load_model
+from outdraft.models.modules import Linear
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import (
     VARIANTS,

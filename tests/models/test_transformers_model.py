@@ -31,11 +31,11 @@ from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
+from outdraft.models.checkpoints.deferred import Packing
 from outdraft.models.choose import load_language_model, uses_transformers
-from outdraft.models.quantized.stand_ins import Packing
-from outdraft.models.transformers_attention import NAME, register
-from outdraft.models.transformers_products import pack_products
-from outdraft.models.transformers_survey import check_packed
+from outdraft.models.library.operations import NAME, register
+from outdraft.models.library.products import pack_products
+from outdraft.models.library.survey import check_packed
 from tests.models.checkpoints import TINY, VARIANTS, llama, randomised, save
 from tests.models.families import CONFIGS, family_model, randomise, randomised_family
 

@@ -25,9 +25,9 @@ from outdraft.kernels.data.drafts import DraftBatch, Verdict, row_start_B
 from outdraft.kernels.draft_ops import DraftStart, UnreadTexts
 from outdraft.kernels.step_ops import DeviceChoice
 from outdraft.kv.cache import KVCache
-from outdraft.models.config import ModelConfig
-from outdraft.models.eagle import EagleNetwork
-from outdraft.models.llama import CausalLM
+from outdraft.models.decoder.causal_lm import CausalLM
+from outdraft.models.decoder.config import ModelConfig
+from outdraft.models.drafters.eagle import EagleNetwork
 from outdraft.runner.model_runner import LaunchedStep
 from outdraft.runner.results import VerifiedRows
 from tests.attention.causal import causal_metadata

@@ -9,7 +9,7 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.core.weights import QUANTIZATIONS, WeightFormat
 from outdraft.engine.llm import LLM
 from outdraft.loading.models import load_models
-from outdraft.models.layers.linear import linears_of
+from outdraft.models.modules import linears_of
 from tests.oracle.engines import (
     config,
     engine,

@@ -10,7 +10,7 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.core.weights import QUANTIZATIONS
 from outdraft.engine.llm import LLM
 from outdraft.loading.models import load_models
-from outdraft.models.llama import CausalLM
+from outdraft.models.decoder.causal_lm import CausalLM
 from tests.oracle.engines import (
     FAMILIES,
     LIBRARY,

@@ -11,8 +11,8 @@ from outdraft.core.errors import ConfigError
 from outdraft.engine.llm import LLM
 from outdraft.kernels.choose import kernels_options
 from outdraft.models.base import LanguageModel
-from outdraft.models.experts import PackedExperts
-from outdraft.models.quantized.tensors import StoredTensors
+from outdraft.models.checkpoints.files import StoredTensors
+from outdraft.models.library.experts import PackedExperts
 from tests.models.families import CONFIGS
 from tests.oracle.engines import (
     LIBRARY,

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from outdraft.core.structured_outputs import StructuredOutput
-from outdraft.models.quantized.gguf_file import open_gguf
-from outdraft.models.quantized.gguf_vocabulary import GgufVocabulary, TokenKind
+from outdraft.models.checkpoints.gguf_file import open_gguf
+from outdraft.models.checkpoints.gguf_metadata import GgufVocabulary, TokenKind
 from outdraft.structured.compiler import GrammarCompiler
 from outdraft.text.chat import ChatTemplate
 from outdraft.text.detokenizer import Detokenizer

@@ -1,4 +1,4 @@
-"""DFlash and DSpark on whole texts, without a cache: the slow twin of models/dflash.py.
+"""DFlash and DSpark on whole texts, without a cache: the slow twin of models/drafters/dflash.py.
 
 A drafter is a dict of tensors by the names of its authors' files, and the few settings that the
 names do not tell.

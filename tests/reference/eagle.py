@@ -1,4 +1,4 @@
-"""EAGLE drafters on whole sequences, without a cache: the slow twin of models/eagle.py.
+"""EAGLE drafters on whole sequences, without a cache: the slow twin of models/drafters/eagle.py.
 
 A drafter is a dict of tensors by the names of EAGLE's repository (layers.0 for the midlayer) and
 the few settings that its names do not tell. What a checkpoint leaves out stands in the dict as the

@@ -26,7 +26,7 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.ops import Kernels
 from outdraft.loading.methods import cache_bytes, host_proposers
 from outdraft.loading.models import LoadedModels
-from outdraft.models.layers.linear import dtype_name
+from outdraft.models.modules import dtype_name
 
 TEMPERATURES = (0, 1)
 TOKENS_OF_KV = 1000  # whose keys, values and features are counted

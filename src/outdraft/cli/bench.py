@@ -241,7 +241,7 @@ def _show_in_process(
     output_json: Path | None,
 ) -> None:
     from outdraft.bench.report import as_table, compute, environment, write_json
-    from outdraft.models.layers.linear import dtype_name
+    from outdraft.models.modules import dtype_name
 
     typer.echo(as_table(title, result))
     if output_json is None:

@@ -78,7 +78,7 @@ def sweep(
     from outdraft.bench.sweep import sweep as measure
     from outdraft.bench.workloads import load_requests, num_distinct_prompts, repetition_notes
     from outdraft.core.sampling import SamplingParams
-    from outdraft.models.layers.linear import dtype_name
+    from outdraft.models.modules import dtype_name
 
     plan = SweepPlan(
         levels=concurrencies(options.concurrency),

@@ -157,7 +157,7 @@ def _used(device: "torch.device") -> Section:
     from outdraft.core.weights import QUANTIZATIONS, WeightFormat
     from outdraft.kernels.choose import choose_kernels, kernels_options
     from outdraft.loading.models import choose_dtype
-    from outdraft.models.layers.linear import dtype_name
+    from outdraft.models.modules import dtype_name
 
     automatic = choose_dtype("auto", "bfloat16", device)
     kernels = choose_kernels("auto", device, automatic)
@@ -182,7 +182,7 @@ def _operations(device: "torch.device") -> Section:
     import torch
 
     from outdraft.kernels.choose import choose_kernels, computed_by
-    from outdraft.models.layers.linear import dtype_name
+    from outdraft.models.modules import dtype_name
 
     tables = {
         dtype: computed_by(choose_kernels("auto", device, dtype))

@@ -149,7 +149,7 @@ def with_local_paths(info: EngineInfo, config: EngineConfig) -> EngineInfo:
     if model.exists() and tokenizer.exists():
         return info
     from outdraft.loading.models import tokenizer_path  # imports torch
-    from outdraft.models.loader import resolve_model_path
+    from outdraft.models.checkpoints.files import resolve_model_path
 
     if not model.exists():
         model = resolve_model_path(config.model, config.revision, with_weights=False)

@@ -77,7 +77,7 @@ def chat(
     use_physical_cores(os.environ)
     from outdraft.engine.llm import LLM
     from outdraft.loading.models import tokenizer_path
-    from outdraft.models.loader import resolve_model_path
+    from outdraft.models.checkpoints.files import resolve_model_path
     from outdraft.text.chat import ChatTemplate
 
     path = resolve_model_path(config.model, config.revision)

@@ -23,7 +23,7 @@ from outdraft.control.costs import CostTable
 from outdraft.core.errors import ConfigError
 from outdraft.loading.machine import installed_version, processor
 from outdraft.loading.models import LoadedModels
-from outdraft.models.quantized.gguf_file import open_gguf
+from outdraft.models.checkpoints.gguf_file import open_gguf
 
 FORMAT, MOST_FILES = 9, 128
 MODEL_FILES = (".json", ".safetensors")

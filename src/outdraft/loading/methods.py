@@ -37,17 +37,16 @@ from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import KVCache
 from outdraft.loading.memory import MemoryPlan
 from outdraft.models.base import LanguageModel, StateNetwork
+from outdraft.models.checkpoints.files import resolve_model_path
 from outdraft.models.choose import load_language_model
-from outdraft.models.dflash import DFlashNetwork, load_dflash
-from outdraft.models.eagle import EagleNetwork
-from outdraft.models.eagle_loader import load_eagle
-from outdraft.models.llama import CausalLM
-from outdraft.models.loader import resolve_model_path
-from outdraft.models.medusa import MedusaHeads, load_medusa
-from outdraft.models.mlp_speculator import MLPSpeculator, load_mlp_speculator
-from outdraft.models.mtp import load_mtp
+from outdraft.models.decoder.causal_lm import CausalLM
+from outdraft.models.drafters.dflash import DFlashNetwork, load_dflash
+from outdraft.models.drafters.eagle import EagleNetwork, load_eagle
+from outdraft.models.drafters.medusa import MedusaHeads, load_medusa
+from outdraft.models.drafters.mlp_speculator import MLPSpeculator, load_mlp_speculator
+from outdraft.models.drafters.mtp import load_mtp
+from outdraft.models.drafters.tables import TargetTables
 from outdraft.models.shape import ModelShape
-from outdraft.models.target_tables import TargetTables
 from outdraft.text.tokenizer import load_tokenizer
 from outdraft.text.vocabulary import Vocabulary, map_vocabularies
 

@@ -20,14 +20,14 @@ from outdraft.kernels.choose import AUTO, automatic_dtype, check_option, choose_
 from outdraft.kernels.ops import Kernels
 from outdraft.loading.methods import LoadedDrafter, load_drafter, load_self
 from outdraft.models.base import LanguageModel
+from outdraft.models.checkpoints.config_json import read_config, read_json
+from outdraft.models.checkpoints.files import resolve_model_path
+from outdraft.models.checkpoints.gguf_file import is_gguf
+from outdraft.models.checkpoints.quantization import read_quantization
 from outdraft.models.choose import check_shards, checkpoint_dtype, load_language_model
-from outdraft.models.config import read_config, read_json
-from outdraft.models.dflash_config import DFlashConfig
-from outdraft.models.drafter_method import drafter_method
-from outdraft.models.eagle_config import EagleConfig
-from outdraft.models.loader import resolve_model_path
-from outdraft.models.quantized.config import read_quantization
-from outdraft.models.quantized.gguf_file import is_gguf
+from outdraft.models.drafters.dflash_config import DFlashConfig
+from outdraft.models.drafters.eagle_config import EagleConfig
+from outdraft.models.drafters.loading import drafter_method
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS
 from outdraft.text.tokenizer import load_tokenizer
 

@@ -12,22 +12,19 @@ from outdraft.config.engine import EngineConfig
 from outdraft.core.weights import WeightFormat
 from outdraft.kernels.choose import choose_kernels
 from outdraft.loading.models import choose_device, choose_dtype
+from outdraft.models.checkpoints.config_json import read_config
+from outdraft.models.checkpoints.deferred import DeferredTensor
+from outdraft.models.checkpoints.files import resolve_model_path
+from outdraft.models.checkpoints.placing import Placing, place
+from outdraft.models.checkpoints.quantization import read_quantization
+from outdraft.models.checkpoints.reader import Checkpoint
+from outdraft.models.checkpoints.slots import Slot, check_slots, rows_of
+from outdraft.models.checkpoints.stored import StoredParameter
 from outdraft.models.choose import checkpoint_dtype, transformers_loader, uses_transformers
-from outdraft.models.config import ModelConfig, read_config
-from outdraft.models.layers.linear import dtype_name, linears_of
-from outdraft.models.llama import EMBEDDING_NAME, CausalLM
-from outdraft.models.loader import (
-    Checkpoint,
-    check_slots,
-    keeps_blocks,
-    open_checkpoint,
-    placings_of,
-    resolve_model_path,
-)
-from outdraft.models.quantized.config import read_quantization
-from outdraft.models.quantized.deferred import DeferredTensor, StoredParameter
-from outdraft.models.quantized.placing import Placing, place
-from outdraft.models.slots import Slot, rows_of
+from outdraft.models.decoder.causal_lm import EMBEDDING_NAME, CausalLM
+from outdraft.models.decoder.config import ModelConfig
+from outdraft.models.decoder.loader import keeps_blocks, open_checkpoint, placings_of
+from outdraft.models.modules import dtype_name, linears_of
 
 _OUTSIDE = "read by the library's code"
 
@@ -99,7 +96,7 @@ class _Report:
         tile = placing.tile if self.has_tiles else None
         for name in names:
             if tile is not None:
-                stored, _ = placing.stored[name]
+                stored = placing.weights[name]
                 own = stored.tile if tile.is_blocks else tile
                 kept_as = f"{own}, codes and scales as stored ({stored.label})"
                 yield kept_as, replace(stored, tile=own).coded_bytes

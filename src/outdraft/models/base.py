@@ -1,4 +1,4 @@
-"""What the engine asks of a language model, whoever computes it.
+"""The interface between the engine and a language model.
 
 Dimension key: T rows, R rows that need logits, Q of them on this rank, D hidden, F features, V
 vocabulary, S columns of logits on each rank, K tapped layers.
@@ -17,8 +17,7 @@ from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.step_ops import StepRead, StepTask
-from outdraft.models.layers.embedding import Embedding
-from outdraft.models.layers.linear import Linear
+from outdraft.models.modules import Embedding, Linear
 from outdraft.models.shape import ModelShape
 
 
@@ -30,12 +29,12 @@ class LanguageModel(Protocol):
         vocabulary: the tokens of this rank.
         group: the ranks that it is spread over. Each of them calls the same with the same rows.
         embed_tokens: the vectors of this rank's tokens.
-        lm_head: the product of the head, without what the family does to logits behind it.
+        lm_head: the product of the head, without what the family does to its logits afterwards.
         weight_bytes: that one step reads at most, as they lie in memory: those of all experts too.
         routed: the weights of experts, of which few rows meet few; None: it has none, or a step
             reads all.
         memory_bytes: what the weights take, packed ones included.
-        numbers: what is computed, over which weights if they are kept otherwise: for people.
+        numbers: the dtype that is computed, and the weights under it if they are kept otherwise.
     """
 
     dtype: torch.dtype
@@ -81,7 +80,7 @@ class LanguageModel(Protocol):
         wanted_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The hidden states of the wanted rows that `logits` reads, [R, D], and the residual stream
-        behind the first taps[k] layers, [T, K, D], all of the model's dtype.
+        after the first taps[k] layers, [T, K, D], all of the model's dtype.
 
         Writes the keys and values of the rows to the caches, one cache a layer.
 
@@ -105,11 +104,11 @@ class LanguageModel(Protocol):
     def draft(
         self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
-        """As `DecoderPass.draft`."""
+        """Draft for unread texts, as `DecoderPass.draft` says."""
         ...
 
     def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
-        """As `DecoderPass.step`."""
+        """Run one step, as `DecoderPass.step` says."""
         ...
 
 
@@ -152,7 +151,7 @@ class StateNetwork(Protocol):
     def draft(
         self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
-        """As `DecoderPass.draft`."""
+        """Draft for unread texts, as `DecoderPass.draft` says."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""Which code computes the network of a checkpoint: this engine's, or the transformers library's."""
+"""The choice of code for a checkpoint's network: this engine's, or the transformers library's."""
 
 import logging
 from importlib import import_module
@@ -12,15 +12,16 @@ from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel
-from outdraft.models.config import ModelConfig, is_known, read_config
-from outdraft.models.loader import load_model
+from outdraft.models.checkpoints.config_json import read_config
+from outdraft.models.decoder.config import ModelConfig, is_known
+from outdraft.models.decoder.loader import load_model
 
 AUTO, TRANSFORMERS = "auto", "transformers"
 _logger = logging.getLogger(__name__)
 
 
 def uses_transformers(path: Path, implementation: str = AUTO) -> bool:
-    """Whether the transformers library computes the network.
+    """Is true if the transformers library computes the network.
 
     Args:
         implementation: "auto": this engine where it has the family, else the library; "outdraft" or
@@ -35,7 +36,7 @@ def uses_transformers(path: Path, implementation: str = AUTO) -> bool:
 
 
 def checkpoint_dtype(path: Path) -> str:
-    """What the checkpoint was saved in, such as "bfloat16"; "float32" if nobody tells."""
+    """The dtype that the checkpoint was saved in, such as "bfloat16"; "float32" if unknown."""
     raw = read_config(path)
     parts = raw, raw.get("text_config") or {}  # of a family that reads pictures too
     said = (part.get(name) for part in parts for name in ("dtype", "torch_dtype"))
@@ -43,10 +44,10 @@ def checkpoint_dtype(path: Path) -> str:
 
 
 def check_shards(path: Path, size: int, flag: str, implementation: str = AUTO) -> None:
-    """Raise ConfigError if a network cannot be spread over so many ranks. Reads config.json only.
+    """Raise ConfigError if a network cannot be spread over `size` ranks. Reads config.json only.
 
     Args:
-        flag: what the size was asked for by.
+        flag: the option that asked for the size.
     """
     if not uses_transformers(path, implementation):
         ModelConfig.from_directory(path).shard(size, flag)
@@ -62,7 +63,7 @@ def transformers_loader(path: Path) -> ModuleType:
         ConfigError: the library is not installed.
     """
     try:
-        return import_module("outdraft.models.transformers_loader")
+        return import_module("outdraft.models.library.loader")
     except ImportError as error:
         names = read_config(path).get("architectures")
         raise ConfigError(
@@ -87,7 +88,7 @@ def load_language_model(
     """The model of a checkpoint directory, ready to run, its weights packed for the device.
 
     Args:
-        implementation: as for `uses_transformers`.
+        implementation: see `uses_transformers`.
         max_model_len: the longest text that it will read, where that is known.
         group: the ranks that it is spread over; this one reads its part of the files.
         drafts: as CausalLM.

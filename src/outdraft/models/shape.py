@@ -1,4 +1,4 @@
-"""What an engine has to know of a language model, whoever computes it."""
+"""The shape of a language model, as the engine knows it."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -7,7 +7,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weights import can_spread
 from outdraft.kv.shapes import LayerCacheShape
 
-# What numbers of ranks are asked for by.
+# The options that ask for a number of ranks.
 TARGET_RANKS, DRAFT_RANKS = "--tensor-parallel-size", "draft_tensor_parallel_size"
 
 
@@ -22,7 +22,7 @@ class ModelShape:
         max_model_len: tokens of the longest text that it reads.
         eos_token_ids: every token that ends a text, as generation_config.json names them, else
             config.json.
-        torch_dtype: what the checkpoint was saved in, such as "bfloat16", None if not told.
+        torch_dtype: what the checkpoint was saved in, such as "bfloat16", None if unknown.
     """
 
     architecture: str
@@ -41,12 +41,12 @@ class ModelShape:
 
     @property
     def depends_on_context(self) -> bool:
-        """Whether weights or positions are others with another max_model_len."""
+        """Is true if weights or positions are others with another max_model_len."""
         return False
 
     @property
     def cache_shapes(self) -> tuple[LayerCacheShape, ...]:
-        """What each layer keeps of a token: the same in all of them."""
+        """The cache of each layer for one token: the same in all of them."""
         one = LayerCacheShape(self.num_kv_heads, self.head_size, self.head_size)
         return (one,) * self.num_layers
 
@@ -55,7 +55,7 @@ class ModelShape:
         block. Where there are fewer kv heads than ranks, several ranks have the same one.
 
         Args:
-            flag: what the size was asked for by.
+            flag: the option that asked for the size.
 
         Raises:
             ConfigError: the model cannot be divided so.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outdraft.core.errors import ConfigError, did_you_mean
-from outdraft.models.config import read_json
+from outdraft.models.checkpoints.config_json import read_json
 
 _GB = 1e9
 _MEGA = 1e6

@@ -15,8 +15,7 @@ import numpy as np
 
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.core.weights import distinct_experts
-from outdraft.models.config import read_json
-from outdraft.models.counts import read_count
+from outdraft.models.checkpoints.config_json import read_count, read_json
 
 # Bytes of a weight; int4 has a scale of 16 bits for every 128.
 BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / 128}

@@ -72,7 +72,7 @@ def _start(
     # Not before there is somebody to tell how far it is: they take seconds.
     from outdraft.engine.build import build_engine, check_longest_text, warm_up
     from outdraft.loading.models import load_models, tokenizer_path
-    from outdraft.models.layers.linear import dtype_name
+    from outdraft.models.modules import dtype_name
 
     send_reports(reports, [Loading("weights")])
     models = load_models(config)

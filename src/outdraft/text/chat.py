@@ -19,9 +19,9 @@ from tokenizers import Tokenizer
 
 from outdraft.config.fields import as_choice
 from outdraft.core.errors import ConfigError, RequestError
-from outdraft.models.config import read_json
-from outdraft.models.quantized.gguf_file import is_gguf
-from outdraft.models.quantized.gguf_metadata import tokenizer_config_of_gguf
+from outdraft.models.checkpoints.config_json import read_json
+from outdraft.models.checkpoints.gguf_file import is_gguf
+from outdraft.models.checkpoints.gguf_metadata import tokenizer_config_of_gguf
 
 Message = Mapping[str, Any]
 

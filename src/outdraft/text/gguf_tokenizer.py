@@ -22,7 +22,7 @@ from tokenizers import (
 from tokenizers.models import BPE
 
 from outdraft.core.errors import ConfigError
-from outdraft.models.quantized.gguf_vocabulary import GgufVocabulary, TokenKind, named_token
+from outdraft.models.checkpoints.gguf_metadata import GgufVocabulary, TokenKind, named_token
 from outdraft.text.splits import SPLITS
 
 _BLANK = "▁"  # stands for " " in SentencePiece's tokens

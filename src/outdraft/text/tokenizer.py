@@ -5,7 +5,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from outdraft.core.errors import ConfigError
-from outdraft.models.quantized.gguf_file import is_gguf, open_gguf
+from outdraft.models.checkpoints.gguf_file import is_gguf, open_gguf
 from outdraft.text.gguf_tokenizer import tokenizer_of_gguf
 
 

@@ -18,9 +18,9 @@ from outdraft.drafting.device.block_drafter import BlockDrafter, num_spare_block
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kv.cache import KVCache
-from outdraft.models.dflash import DFlashNetwork, load_dflash
-from outdraft.models.loader import load_model
-from outdraft.models.target_tables import TargetTables
+from outdraft.models.decoder.loader import load_model
+from outdraft.models.drafters.dflash import DFlashNetwork, load_dflash
+from outdraft.models.drafters.tables import TargetTables
 from tests.drafting.same_drafts import check_same_drafts
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import TINY

@@ -17,9 +17,9 @@ from outdraft.drafting.device.network_drafter import NetworkDrafter
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kv.cache import KVCache
-from outdraft.models import decoder
-from outdraft.models.llama import CausalLM
-from outdraft.models.loader import load_model
+from outdraft.models.decoder import layers
+from outdraft.models.decoder.causal_lm import CausalLM
+from outdraft.models.decoder.loader import load_model
 from tests.drafting.device.test_network_drafter import SingleLevels
 from tests.kernels.tables import cpu_kernels, kernels_for
 from tests.models.checkpoints import llama, randomised, save
@@ -98,7 +98,7 @@ def propose(
 def test_drafts_are_those_of_the_first_tokens_and_of_texts(
     num_first: int, temperature: float, folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(decoder, "FIRST_DRAFTS", num_first)
+    monkeypatch.setattr(layers, "FIRST_DRAFTS", num_first)
     model = load_model(folder, torch.float32, "cpu", cpu_kernels(), drafts=True)
     chosen, mine = ChosenTokens(num_first), DraftNetwork(model)
     twin = MaskedLevels(mine, chosen)
@@ -120,13 +120,13 @@ def test_drafts_are_those_of_the_first_tokens_and_of_texts(
 
 
 def test_a_vocabulary_is_cut_where_it_is_three_times_as_large():
-    first = decoder.FIRST_DRAFTS
-    assert decoder.first_drafts(VocabularyShard(ALONE, 3 * first)) == first
-    assert decoder.first_drafts(VocabularyShard(ALONE, 3 * first - 1)) == 0
+    first = layers.FIRST_DRAFTS
+    assert layers.first_drafts(VocabularyShard(ALONE, 3 * first)) == first
+    assert layers.first_drafts(VocabularyShard(ALONE, 3 * first - 1)) == 0
 
 
 def test_targets_say_what_they_would_say_alone(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(decoder, "FIRST_DRAFTS", 64)
+    monkeypatch.setattr(layers, "FIRST_DRAFTS", 64)
     prompts = [[5, 390, 7, 200, 7], [401, 12, 13]]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     drafter = {"model": str(folder), "num_speculative_tokens": 3, "control": "fixed"}

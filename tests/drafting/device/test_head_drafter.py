@@ -15,9 +15,9 @@ from outdraft.drafting.device.head_drafter import MedusaDrafter, MLPSpeculatorDr
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.draft_ops import Frontier, ModelDrafts
 from outdraft.kernels.reference.table import reference_kernels
-from outdraft.models.medusa import load_medusa
-from outdraft.models.mlp_speculator import load_mlp_speculator
-from outdraft.models.target_tables import TargetTables
+from outdraft.models.drafters.medusa import load_medusa
+from outdraft.models.drafters.mlp_speculator import load_mlp_speculator
+from outdraft.models.drafters.tables import TargetTables
 from tests.drafting.drafting import NUM_STATE_ROWS, SEEDED, check_drafts, sampling_batch, texts
 from tests.kernels.tables import kernels_for
 from tests.models.head_checkpoints import (

@@ -23,8 +23,8 @@ from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.kv.shapes import LayerCacheShape
-from outdraft.models.llama import CausalLM
-from outdraft.models.loader import load_model
+from outdraft.models.decoder.causal_lm import CausalLM
+from outdraft.models.decoder.loader import load_model
 from tests.drafting.drafting import SEEDED, check_drafts, sampling_batch, texts
 from tests.kernels.tables import cpu_kernels, kernels_for
 from tests.models.checkpoints import TINY, VARIANTS, randomised, save

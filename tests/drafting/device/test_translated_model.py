@@ -18,9 +18,9 @@ from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
-from outdraft.models.config import ModelConfig
-from outdraft.models.llama import CausalLM
-from outdraft.models.loader import load_model
+from outdraft.models.decoder.causal_lm import CausalLM
+from outdraft.models.decoder.config import ModelConfig
+from outdraft.models.decoder.loader import load_model
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths, process_logits
 from outdraft.verification.verifier import Verifier

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.coded_weight import CodedWeight
-from outdraft.models.loader import Place
-from outdraft.models.quantized.deferred import DeferredTensor, StoredParameter
-from outdraft.models.quantized.stand_ins import StandIns
-from outdraft.models.quantized.tensors import StoredTensors
-from outdraft.models.transformers_checkpoint import deferred_products
+from outdraft.models.checkpoints.deferred import DeferredTensor, DeferredWeights
+from outdraft.models.checkpoints.files import Place, StoredTensors
+from outdraft.models.checkpoints.stored import StoredParameter
+from outdraft.models.library.checkpoint import deferred_products
 
 NUMBERS = {
     "upper": torch.randn(6, 4, generator=torch.Generator().manual_seed(1)),
@@ -85,17 +84,20 @@ def test_a_part_of_joined_weights_is_read_from_each(
     assert sum(rows for rows, _ in sizes_read) == count
 
 
-@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("is_outputs", [False, True])
 def test_a_part_of_stacked_weights_is_read_of_each(
-    is_outputs: bool, is_turned: bool, places: dict[str, Place], sizes_read: list[tuple[int, ...]]
+    is_outputs: bool,
+    is_transposed: bool,
+    places: dict[str, Place],
+    sizes_read: list[tuple[int, ...]],
 ) -> None:
     """As experts that have gate and up below one another."""
     upper = deferred(places, "upper")
     stack = torch.cat([torch.stack([upper, upper]), torch.stack([upper, upper])], dim=1)
     want = torch.cat([NUMBERS["upper"]] * 2).expand(2, 12, 4)
     dim = 1 if is_outputs else 2
-    if is_turned:
+    if is_transposed:
         stack, want, dim = stack.transpose(1, 2), want.transpose(1, 2), 3 - dim
     first, count = (4, 5) if is_outputs else (1, 2)
     part = stack.narrow(dim, first, count).clone()
@@ -138,8 +140,8 @@ def test_codes_of_all_experts_have_the_tile_that_fits_all() -> None:
 
 def test_what_cannot_stay_unread_is_computed_with_its_numbers(places: dict[str, Place]) -> None:
     assert torch.equal(deferred(places, "upper")[::2] + 0, NUMBERS["upper"][::2])
-    turned = deferred(places, "upper").T
-    assert torch.equal(turned[1:3] + 0, NUMBERS["upper"].T[1:3])
+    transposed = deferred(places, "upper").T
+    assert torch.equal(transposed[1:3] + 0, NUMBERS["upper"].T[1:3])
     part = deferred(places, "upper")[1:]
     assert torch.equal(part[1:] + 0, NUMBERS["upper"][2:])  # it is cut once
 
@@ -149,7 +151,7 @@ def test_tied_weights_are_read_once_and_stay_tied(
 ) -> None:
     module = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(4, 6, bias=False))
     module[0].weight = module[1].weight = nn.Parameter(deferred(places, "upper"), False)
-    StandIns().put(module, lambda *_: False)
+    DeferredWeights().replace_in(module, lambda *_: False)
     assert module[0].weight is module[1].weight
     assert torch.equal(module[0].weight, NUMBERS["upper"])
     assert sizes_read == [(6, 4)]

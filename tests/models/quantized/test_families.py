@@ -17,8 +17,8 @@ from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel
 from outdraft.models.choose import load_language_model
-from outdraft.models.experts import PackedExperts
-from outdraft.models.layers.linear import linears_of
+from outdraft.models.library.experts import PackedExperts
+from outdraft.models.modules import linears_of
 from tests.models.checkpoints import chunked_logits
 from tests.models.families import randomised_family
 from tests.models.quantized.families import EXPERTS, finish, save_family, save_gpt_oss

@@ -8,9 +8,9 @@ import torch
 
 from outdraft.core.weights import WeightFormat
 from outdraft.kernels.reference.table import reference_kernels
-from outdraft.models.layers.linear import linears_of
-from outdraft.models.llama import CausalLM
-from outdraft.models.loader import load_model
+from outdraft.models.decoder.causal_lm import CausalLM
+from outdraft.models.decoder.loader import load_model
+from outdraft.models.modules import linears_of
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import chunked_logits
 from tests.models.quantized.writers import (

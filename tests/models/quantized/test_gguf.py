@@ -13,10 +13,11 @@ from outdraft import LLM, SamplingParams
 from outdraft.core.errors import ConfigError
 from outdraft.core.weights import BLOCK_FORMATS, WeightFormat
 from outdraft.kernels.choose import choose_kernels
-from outdraft.models.config import ModelConfig
-from outdraft.models.layers.linear import linears_of
-from outdraft.models.loader import load_model, resolve_model_path
-from outdraft.models.quantized.gguf_weights import gguf_weights
+from outdraft.models.checkpoints.files import resolve_model_path
+from outdraft.models.checkpoints.gguf_weights import gguf_weights
+from outdraft.models.decoder.config import ModelConfig
+from outdraft.models.decoder.loader import load_model
+from outdraft.models.modules import linears_of
 from outdraft.text.chat import ChatTemplate
 from outdraft.text.tokenizer import load_tokenizer
 from tests.kernels.tables import cpu_kernels

@@ -32,9 +32,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
 from outdraft.models.base import LanguageModel
+from outdraft.models.checkpoints.config_json import read_config
 from outdraft.models.choose import checkpoint_dtype, load_language_model
-from outdraft.models.config import read_config
-from outdraft.models.layers.linear import linears_of
+from outdraft.models.modules import linears_of
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import TINY, chunked_logits, llama, randomised
 from tests.models.quantized.gguf_files import SIZES, write_gguf

@@ -13,8 +13,9 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from outdraft.core.errors import ConfigError
-from outdraft.models.loader import load_model, resolve_model_path
-from outdraft.models.quantized.gguf_file import Strings, is_gguf, open_gguf
+from outdraft.models.checkpoints.files import resolve_model_path
+from outdraft.models.checkpoints.gguf_file import Strings, is_gguf, open_gguf
+from outdraft.models.decoder.loader import load_model
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import llama, randomised
 from tests.models.quantized.gguf_files import SIZES, write_gguf

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from outdraft.core.errors import ConfigError
-from outdraft.models.quantized.gguf_vocabulary import GgufVocabulary, TokenKind
+from outdraft.models.checkpoints.gguf_metadata import GgufVocabulary, TokenKind
 from outdraft.text.gguf_tokenizer import tokenizer_of_gguf
 
 

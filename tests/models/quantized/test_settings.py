@@ -14,8 +14,8 @@ from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import Ranks
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.reference.table import reference_kernels
-from outdraft.models.loader import load_model
-from outdraft.models.quantized.config import read_quantization
+from outdraft.models.checkpoints.quantization import read_quantization
+from outdraft.models.decoder.loader import load_model
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import chunked_logits, qwen2, qwen3, randomised
 from tests.models.quantized.test_formats import assert_same_logits, tokens

@@ -20,7 +20,7 @@ from outdraft.attention.rows import to_device
 from outdraft.core.errors import ConfigError
 from outdraft.drafting.device.asks import DraftModelAsk, TargetStates
 from outdraft.kv.cache import KVCache
-from outdraft.models.llama import CausalLM
+from outdraft.models.decoder.causal_lm import CausalLM
 
 LEAST_BLOCKS = 4  # of a budget
 RECENT_SHARE = 4  # one block of so many is for the newest tokens

@@ -1,4 +1,4 @@
-"""Drafts a block of tokens in one pass: DFlash and DSpark (models/dflash.py).
+"""Drafts a block of tokens in one pass: DFlash and DSpark (models/drafters/dflash.py).
 
 The drafter keeps keys and values of a text for all tokens but the newest one, whose states the
 target has yet to compute. Behind them it reads a block: the newest token and mask tokens, rows
@@ -36,7 +36,7 @@ from outdraft.kernels.draft_ops import (
     UnreadTexts,
 )
 from outdraft.kv.cache import KVCache
-from outdraft.models.dflash import DFlashNetwork, SparkHeads
+from outdraft.models.drafters.dflash import DFlashNetwork, SparkHeads
 
 
 def num_spare_blocks(num_rows: int, block_size: int) -> int:

@@ -24,8 +24,8 @@ from outdraft.drafting.device.asks import DraftModelAsk, StateWindow, TargetStat
 from outdraft.drafting.device.grower import KnownLevels, LevelDrafter, frontier_of_all
 from outdraft.kernels.draft_ops import Frontier
 from outdraft.kernels.ops import Kernels
-from outdraft.models.medusa import MedusaHeads
-from outdraft.models.mlp_speculator import MLPSpeculator
+from outdraft.models.drafters.medusa import MedusaHeads
+from outdraft.models.drafters.mlp_speculator import MLPSpeculator
 
 
 class LastHidden:

@@ -28,8 +28,8 @@ from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.grower import KnownLevels, LevelDrafter
 from outdraft.drafting.device.text_reader import TextReader
 from outdraft.kv.cache import KVCache
-from outdraft.models.config import read_json
-from outdraft.models.counts import MASK_KEYS, read_mask_token
+from outdraft.models.checkpoints.config_json import read_json
+from outdraft.models.drafters.config import MASK_KEYS, read_mask_token
 
 
 def mask_token_id(path: Path, vocab_size: int) -> int:

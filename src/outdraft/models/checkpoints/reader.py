@@ -1,0 +1,134 @@
+"""The quantised weights among the tensors of a checkpoint.
+
+Any network can read them: a weight has the name of the module followed by ".weight".
+"""
+
+import re
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
+
+from outdraft.core.errors import ConfigError
+from outdraft.models.checkpoints.files import Place, StoredTensors
+from outdraft.models.checkpoints.floats import (
+    FLOAT8,
+    float_stacks,
+    float_weight,
+    mxfp4_stacks,
+    parts_of,
+)
+from outdraft.models.checkpoints.integers import integer_weight
+from outdraft.models.checkpoints.quantization import Quantization, Storage, WeightScheme
+from outdraft.models.checkpoints.stored import StoredParameter, StoredWeight
+
+_OF_WEIGHT = (
+    *("weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point"),
+    *("weight_shape", "weight_g_idx", "qweight", "qzeros", "scales", "g_idx"),
+)
+# What belongs to activations and caches, which are not quantised here.
+_OF_OTHERS = re.compile(
+    r"\.(input_scale|input_zero_point|input_global_scale|output_scale|output_zero_point"
+    r"|activation_scale|input_scale_ub|(kv|[qkv])_scale|[qkv]_zero_point)$"
+)
+_MARKS = {
+    Storage.PACKED: "weight_packed",
+    Storage.INTEGERS: "weight_scale",
+    Storage.FLOATS: "weight_scale",
+    Storage.GPTQ: "qweight",
+    Storage.AWQ: "qweight",
+    Storage.FP8: "weight",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The tensors of a checkpoint, by the names of a network's parameters.
+
+    Attributes:
+        places: of plain tensors.
+        stored: the others.
+        stacks: quantised parameters of several experts.
+        release: gives memory back that was mapped to read them.
+    """
+
+    places: dict[str, Place]
+    stored: Mapping[str, StoredWeight]
+    stacks: Mapping[str, StoredParameter] = field(default_factory=dict[str, StoredParameter])
+    release: Callable[[], None] = lambda: None
+
+
+def read_stored(
+    quantization: Quantization, places: Mapping[str, Place], wanted: Container[str]
+) -> tuple[dict[str, StoredWeight], dict[str, Place]]:
+    """The quantised weights by their names, and the places of all other tensors.
+
+    Args:
+        places: of each tensor a file, and the name in it.
+        wanted: the names that the network has use for.
+
+    Raises:
+        ConfigError: tensors are missing, do not fit each other, or have no scheme.
+    """
+    tensors = StoredTensors(places)
+    stored: dict[str, StoredWeight] = {}
+    rest = {name: place for name, place in places.items() if not _OF_OTHERS.search(name)}
+    for module, scheme in _quantised_modules(quantization, tensors).items():
+        read = float_weight if scheme.storage in (Storage.FP8, Storage.FLOATS) else integer_weight
+        stored[f"{module}.weight"] = read(tensors, module, scheme)
+        for part in _OF_WEIGHT:
+            rest.pop(f"{module}.{part}", None)
+        bias = f"{module}.bias"
+        if scheme.storage is Storage.GPTQ and bias not in wanted and _is_zero(tensors, bias):
+            rest.pop(bias)  # AutoGPTQ writes one for every weight
+    return stored, rest
+
+
+def read_stacks(
+    quantization: Quantization, places: Mapping[str, Place]
+) -> tuple[dict[str, StoredParameter], dict[str, Place]]:
+    """Quantised parameters of several experts by their names, and the places of all other tensors.
+
+    Raises:
+        ConfigError: tensors are missing, or do not fit each other.
+    """
+    tensors, rest = StoredTensors(places), dict(places)
+    storages = {scheme.storage: scheme for _, scheme in quantization.schemes}
+    found: dict[str, StoredParameter] = {}
+    if Storage.MXFP4 in storages:
+        found = mxfp4_stacks(tensors)
+        for name in found:
+            for part in parts_of(name):
+                del rest[part]
+    for storage in (Storage.FP8, Storage.FLOATS):
+        if storage in storages:
+            for name, scales, stack in float_stacks(tensors, storages[storage]):
+                found[name] = stack
+                del rest[name], rest[scales]
+    return found, rest
+
+
+def _quantised_modules(
+    quantization: Quantization, tensors: StoredTensors
+) -> dict[str, WeightScheme]:
+    """The modules that have a scheme and the tensors that it needs."""
+    found: dict[str, WeightScheme] = {}
+    for name in tensors:
+        module, _, part = name.rpartition(".")
+        if part not in _MARKS.values():
+            continue
+        scheme = quantization.scheme_of(module)
+        if scheme is None:
+            if part != "weight":
+                raise ConfigError(
+                    f"the checkpoint has {name!r}, but its quantization_config ignores {module}"
+                )
+        elif part == _MARKS.get(scheme.storage) and _is_quantised(name, scheme, tensors):
+            found[module] = scheme
+    return found
+
+
+def _is_quantised(name: str, scheme: WeightScheme, tensors: StoredTensors) -> bool:
+    return scheme.storage is not Storage.FP8 or tensors.dtype(name) == FLOAT8
+
+
+def _is_zero(tensors: StoredTensors, name: str) -> bool:
+    return name in tensors and not tensors.read(name).any()

@@ -1,0 +1,177 @@
+"""A language model whose network is a decoder: Llama, Mistral, Qwen 2, Qwen 3 and MiMo.
+
+Dimension key: T rows, R rows that need logits, D hidden, V vocabulary, S columns of logits on each
+rank, K tapped layers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor, nn
+
+from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.core.weights import WeightFormat
+from outdraft.distributed.group import ALONE, RankGroup
+from outdraft.distributed.vocabulary import VocabularyShard
+from outdraft.kernels.data.embedding_table import EmbeddingTable
+from outdraft.kernels.decoder_ops import DecoderPass
+from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
+from outdraft.kernels.ops import Kernels
+from outdraft.kernels.rank_products import PaddedProduct
+from outdraft.kernels.step_ops import StepRead, StepTask
+from outdraft.models.checkpoints.slots import Slot, rows_of
+from outdraft.models.decoder.config import ModelConfig
+from outdraft.models.decoder.layers import Decoder, Kind, drafted_share, first_drafts, product_of
+from outdraft.models.modules import (
+    Embedding,
+    Linear,
+    RMSNorm,
+    is_one_tensor,
+    memory_bytes,
+    numbers_of,
+    pack_linears,
+)
+from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS
+
+EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class CausalLM(nn.Module):
+    """A `LanguageModel` of a family that has a network here. Weights are not initialised."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: Kernels,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        group: RankGroup = ALONE,
+        *,
+        drafts: bool = False,
+    ) -> None:
+        """
+        Args:
+            drafts: it is a drafter, of as many ranks as were asked for it.
+
+        Raises:
+            ConfigError: the model cannot be divided over the group.
+        """
+        super().__init__()
+        kind = Kind(dtype=dtype, device=torch.device(device))
+        self.shard = config.shard(group.size, DRAFT_RANKS if drafts else TARGET_RANKS)
+        self.config, self.kernels, self.group = config, kernels, group
+        self._drafts = drafts
+        self.dtype, self.device = dtype, kind["device"]
+        self.vocabulary = VocabularyShard(group, config.vocab_size)
+        num_tokens = self.vocabulary.num_own
+        table_VD = torch.empty(num_tokens, config.hidden_size, **kind)
+        self.embed_tokens = Embedding(EmbeddingTable.of(table_VD))
+        is_tied = config.tie_word_embeddings
+        self.decoder = Decoder(config, kernels, kind, group=group)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kind)
+        self.lm_head = Linear(
+            config.hidden_size,
+            num_tokens,
+            bias=False,
+            **kind,
+            weight=self.embed_tokens.weight if is_tied else None,
+            spread=None if group.size == 1 else partial(PaddedProduct, self.vocabulary),
+        )
+
+    @cached_property
+    def passes(self) -> DecoderPass:
+        """The network's computation, once its weights are packed."""
+        return self.decoder.compile_passes(
+            self.embed_tokens.table,
+            product_of(self.lm_head),
+            final_norm=self.norm,
+            num_first_drafts=first_drafts(self.vocabulary) if self._drafts else 0,
+            shard=None if self.group.size == 1 else self.vocabulary,
+        )
+
+    def forward(
+        self, token_ids_T: Tensor, caches: Sequence[LayerCache], metadata: AttentionMetadata
+    ) -> Tensor:
+        """The first part of `forward_tapped`."""
+        return self.passes(token_ids_T, caches, metadata)[0]
+
+    def forward_tapped(
+        self,
+        token_ids_T: Tensor,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+        taps: Sequence[int],
+        wanted_R: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The hidden states after the final norm, and the residual streams of the taps."""
+        return self.passes(token_ids_T, caches, metadata, taps, None, wanted_R)
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        return self.passes.logits(hidden_RD)
+
+    def checked_best_tokens(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
+        return self.passes.best_tokens(hidden_RD)
+
+    def draft(
+        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
+    ) -> ModelDrafts:
+        return self.passes.draft(unread, growth, by_levels)
+
+    def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
+        return self.passes.step(task, by_parts)
+
+    @property
+    def routed(self) -> None:
+        """It has no experts."""
+        return None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights that one step reads as they lie in memory, whatever the number of rows.
+
+        A step reads a few rows of the embedding table only. The table counts as the head alone:
+        in a tied model that is not packed.
+        """
+        table, unread = self.embed_tokens.table, 0
+        if self._drafts:
+            unread = int((1 - drafted_share(self.vocabulary)) * self.lm_head.packed_bytes)
+        if not is_one_tensor(table, self.lm_head):
+            unread += table.nbytes
+        return self.memory_bytes - unread
+
+    @property
+    def numbers(self) -> str:
+        return numbers_of(self, self.dtype)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the weights, packed ones included; a packed tied head is a copy."""
+        return memory_bytes(self)
+
+    def checkpoint_slots(self) -> dict[str, Slot]:
+        """The place of each tensor of a Hugging Face checkpoint: views into this model.
+
+        Only before the weights are packed. The head of a tied model has no place of its own.
+        """
+        return {name: slot for _, slots in self.parts() for name, slot in slots.items()}
+
+    def parts(self) -> Iterator[tuple[nn.Module, dict[str, Slot]]]:
+        """The layers and the head with their parts of `checkpoint_slots`; what belongs to neither
+        comes with the head."""
+        yield from self.decoder.parts("model.")
+        tokens = self.vocabulary
+        rest = {
+            EMBEDDING_NAME: rows_of(tokens, self.embed_tokens.weight),
+            "model.norm.weight": Slot(self.norm.weight.data),
+        }
+        if not self.config.tie_word_embeddings:
+            rest[HEAD_NAME] = rows_of(tokens, self.lm_head.weight)
+        yield self.lm_head, rest
+
+    def pack(self, quantization: WeightFormat | None = None) -> None:
+        """Make all products, once and for good.
+
+        A packed head is a copy: the table of a tied model stays plain, as the embedding needs it.
+        """
+        pack_linears(self, self.kernels, quantization)

@@ -1,0 +1,278 @@
+"""DFlash drafters: one pass drafts a block of tokens (Chen et al. 2026, arXiv 2602.06036).
+
+The network is a few layers of Qwen 3. A pass reads the newest token and mask tokens after it, and
+every row of such a block may see all others. It reads no tokens of the text before: the keys and
+values of a text's token are made of the target's streams at that token, tapped between the target's
+layers. So the drafter catches up with a text without attention: one product fuses the streams, and
+one gives the keys and values of all layers. The embedding and mostly the head are the target's.
+
+DSpark (arXiv 2607.05147) adds two heads. One adds logits that depend on the token before a draft,
+so that tokens are drawn one after the other from one pass. The other says from the row of a
+draft, and from the token before it, how likely the draft is accepted.
+
+Dimension key: T rows, R rows that need logits, Q of them on this rank, D hidden, S hidden of the
+target, K taps, N draft vocabulary, V vocabulary, M rank of pairs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.core.weights import WeightFormat
+from outdraft.distributed.group import ALL_HERE, RequestShares
+from outdraft.kernels.decoder_ops import DecoderPass
+from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
+from outdraft.models.checkpoints.config_json import read_json
+from outdraft.models.checkpoints.files import tensor_places, weight_files
+from outdraft.models.checkpoints.slots import Slot, fill_slots, slot_of
+from outdraft.models.decoder.layers import Decoder, DecoderLayer, Kind, product_of
+from outdraft.models.drafters.config import check_taps
+from outdraft.models.drafters.dflash_config import DFlashConfig
+from outdraft.models.drafters.loading import (
+    OF_TRAINING,
+    check_fit,
+    drop_the_targets_embedding,
+    drop_the_targets_head,
+    take_draft_ids,
+)
+from outdraft.models.drafters.tables import DrafterTables, TargetTables
+from outdraft.models.modules import Linear, RMSNorm, linears_of, memory_bytes
+from outdraft.models.shape import DRAFT_RANKS
+
+
+class SparkHeads(nn.Module):
+    """The two heads that DSpark adds to DFlash; every rank has them whole."""
+
+    def __init__(self, config: DFlashConfig, kind: Kind) -> None:
+        super().__init__()
+        rank, self._reads_token = config.markov_rank, config.confidence_reads_token
+        self.markov_w1: nn.Embedding | None = None
+        self.markov_w2: Linear | None = None
+        if rank:
+            table_VM = torch.empty(config.layer.vocab_size, rank, **kind)
+            self.markov_w1 = nn.Embedding.from_pretrained(table_VM)
+            self.markov_w2 = Linear(rank, config.draft_vocab_size, bias=False, **kind)
+        self.confidence: Linear | None = None
+        if config.has_confidence:
+            num_inputs = config.layer.hidden_size + (rank if self._reads_token else 0)
+            self.confidence = Linear(num_inputs, 1, bias=True, **kind)
+
+    def pair_logits(self, token_ids_R: Tensor) -> Tensor:
+        """[R, N] in the network's dtype: the logits to add after these tokens."""
+        assert self.markov_w1 is not None
+        assert self.markov_w2 is not None
+        return self.markov_w2(self.markov_w1(token_ids_R))
+
+    def confidences(self, states_RD: Tensor, token_ids_R: Tensor) -> Tensor:
+        """float32 [R]: the log-odds that drafts from these rows, after these tokens, are accepted
+        if all before them were."""
+        assert self.confidence is not None
+        inputs = [states_RD]
+        if self._reads_token:
+            assert self.markov_w1 is not None
+            inputs.append(self.markov_w1(token_ids_R))
+        return self.confidence(torch.cat(inputs, dim=1))[:, 0].float()
+
+    def added_to(self, spec: BlockSpec) -> BlockSpec:
+        """The spec with these heads, once they are packed."""
+        if self.markov_w1 is not None and self.markov_w2 is not None:
+            pairs, table_VM = product_of(self.markov_w2), self.markov_w1.weight.data
+            spec = replace(spec, pairs=pairs, pair_embedding_VM=table_VM)
+        if self.confidence is None:
+            return spec
+        confidence = product_of(self.confidence)
+        return replace(spec, confidence=confidence, confidence_reads_token=self._reads_token)
+
+    def slots(self) -> dict[str, Slot]:
+        """The places of the tensors of these heads, by their names."""
+        parts = {
+            "markov_head.markov_w1": self.markov_w1,
+            "markov_head.markov_w2": self.markov_w2,
+            "confidence_head.proj": self.confidence,
+        }
+        return {
+            f"{name}.{key}": Slot(weight.data)
+            for name, part in parts.items()
+            if part is not None
+            for key, weight in part.named_parameters()
+        }
+
+
+class DFlashNetwork(nn.Module):
+    """A drafter of blocks over a paged cache of its own. Weights are not initialised.
+
+    Attributes:
+        taps: after how many of the target's layers `features` wants the residual streams.
+        feature_size: D, of `features`.
+        shard: its layers as this rank has them, which is the shape of its cache.
+        heads: DSpark's; None: it is DFlash.
+    """
+
+    def __init__(
+        self, config: DFlashConfig, tables: TargetTables, draft_ids_N: Tensor | None
+    ) -> None:
+        super().__init__()
+        layer, target, group = config.layer, tables.target, tables.group
+        check_taps(config.taps, target.config.num_layers)
+        self.shard = layer.shard(group.size, DRAFT_RANKS)
+        self.kernels, self.config = target.kernels, config
+        self.dtype, self.device = target.dtype, target.device
+        self.taps, self.feature_size = config.taps, layer.hidden_size
+        kind = Kind(dtype=self.dtype, device=self.device)
+        num_inputs = len(config.taps) * config.target_hidden_size
+        self.fc = Linear(num_inputs, layer.hidden_size, bias=False, **kind)
+        self.hidden_norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps, **kind)
+        # The last block of the longest text reaches so far.
+        num_positions = layer.max_model_len + config.block_size
+        self.decoder = Decoder(layer, self.kernels, kind, group=group, num_positions=num_positions)
+        self._kv_size = self.shard.num_kv_heads * layer.head_size
+        num_outputs = layer.num_layers * 2 * self._kv_size
+        self.context_kv = Linear(layer.hidden_size, num_outputs, bias=layer.qkv_bias, **kind)
+        self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps, **kind)
+        self.tables = DrafterTables(config, tables, draft_ids_N)
+        has_heads = config.markov_rank > 0 or config.has_confidence
+        self.heads = SparkHeads(config, kind) if has_heads else None
+
+    def features(self, tapped_TKS: Tensor) -> Tensor:
+        """[T, D]: what keys and values of a text's tokens are made of.
+
+        Args:
+            tapped_TKS: the target's residual streams of `taps` in their order.
+        """
+        return self.hidden_norm(self.fc(tapped_TKS.flatten(1)))
+
+    def write_context(
+        self, features_TD: Tensor, caches: Sequence[LayerCache], metadata: AttentionMetadata
+    ) -> None:
+        """Write the keys and values of tokens of texts, in every layer, where the rows stand."""
+        context, positions_T = product_of(self.context_kv), metadata.positions_T
+        self.passes.write_context(context, features_TD, caches, positions_T, metadata.slots_T)
+
+    @cached_property
+    def passes(self) -> DecoderPass:
+        """The computation of a block's rows, once the weights and the target's are packed."""
+        return self.tables.compile_passes(
+            self.decoder,
+            final_norm=self.norm,
+            is_causal=None if self.is_uniform else self.config.is_causal,
+        )
+
+    @property
+    def is_uniform(self) -> bool:
+        """Is true if a block's rows see the same of their block in all layers."""
+        return len(set(self.config.is_causal)) == 1
+
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+        wanted_R: Tensor | None = None,
+    ) -> Tensor:
+        """[R, D]: the states of the wanted rows after the final norm.
+
+        Args:
+            token_ids_T: int64, blocks: rows without causal ones before them.
+            wanted_R: as in DecoderPass.
+        """
+        return self.passes(token_ids_T, caches, metadata, wanted_R=wanted_R)[0]
+
+    def draft(
+        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
+    ) -> ModelDrafts:
+        """Draft a block, as `DecoderPass.draft_block` says."""
+        return self.passes.draft_block(self._block, unread, growth, by_levels)
+
+    @cached_property
+    def _block(self) -> BlockSpec:
+        """Once the products are packed."""
+        config = self.config
+        spec = BlockSpec(
+            num_rows=config.block_size,
+            first_draft=config.block_size - config.num_drafts,
+            mask_token_id=config.mask_token_id,
+            is_causal=self.is_uniform and config.is_causal[0],
+            context=product_of(self.context_kv),
+        )
+        return spec if self.heads is None else self.heads.added_to(spec)
+
+    def known_logits(self, states_RD: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
+        """[Q, N] of the tokens that it can draft, of the rows that are this rank's; float32, or
+        float64 as the target's."""
+        return shares.turn(self.passes.logits(states_RD), self.tables.num_drafted)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of its own weights, packed ones included, and of copies of the target's."""
+        return memory_bytes(self) + self.tables.copied_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights that a pass reads as they lie in memory, the target's head included."""
+        tables = [self.tables.embed_tokens, self.heads and self.heads.markov_w1]
+        unread = sum(memory_bytes(table) for table in tables if table is not None)
+        return memory_bytes(self) - unread + self.tables.borrowed_bytes
+
+    def checkpoint_slots(self) -> dict[str, Slot]:
+        """The place of each tensor of a checkpoint: views into this network; before packing."""
+        slots: dict[str, Slot | None] = {
+            "fc.weight": slot_of(self.fc.weight),
+            "hidden_norm.weight": slot_of(self.hidden_norm.weight),
+            "norm.weight": slot_of(self.norm.weight),
+        }
+        for _, layer_slots in self.decoder.parts(""):
+            slots |= layer_slots
+        slots |= self.tables.slots()
+        if self.heads is not None:
+            slots |= self.heads.slots()
+        return {name: slot for name, slot in slots.items() if slot is not None}
+
+    def pack(self, quantization: WeightFormat | None = None) -> None:
+        """Make its own products, once and for good, when the weights are there. The taps' is not
+        quantized: a small error there is one of every draft."""
+        for index, layer in enumerate(self.decoder.decoder_layers):
+            self.decoder.arrange(layer)
+            self._copy_context(index, layer)
+        for linear in linears_of(self):
+            linear.pack(self.kernels, None if linear is self.fc else quantization)
+
+    def _copy_context(self, index: int, layer: DecoderLayer) -> None:
+        """A layer's keys and values, which a pass over a block reads with its queries."""
+        rows = slice(2 * index * self._kv_size, 2 * (index + 1) * self._kv_size)
+        own, fused = self.context_kv, layer.qkv_proj
+        for to, weight in ((own.weight, fused.weight), (own.bias, fused.bias)):
+            if to is not None and weight is not None:
+                to.data[rows] = weight.data[-2 * self._kv_size :]
+
+
+def load_dflash(
+    path: Path, tables: TargetTables, quantization: WeightFormat | None = None
+) -> DFlashNetwork:
+    """The drafter of a checkpoint directory, ready to run; raises as load_eagle."""
+    target = tables.target
+    config = DFlashConfig.from_mapping(read_json(path / "config.json"))
+    found = tensor_places(weight_files(path), _canonical_name)
+    drop_the_targets_embedding(found, target)
+    if config.draft_vocab_size == config.layer.vocab_size:
+        drop_the_targets_head(found, target, tables.path)
+    config = replace(
+        config,
+        own_embedding="embed_tokens.weight" in found,
+        own_head="lm_head.weight" in found,
+    )
+    check_fit(config, target, reads_own_size=False)
+    network = DFlashNetwork(config, tables, take_draft_ids(config, found))
+    fill_slots(network.checkpoint_slots(), found)
+    network.pack(quantization)
+    return network.eval()
+
+
+def _canonical_name(name: str) -> str | None:
+    """The name in DFlash's own files."""
+    name = name.removeprefix("model.")
+    return None if name in OF_TRAINING else name

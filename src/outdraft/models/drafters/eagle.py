@@ -1,0 +1,353 @@
+"""EAGLE drafters: one decoder layer or a few that continue from the target's hidden states.
+
+EAGLE (Li et al. 2024, arXiv 2401.15077) reads the token after position i together with the
+target's state of position i, and writes a state like it, from which the target's own head predicts
+the token after that. EAGLE-3 (Li et al. 2025, arXiv 2503.01840) reads states that are tapped
+between the target's layers, and has a head of its own, often for the frequent tokens only. In both,
+the next drafted token is read together with the drafter's own state, in place of the target's.
+
+The published checkpoints are one network under a few sets of names. A checkpoint leaves out a
+tensor if it is the same as the target's. Then the target's own tensor is used.
+
+Dimension key: T rows, R rows that need logits, Q of them on this rank, D hidden of the drafter, F
+what is kept of the target's pass for a row, S hidden of the target, K taps, W = K * S, N draft
+vocabulary, V vocabulary.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.core.draft import DraftSource
+from outdraft.core.errors import ConfigError
+from outdraft.core.weights import WeightFormat
+from outdraft.distributed.group import ALL_HERE, RequestShares
+from outdraft.kernels.decoder_ops import DecoderPass, StateEntry
+from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
+from outdraft.models.base import LanguageModel
+from outdraft.models.checkpoints.config_json import read_json
+from outdraft.models.checkpoints.files import Place, read_tensor, tensor_places, weight_files
+from outdraft.models.checkpoints.slots import Slot, Slots, fill_slots, slot_of
+from outdraft.models.decoder.layers import Decoder, Kind, product_of
+from outdraft.models.drafters.eagle_config import EagleConfig
+from outdraft.models.drafters.loading import (
+    OF_TRAINING,
+    check_fit,
+    drop_the_targets_embedding,
+    take_draft_ids,
+)
+from outdraft.models.drafters.tables import DrafterTables, TargetTables
+from outdraft.models.modules import Linear, RMSNorm, memory_bytes, norm_weight, pack_linears
+from outdraft.models.shape import DRAFT_RANKS
+
+# Beginnings of names, and what they are in EAGLE's repository.
+_OTHER_NAMES = {
+    "midlayer.": "layers.0.",
+    "transformer.": "layers.0.",
+    "fusion_fc.": "fc.",
+    "embed_layernorm.": "embedding_layernorm.",
+    "hidden_layernorm.": "layers.0.input_layernorm.",
+    "lm_head_layernorm.": "pre_lm_head_layernorm.",
+}
+
+
+class TapFusion(nn.Module):
+    """EAGLE-3: the states of a row, tapped between the target's layers, as one of the drafter."""
+
+    def __init__(self, config: EagleConfig, num_taps: int, kind: Kind) -> None:
+        super().__init__()
+        state_size, eps = config.target_hidden_size, config.layer.rms_norm_eps
+        self.num_inputs = num_taps * state_size
+        self.fc = Linear(self.num_inputs, config.layer.hidden_size, bias=config.fc_bias, **kind)
+        self.input_norm = RMSNorm(self.num_inputs, eps, **kind) if config.norm_before_fc else None
+        num_norms = num_taps if config.fc_norm else 0
+        self._norms = [RMSNorm(state_size, eps, **kind) for _ in range(num_norms)]
+        self.fc_norm = nn.ModuleList(self._norms)
+
+    def forward(self, states_TW: Tensor) -> Tensor:
+        """[T, D]."""
+        if self.input_norm is not None:
+            states_TW = self.input_norm(states_TW)
+        if self._norms:
+            taps_KTS = states_TW.chunk(len(self._norms), dim=-1)
+            pairs = zip(self._norms, taps_KTS, strict=True)
+            states_TW = torch.cat([norm(tap_TS.contiguous()) for norm, tap_TS in pairs], dim=-1)
+        return self.fc(states_TW)
+
+    def slots(self) -> Slots:
+        """The places of its tensors, by their names in EAGLE's repository."""
+        yield "fc.weight", slot_of(self.fc.weight)
+        yield "fc.bias", slot_of(self.fc.bias)
+        yield "input_norm.weight", slot_of(norm_weight(self.input_norm))
+        for index, norm in enumerate(self._norms):
+            yield f"fc_norm.{index}.weight", slot_of(norm.weight)
+
+
+class Entry(nn.Module):
+    """The input of layer 0: in EAGLE and MTP one state made of the token and the target's state, in
+    EAGLE-3 both side by side."""
+
+    def __init__(self, config: EagleConfig, kind: Kind) -> None:
+        super().__init__()
+        size, eps = config.layer.hidden_size, config.layer.rms_norm_eps
+        self._adds_to_normed = config.norm_before_residual
+        self.fc: Linear | None = None
+        self.token_norm: RMSNorm | None = None
+        self.state_norm: RMSNorm | None = None
+        if config.version is not DraftSource.EAGLE3:
+            self.fc = Linear(2 * size, size, bias=config.fc_bias, **kind)
+        if config.version is not DraftSource.EAGLE:
+            self.state_norm = RMSNorm(size, eps, **kind)
+        self._leaves_out_first = config.version is DraftSource.MTP
+        if self.fc is None or config.layernorms:
+            self.token_norm = RMSNorm(size, eps, **kind)
+        self.num_outputs = 2 * size if self.fc is None else size
+
+    def spec(self) -> StateEntry:
+        """The entry as kernels read it, once the product is packed."""
+        return StateEntry(
+            token_norm_D=norm_weight(self.token_norm),
+            state_norm_D=norm_weight(self.state_norm),
+            fc=None if self.fc is None else product_of(self.fc),
+            adds_to_normed=self._adds_to_normed,
+            leaves_out_first=self._leaves_out_first,
+        )
+
+    def slots(self) -> Slots:
+        """The places of its tensors, by their names in EAGLE's repository."""
+        if self.fc is not None:
+            yield "fc.weight", slot_of(self.fc.weight)
+            yield "fc.bias", slot_of(self.fc.bias)
+            yield "embedding_layernorm.weight", slot_of(norm_weight(self.token_norm))
+        else:
+            yield "layers.0.input_layernorm.weight", slot_of(norm_weight(self.token_norm))
+        yield "layers.0.hidden_norm.weight", slot_of(norm_weight(self.state_norm))
+
+
+class EagleNetwork(nn.Module):
+    """An EAGLE drafter over a paged cache of its own. Weights are not initialised.
+
+    Its row for position i of a text reads the token at i + 1 and the features of position i; its
+    keys are at cache index i.
+
+    Attributes:
+        taps: after how many of the target's layers `features` wants the residual streams.
+        feature_size: F.
+        shard: its layers as this rank has them, which is the shape of its cache.
+    """
+
+    def __init__(
+        self, config: EagleConfig, tables: TargetTables, draft_ids_N: Tensor | None
+    ) -> None:
+        """Build it in the target's dtype, with its kernels, spread over the ranks of the tables.
+
+        Args:
+            draft_ids_N: int64, the target's id of each draft token; None: it has the same ids.
+
+        Raises:
+            ConfigError: the target does not have the layers that the config taps, or the drafter
+                cannot be divided over its ranks.
+        """
+        super().__init__()
+        layer, target, group = config.layer, tables.target, tables.group
+        self.shard = layer.shard(group.size, DRAFT_RANKS)
+        kind = Kind(dtype=target.dtype, device=target.device)
+        self.config, self.kernels = config, target.kernels
+        self.dtype, self.device = target.dtype, target.device
+        self.taps = config.taps_of(target.config.num_layers)
+        self.feature_size = layer.hidden_size
+        self.tables = DrafterTables(config, tables, draft_ids_N)
+        self.fusion: TapFusion | None = None
+        if config.version is DraftSource.EAGLE3:
+            self.fusion = TapFusion(config, len(self.taps), kind)
+        self.entry = Entry(config, kind)
+        has_first_norm = self.fusion is None and config.input_norm
+        self.decoder = Decoder(
+            layer,
+            self.kernels,
+            kind,
+            self.entry.num_outputs,
+            has_first_norm=has_first_norm,
+            group=group,
+        )
+        # EAGLE has a final norm only by exception.
+        has_norm = config.version is DraftSource.EAGLE3 or config.layernorms
+        self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps, **kind) if has_norm else None
+        self.mask_hidden: nn.Parameter | None = None
+        if config.mask_shape is not None:
+            mask = torch.empty(config.mask_shape, **kind)
+            self.mask_hidden = nn.Parameter(mask, requires_grad=False)
+
+    def features(self, hidden_TD: Tensor, tapped_TKS: Tensor) -> Tensor:
+        """[T, F]: what a row reads of the target's pass over its position.
+
+        Args:
+            hidden_TD: the target's states after its final norm: EAGLE reads them as they are.
+            tapped_TKS: the residual streams of `taps` in their order.
+        """
+        return hidden_TD if self.fusion is None else self.fusion(tapped_TKS.flatten(1))
+
+    def mask_state(self) -> Tensor:
+        """[D]: what `forward` reads for a state not known yet; only if `has_mask_state`."""
+        assert self.mask_hidden is not None, "the checkpoint has no mask_hidden"
+        state = self.mask_hidden.data.flatten()
+        if self.fusion is not None and len(state) == self.fusion.num_inputs:
+            return self.fusion(state[None])[0]
+        return state
+
+    @property
+    def has_mask_state(self) -> bool:
+        """Is true if it was trained to draft several tokens in one pass (P-EAGLE, 2602.01469)."""
+        return self.mask_hidden is not None
+
+    @cached_property
+    def passes(self) -> DecoderPass:
+        """The network's computation, once its weights and the target's are packed."""
+        is_fed_back = self.config.norm_output
+        return self.tables.compile_passes(
+            self.decoder,
+            final_norm=self.norm if is_fed_back else None,
+            head_norm=None if is_fed_back else self.norm,
+            entry=self.entry.spec(),
+        )
+
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        states_TF: Tensor,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """The state of each row, [T, D]: for `logits`, and for the rows that continue it.
+
+        Writes the keys and values of the rows to the caches, one cache a layer.
+
+        Args:
+            token_ids_T: int64, the token after each row's position.
+            states_TF: `features` of the row's position; in a draft, the state of its parent.
+        """
+        return self.passes(token_ids_T, caches, metadata, states_TD=states_TF)[0]
+
+    def logits(self, states_RD: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
+        """[Q, V] over the target's vocabulary, of the rows that are this rank's; -inf where the
+        drafter has no such token."""
+        logits_QN = shares.turn(self.passes.logits(states_RD), self.tables.num_drafted)
+        return self.tables.over_vocabulary(logits_QN)
+
+    def draft(
+        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
+    ) -> ModelDrafts:
+        return self.passes.draft(unread, growth, by_levels)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of its own weights, packed ones included, and of copies of the target's."""
+        return memory_bytes(self) + self.tables.copied_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights that one step of a draft reads as they lie in memory, the target's head included.
+
+        A step reads a few rows of the embedding table only; taps are fused once a draft.
+        """
+        unread = [self.tables.embed_tokens, self.fusion]
+        bytes_read = memory_bytes(self) - sum(
+            memory_bytes(part) for part in unread if part is not None
+        )
+        if self.mask_hidden is not None:
+            bytes_read -= self.mask_hidden.nbytes
+        return bytes_read + self.tables.borrowed_bytes
+
+    def checkpoint_slots(self) -> dict[str, Slot]:
+        """The place of each tensor of a checkpoint: views into this network; before packing.
+
+        The names are those of EAGLE's repository, with layers.0 for its midlayer.
+        """
+        slots: dict[str, Slot | None] = dict(self.entry.slots())
+        if self.fusion is not None:
+            slots |= dict(self.fusion.slots())
+        for _, layer_slots in self.decoder.parts(""):
+            slots |= layer_slots
+        norm = "norm" if self.fusion is not None else "pre_lm_head_layernorm"
+        slots[f"{norm}.weight"] = slot_of(norm_weight(self.norm))
+        slots |= self.tables.slots()
+        slots["mask_hidden"] = slot_of(self.mask_hidden)
+        return {name: slot for name, slot in slots.items() if slot is not None}
+
+    def pack(self, quantization: WeightFormat | None = None) -> None:
+        """Make its own products, once and for good."""
+        pack_linears(self, self.kernels, quantization)
+
+
+def load_eagle(
+    path: Path, tables: TargetTables, quantization: WeightFormat | None = None
+) -> EagleNetwork:
+    """The drafter of a checkpoint directory, ready to run, its weights packed for the device.
+
+    It has the dtype, the device and the kernels of the target, whose tables it may read. All ranks
+    of the target call this together.
+
+    Raises:
+        ConfigError: the config is not supported, does not fit the target or cannot be divided over
+            its ranks, or a tensor is missing, unknown, damaged or of another shape.
+    """
+    target, found = tables.target, tensor_places(weight_files(path), _canonical_name)
+    drop_the_targets_embedding(found, target)
+    raw = read_json(path / "config.json")
+    config = _completed(EagleConfig.from_mapping(raw), found)
+    _check_fit(config, target)
+    network = EagleNetwork(config, tables, take_draft_ids(config, found))
+    fill_slots(network.checkpoint_slots(), found)
+    for layer in network.decoder.layers:
+        network.decoder.arrange(layer)
+    network.pack(quantization)
+    return network.eval()
+
+
+def _canonical_name(name: str) -> str | None:
+    """The name in EAGLE's repository, with layers.0 for its midlayer."""
+    name = name.removeprefix("model.")
+    for prefix, own in _OTHER_NAMES.items():
+        if name.startswith(prefix):
+            name = own + name.removeprefix(prefix)
+    return None if name in OF_TRAINING else name
+
+
+def _completed(config: EagleConfig, found: Mapping[str, Place]) -> EagleConfig:
+    """The config with what the checkpoint has: config.json does not always have it."""
+    layer, mask = config.layer, found.get("mask_hidden")
+    layer = replace(
+        layer,
+        qkv_bias=layer.qkv_bias or "layers.0.self_attn.q_proj.bias" in found,
+        o_bias=layer.o_bias or "layers.0.self_attn.o_proj.bias" in found,
+        mlp_bias=layer.mlp_bias or "layers.0.mlp.gate_proj.bias" in found,
+    )
+    is_normed = config.version is DraftSource.EAGLE and "embedding_layernorm.weight" in found
+    layernorms = config.layernorms or is_normed
+    return replace(
+        config,
+        layer=layer,
+        own_embedding="embed_tokens.weight" in found,
+        own_head="lm_head.weight" in found,
+        fc_bias=config.fc_bias or "fc.bias" in found,
+        layernorms=layernorms,
+        input_norm=layernorms or "layers.0.input_layernorm.weight" in found,
+        mask_shape=None if mask is None else tuple(read_tensor(mask).shape),
+    )
+
+
+def _check_fit(config: EagleConfig, target: LanguageModel) -> None:
+    """Raise ConfigError if the drafter, or the width of its mask, does not fit the target."""
+    check_fit(config, target, reads_own_size=config.version is DraftSource.EAGLE)
+    size, own_size = target.config.hidden_size, config.layer.hidden_size
+    widths = [len(config.taps_of(target.config.num_layers)) * size, own_size]
+    if config.mask_shape is not None and torch.Size(config.mask_shape).numel() not in widths:
+        raise ConfigError(
+            f"tensor 'mask_hidden' has shape {list(config.mask_shape)}, but config.json asks for "
+            f"{widths[0] or widths[1]} numbers"
+        )

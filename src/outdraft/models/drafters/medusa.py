@@ -1,0 +1,260 @@
+"""Medusa-1 heads (Cai et al. 2024, arXiv 2401.10774): each predicts one token further ahead.
+
+All heads read the target's last hidden state h, after the final norm, of the newest row that the
+target computed: that of token t_i, while t_{i+1} is the newest token. Head j predicts t_{i+2+j},
+whatever the tokens between: residual blocks h + SiLU(W h + b), then a language model head.
+
+Two forms of checkpoint are read: vLLM's (blocks.{j}.layers.{k}, lm_heads.{j}), whose names are used
+here, and that of the original repository ({j}.{k}.linear, {j}.{number of layers}).
+
+Dimension key: B requests, J heads, K some of them, R rows, Q of them on this rank, D hidden, V
+vocabulary of the target, E tokens that a head knows.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outdraft.core.errors import ConfigError
+from outdraft.core.weights import WeightFormat
+from outdraft.distributed.group import ALL_HERE, RequestShares
+from outdraft.distributed.vocabulary import VocabularyShard
+from outdraft.models.base import LanguageModel
+from outdraft.models.checkpoints.config_json import read_count, read_json, read_positive
+from outdraft.models.checkpoints.files import Place, read_tensor, tensor_places, weight_files
+from outdraft.models.checkpoints.slots import Slot, fill_slots, rows_of
+from outdraft.models.decoder.layers import Kind
+from outdraft.models.drafters.loading import check_sizes
+from outdraft.models.drafters.tables import TargetTables, over_vocabulary, vocabulary_linear
+from outdraft.models.modules import Linear, memory_bytes, pack_linears
+
+_ORIGINAL_FILE = "medusa_lm_head.safetensors"
+_PREFIX = "medusa_heads."  # some checkpoints of the converted form have it
+_TOKEN_MAP = "token_map"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedusaConfig:
+    """The shape of a set of heads.
+
+    Attributes:
+        num_known: E, tokens of the heads' own language model heads.
+        head_names: for each head the tensor of its language model head; None: the target's.
+        logit_scale: what logits are multiplied by.
+    """
+
+    num_heads: int
+    num_layers: int
+    has_bias: bool
+    hidden_size: int
+    vocab_size: int
+    num_known: int
+    head_names: tuple[str | None, ...]
+    logit_scale: float
+
+    @classmethod
+    def from_checkpoint(
+        cls, raw: Mapping[str, Any], names: Collection[str], target: LanguageModel
+    ) -> "MedusaConfig":
+        """Read the content of config.json and the names of the tensors.
+
+        Raises:
+            ConfigError: a value is missing, wrong, or contradicts the target.
+        """
+        check_sizes(raw, target, hidden_key="hidden_size")
+        num_heads = read_count(raw, "medusa_num_heads", "num_heads")
+        if "medusa_num_heads" in raw:
+            # The published configs often name fewer heads than were trained in the end.
+            found = [int(one[1]) for name in names if (one := re.match(r"blocks\.(\d+)\.", name))]
+            num_heads = max(num_heads, 1 + max(found, default=-1))
+        num_layers = read_count(raw, "medusa_num_layers", "num_hidden_layers", default=1)
+        vocab_size = target.config.vocab_size
+        num_known = read_count(raw, "truncated_vocab_size", default=vocab_size)
+        if num_known < vocab_size and _TOKEN_MAP not in names:
+            raise ConfigError(
+                f"config.json: truncated_vocab_size={num_known} needs a tensor {_TOKEN_MAP!r}"
+            )
+        own = [f"lm_heads.{head}.weight" for head in range(num_heads)]
+        return cls(
+            num_heads=num_heads,
+            num_layers=num_layers,
+            has_bias=bool(raw.get("medusa_fc_bias", "blocks.0.layers.0.bias" in names)),
+            hidden_size=target.config.hidden_size,
+            vocab_size=vocab_size,
+            num_known=min(num_known, vocab_size),
+            head_names=_shared(own, names) if raw.get("original_lm_head") else tuple(own),
+            logit_scale=read_positive(raw, "logit_scale", 1.0),
+        )
+
+
+class MedusaHeads(nn.Module):
+    """All heads of a target. Weights are not initialised."""
+
+    token_map_E: Tensor
+
+    def __init__(self, config: MedusaConfig, tables: TargetTables) -> None:
+        """Language model heads are spread over the ranks of the tables; the blocks are not.
+
+        Raises:
+            ConfigError: the tokens that a head knows cannot be divided over the ranks.
+        """
+        super().__init__()
+        target = tables.target
+        self._kernels, self._tables = target.kernels, tables
+        self.config, self.num_heads = config, config.num_heads
+        self.dtype, self.device = target.dtype, target.device
+        kind = Kind(dtype=self.dtype, device=self.device)
+        size = config.hidden_size
+        self._blocks = [
+            [Linear(size, size, bias=config.has_bias, **kind) for _ in range(config.num_layers)]
+            for _ in range(config.num_heads)
+        ]
+        self.blocks = nn.ModuleList(nn.ModuleList(block) for block in self._blocks)
+        own_names = dict.fromkeys(name for name in config.head_names if name is not None)
+        self.known = VocabularyShard(tables.group, config.num_known)
+        self._own_heads = {name: vocabulary_linear(size, self.known, kind) for name in own_names}
+        self.own_heads = nn.ModuleList(self._own_heads.values())
+        # The target's head is no part of this module: it is neither counted nor packed here.
+        self._lm_heads = [
+            (tables.head, tables.vocabulary)
+            if name is None
+            else (self._own_heads[name], self.known)
+            for name in config.head_names
+        ]
+        is_cut = config.num_known < config.vocab_size
+        token_map_E = torch.zeros(config.num_known if is_cut else 0, dtype=torch.int64)
+        self.register_buffer("token_map_E", token_map_E.to(self.device), persistent=False)
+
+    def logits(
+        self, hidden_BD: Tensor, heads: range | None = None, shares: RequestShares = ALL_HERE
+    ) -> Tensor:
+        """[Q, K, V] of `heads`, by default all of them, of the rows that are this rank's; -inf for
+        tokens that a head does not know.
+
+        The dtype is float32, or float64 as the target's.
+        """
+        heads = range(self.num_heads) if heads is None else heads
+        states = [self._state(head, hidden_BD) for head in heads]
+        states_BKD = torch.stack(states, dim=1) if len(states) > 1 else states[0][:, None]
+        lm_heads = [self._lm_heads[head] for head in heads]
+        if len({id(lm_head) for lm_head, _ in lm_heads}) == 1:  # one read of its weights for all
+            logits_RV = self._logits(*lm_heads[0], states_BKD.flatten(0, 1), shares)
+            return logits_RV.unflatten(0, (-1, len(heads)))
+        each = [self._logits(*one, states_BKD[:, k], shares) for k, one in enumerate(lm_heads)]
+        return torch.stack(each, dim=1)
+
+    def _state(self, head: int, hidden_BD: Tensor) -> Tensor:
+        for layer in self._blocks[head]:
+            hidden_BD = self._kernels.add_silu(hidden_BD, layer(hidden_BD))
+        return hidden_BD
+
+    def _logits(
+        self, lm_head: Linear, known: VocabularyShard, states_RD: Tensor, shares: RequestShares
+    ) -> Tensor:
+        """[Q, V]; `known`: the tokens of the head."""
+        logits_QE = shares.turn(lm_head(states_RD), known.num_tokens)
+        logits_QE = logits_QE.to(torch.promote_types(self.dtype, torch.float32))
+        if self.config.logit_scale != 1.0:
+            logits_QE = logits_QE * self.config.logit_scale
+        if known.num_tokens == self.config.vocab_size:
+            return logits_QE
+        return over_vocabulary(logits_QE, self.token_map_E, self.config.vocab_size)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the weights, packed ones and a copy of the target's head included; not of the
+        target's own."""
+        return memory_bytes(self) + self._tables.copied_bytes + self.token_map_E.nbytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights that drafting with all heads reads, the target's head too where it is used."""
+        blocks = sum(memory_bytes(layer) for block in self._blocks for layer in block)
+        lm_heads = [lm_head for lm_head, _ in self._lm_heads]
+        if len({id(lm_head) for lm_head in lm_heads}) == 1:  # one that all share is read once
+            lm_heads = lm_heads[:1]
+        return blocks + sum(memory_bytes(lm_head) for lm_head in lm_heads)
+
+    def slots(self) -> dict[str, Slot]:
+        """The place of each tensor of a checkpoint; only before the weights are packed."""
+        slots: dict[str, Slot] = {}
+        for head, block in enumerate(self._blocks):
+            for layer, linear in enumerate(block):
+                for part, weight in linear.named_parameters():
+                    slots[f"blocks.{head}.layers.{layer}.{part}"] = Slot(weight.data)
+        for name, linear in self._own_heads.items():
+            slots[name] = rows_of(self.known, linear.weight)
+        return slots
+
+
+def load_medusa(
+    path: Path, tables: TargetTables, quantization: WeightFormat | None = None
+) -> MedusaHeads:
+    """The heads of a checkpoint directory, ready to run; as load_eagle.
+
+    Raises:
+        ConfigError: these are no Medusa heads, or not of this target; or a tensor is missing,
+            unknown, damaged or of another shape.
+    """
+    raw = read_json(path / "config.json")
+    names = raw.get("architectures") or []
+    is_named = raw.get("model_type") == "medusa" or "MedusaModel" in names
+    if not is_named and "medusa_num_heads" not in raw:
+        raise ConfigError(
+            f"{path} holds no Medusa heads: its config.json has neither medusa_num_heads nor "
+            f"model_type 'medusa'"
+        )
+    original = path / _ORIGINAL_FILE
+    files = [original] if original.is_file() else weight_files(path)
+    places = tensor_places(files, _slot)
+    heads = MedusaHeads(MedusaConfig.from_checkpoint(raw, places.keys(), tables.target), tables)
+    _load(heads, places)
+    pack_linears(heads, tables.target.kernels, quantization)
+    return heads.eval()
+
+
+def _load(heads: MedusaHeads, places: dict[str, Place]) -> None:
+    """Copy the tensors; heads that are stored for all tokens are cut to those of the token map."""
+    config, slots = heads.config, heads.slots()
+    token_map = places.pop(_TOKEN_MAP, None)
+    if token_map is not None and config.num_known < config.vocab_size:  # else nothing, as in vLLM
+        token_map_E = _checked_map(read_tensor(token_map), config)
+        heads.token_map_E.copy_(token_map_E)
+        for head in places.keys() & set(config.head_names):
+            whole = read_tensor(places[head])
+            if whole.shape == (config.vocab_size, config.hidden_size):
+                del places[head]
+                slot = slots.pop(head)
+                slot.to.copy_(whole[slot.part_of(token_map_E)])
+    fill_slots(slots, places)
+
+
+def _slot(name: str) -> str:
+    """The slot of a tensor, by its name in either form."""
+    name = name.removeprefix(_PREFIX)
+    name = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
+    return re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name)
+
+
+def _shared(own: list[str], names: Collection[str]) -> tuple[str | None, ...]:
+    """The heads that are there; for the others one that all share, in the file or the target's."""
+    common = next((name for name in ("lm_head.weight", own[0]) if name in names), None)
+    return tuple(name if name in names else common for name in own)
+
+
+def _checked_map(token_map_E: Tensor, config: MedusaConfig) -> Tensor:
+    """The token of each row of a head that knows only some."""
+    is_whole = not token_map_E.is_floating_point() and token_map_E.shape == (config.num_known,)
+    if is_whole and len(token_map_E.unique()) == config.num_known:
+        lowest, highest = token_map_E.aminmax()
+        if int(lowest) >= 0 and int(highest) < config.vocab_size:
+            return token_map_E
+    raise ConfigError(
+        f"tensor {_TOKEN_MAP!r} must hold {config.num_known} distinct token ids below "
+        f"{config.vocab_size}, got {token_map_E.dtype} of shape {list(token_map_E.shape)}"
+    )

@@ -1,0 +1,189 @@
+"""The embedding and the head of a drafter: its own, or its target's as the drafter's ranks have it.
+
+Dimension key: R rows, D hidden, N tokens of this rank, or tokens that it can draft, V vocabulary.
+"""
+
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outdraft.core.errors import ConfigError
+from outdraft.core.weights import QUANTIZATIONS
+from outdraft.distributed.group import ALONE, RankGroup
+from outdraft.distributed.vocabulary import VocabularyShard
+from outdraft.kernels.data.embedding_table import EmbeddingTable
+from outdraft.kernels.decoder_ops import DecoderPass
+from outdraft.kernels.rank_products import PaddedProduct
+from outdraft.models.base import LanguageModel
+from outdraft.models.checkpoints.files import tensor_places, weight_files
+from outdraft.models.checkpoints.placing import fill_stored
+from outdraft.models.checkpoints.slots import Slot, fill_slots, rows_of
+from outdraft.models.decoder.causal_lm import EMBEDDING_NAME, HEAD_NAME
+from outdraft.models.decoder.config import ModelConfig
+from outdraft.models.decoder.layers import Decoder, Kind, first_drafts, product_of
+from outdraft.models.decoder.loader import open_checkpoint
+from outdraft.models.drafters.config import DrafterConfig
+from outdraft.models.modules import Embedding, Linear, memory_bytes
+
+
+def vocabulary_linear(num_inputs: int, shard: VocabularyShard, kind: Kind) -> Linear:
+    """A head without a bias: each rank has the weights of its tokens, and gets their logits, padded
+    with -inf."""
+    spread = None if shard.group.size == 1 else partial(PaddedProduct, shard)
+    return Linear(num_inputs, shard.num_own, bias=False, **kind, spread=spread)
+
+
+class TargetTables:
+    """The embedding and the head of a target, for a drafter.
+
+    A drafter over as many ranks as the target reads the target's own. One over fewer ranks needs
+    larger parts than these ranks have of the target: they are read anew from the target's
+    checkpoint when they are asked for, and count as the drafter's.
+
+    Attributes:
+        group: the ranks of the drafter.
+        copied_bytes: what was read anew so far.
+        path: of the target's checkpoint; None: it is not known.
+    """
+
+    def __init__(
+        self, target: LanguageModel, group: RankGroup = ALONE, path: Path | None = None
+    ) -> None:
+        """
+        Args:
+            target: packed.
+            path: its checkpoint, where it has more ranks than the drafter.
+        """
+        self.target, self.group, self.copied_bytes = target, group, 0
+        self.vocabulary = VocabularyShard(group, target.config.vocab_size)
+        self.path = path
+
+    @property
+    def _are_the_targets(self) -> bool:
+        return self.group.size == self.target.group.size
+
+    @cached_property
+    def embedding(self) -> EmbeddingTable:
+        """The vectors of this rank's tokens."""
+        own = self.target.embed_tokens.table
+        if self._are_the_targets:
+            return own
+        table_ND = torch.empty(
+            self.vocabulary.num_own, own.size, dtype=own.dtype, device=self.target.device
+        )
+        self._read(EMBEDDING_NAME, rows_of(self.vocabulary, table_ND))
+        self.copied_bytes += table_ND.nbytes
+        return EmbeddingTable.of(table_ND)
+
+    @cached_property
+    def head(self) -> Linear:
+        """The product for logits of this rank's tokens, padded with -inf; packed, of the target's
+        format. No part of the drafter: a module that keeps it would count it as its own."""
+        own = self.target.lm_head
+        if self._are_the_targets:
+            return own
+        config = self.target.config
+        kind = Kind(dtype=self.target.dtype, device=self.target.device)
+        head = vocabulary_linear(config.hidden_size, self.vocabulary, kind)
+        name = EMBEDDING_NAME if config.tie_word_embeddings else HEAD_NAME
+        self._read(name, rows_of(self.vocabulary, head.weight))
+        head.pack(self.target.kernels, own.format if own.format in QUANTIZATIONS else None)
+        self.copied_bytes += memory_bytes(head)
+        return head
+
+    def _read(self, name: str, slot: Slot) -> None:
+        assert self.path is not None, "the target has other ranks than the drafter"
+        config = self.target.config
+        if not isinstance(config, ModelConfig):  # the transformers library computes the target
+            places = tensor_places(weight_files(self.path))
+            if name not in places:
+                raise ConfigError(f"{self.path} has no {name}: the drafter needs as many ranks")
+            fill_slots({name: slot}, {name: places[name]})
+            return
+        checkpoint = open_checkpoint(self.path, config, (name,))
+        if name in checkpoint.stored:
+            fill_stored({name: slot}, checkpoint.stored, {})
+        else:
+            fill_slots({name: slot}, {name: checkpoint.places[name]})
+
+
+class DrafterTables(nn.Module):
+    """Spread over the ranks of the target's tables. Weights are not initialised.
+
+    Attributes:
+        embed_tokens, lm_head: of the drafter's checkpoint; None: the target's is read.
+        num_drafted: N.
+        borrowed_bytes: of the target's head, which a pass reads.
+    """
+
+    draft_ids_N: Tensor | None
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        tables: TargetTables,
+        draft_ids_N: Tensor | None,
+    ) -> None:
+        """`draft_ids_N`: int64, the target's id of each token; None: it has the same ids."""
+        super().__init__()
+        target, size = tables.target, config.layer.hidden_size
+        kind = Kind(dtype=target.dtype, device=target.device)
+        self._of_target, self._vocab_size = tables, config.layer.vocab_size
+        self._drafted = VocabularyShard(tables.group, config.draft_vocab_size)
+        self.num_drafted = config.draft_vocab_size
+        self.embed_tokens: Embedding | None = None
+        if config.own_embedding:
+            self.embed_tokens = Embedding(
+                EmbeddingTable.of(torch.empty(tables.vocabulary.num_own, size, **kind))
+            )
+            self._embedding = self.embed_tokens.table
+        else:
+            self._embedding = tables.embedding  # copies count before the first draft
+        has_head = config.own_head
+        self.lm_head = vocabulary_linear(size, self._drafted, kind) if has_head else None
+        self.borrowed_bytes = 0 if has_head else memory_bytes(tables.head)
+        ids_N = None if draft_ids_N is None else draft_ids_N.to(target.device)
+        self.register_buffer("draft_ids_N", ids_N, persistent=False)
+
+    def compile_passes(self, decoder: Decoder, **options: Any) -> DecoderPass:
+        """Compile the passes of a decoder with these tables."""
+        tables = self._of_target
+        head = tables.head if self.lm_head is None else self.lm_head
+        return decoder.compile_passes(
+            self._embedding,
+            product_of(head),
+            draft_ids_N=self.draft_ids_N,
+            num_first_drafts=first_drafts(self._drafted) if self.draft_ids_N is None else 0,
+            shard=None if tables.group.size == 1 else tables.vocabulary,
+            **options,
+        )
+
+    def over_vocabulary(self, logits_RN: Tensor) -> Tensor:
+        """[R, V]: -inf where the drafter has no such token."""
+        if self.draft_ids_N is None:
+            return logits_RN
+        return over_vocabulary(logits_RN, self.draft_ids_N, self._vocab_size)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of copies of the target's."""
+        return self._of_target.copied_bytes
+
+    def slots(self) -> dict[str, Slot]:
+        """The place of each tensor of a checkpoint; only before the weights are packed."""
+        slots: dict[str, Slot] = {}
+        if self.embed_tokens is not None:
+            weight = self.embed_tokens.weight
+            slots["embed_tokens.weight"] = rows_of(self._of_target.vocabulary, weight)
+        if self.lm_head is not None:
+            slots["lm_head.weight"] = rows_of(self._drafted, self.lm_head.weight)
+        return slots
+
+
+def over_vocabulary(logits_RN: Tensor, ids_N: Tensor, vocab_size: int) -> Tensor:
+    """[R, V]: logits of these tokens, -inf for all others."""
+    logits_RV = logits_RN.new_full((len(logits_RN), vocab_size), -torch.inf)
+    return logits_RV.index_copy_(1, ids_N, logits_RN)

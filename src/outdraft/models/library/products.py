@@ -1,0 +1,307 @@
+"""Products of a transformers model, and parts around them, by this engine's kernels.
+
+Norms, feed-forward blocks, and products that read the same rows are found by their names and
+compared with what replaces them on random rows: what differs stays the library's. All replacements
+give a row the same bits whatever rows are in the batch.
+
+Dimension key: T rows, D inputs, E outputs, also of several products, I intermediate.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from outdraft.distributed.group import ALONE, RankGroup
+from outdraft.kernels.data.embedding_table import EmbeddingTable
+from outdraft.kernels.expert_ops import ExpertWeights, Gate
+from outdraft.kernels.ops import Kernels
+from outdraft.kernels.rank_products import Spread
+from outdraft.models.checkpoints.deferred import Packing
+from outdraft.models.checkpoints.stored import StoredParameter
+from outdraft.models.library.experts import ACTIVATIONS, PackedExperts, present_modules
+from outdraft.models.library.experts import keeps_codes as experts_keep_codes
+from outdraft.models.library.operations import catch_operations, is_router
+from outdraft.models.modules import Linear
+
+_READ_TOGETHER = ("q_proj", "k_proj", "v_proj")
+
+
+class FlatLinear(nn.Module):
+    """A packed product for inputs with leading dimensions [1, T] or [T]."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x_1TD: Tensor) -> Tensor:
+        """[1, T, E], or [T, E]."""
+        if x_1TD.dim() == 2:
+            return self.linear(x_1TD)
+        y_TE = self.linear(x_1TD.flatten(0, -2))
+        return y_TE.view(*x_1TD.shape[:-1], y_TE.shape[-1])
+
+
+class CodedEmbedding(nn.Embedding):
+    """Reads vectors from codes; families do with them what they do with those of numbers."""
+
+    table: EmbeddingTable
+    packed_bytes: int  # of codes that no head counts
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The vectors of int64 ids of any shape, [*, D]."""
+        return self.table(input)
+
+
+def table_of(embedding: nn.Embedding) -> EmbeddingTable:
+    """The table that an embedding reads."""
+    if isinstance(embedding, CodedEmbedding):
+        return embedding.table
+    return EmbeddingTable.of(embedding.weight.data)
+
+
+def pack_products(
+    model: nn.Module,
+    packing: Packing,
+    spreads: Mapping[nn.Module, Spread] = MappingProxyType({}),
+) -> None:
+    """Replace all products by packed ones, each as it is reached, so that few are there twice.
+
+    A router's weights are multiplied as they lie: it may call its product by name, not as a module.
+    Its rows do not depend on each other either.
+    """
+    tables = [part for part in model.modules() if isinstance(part, nn.Embedding)]
+    embeddings, heads = {id(part.weight) for part in tables}, dict[int, Linear]()
+    for module in present_modules(model):
+        if is_router(module):
+            continue
+        for name, part in list(module.named_children()):
+            if _is_product(part):
+                is_tied = id(part.weight) in embeddings
+                linear = _packed(part, packing, spreads.get(part), is_tied=is_tied)
+                if is_tied:
+                    heads[id(part.weight)] = linear
+                setattr(module, name, FlatLinear(linear))
+    for part in tables:
+        if packing.deferred.stored(part.weight) is not None:
+            _pack_table(part, packing, heads.get(id(part.weight)))
+    for module in model.modules():
+        if is_router(module):
+            catch_operations(module, packing.kernels)
+
+
+def keeps_codes(module: nn.Module, name: str, stored: StoredParameter) -> bool:
+    """Is true if a parameter's codes can be packed."""
+    if isinstance(module, nn.Embedding):
+        return name == "weight" and stored.tile is not None and stored.tile.is_blocks
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return name == "weight" and not stored.is_stack and not stored.is_transposed
+    return stored.is_stack and experts_keep_codes(module, name, is_transposed=stored.is_transposed)
+
+
+def _is_product(part: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
+    """Is true if it computes x W^T + b, also where a family has written it anew."""
+    if isinstance(part, Conv1D) or type(part).forward is nn.Linear.forward:
+        return True
+    if not isinstance(part, nn.Linear):
+        return False
+    x_2D = torch.randn(2, part.in_features, dtype=part.weight.dtype, device=part.weight.device)
+    found, expected_2E = part(x_2D), nn.functional.linear(x_2D, part.weight, part.bias)
+    tolerance = 1e-2 if part.weight.itemsize < 4 else 1e-4
+    return isinstance(found, Tensor) and torch.allclose(found, expected_2E, tolerance, tolerance)
+
+
+def _pack_table(embedding: nn.Embedding, packing: Packing, head: Linear | None) -> None:
+    """Keep the codes of an embedding; those of a tied head are the same."""
+    weight_VD = embedding.weight
+    if head is None:
+        coded = packing.deferred.coded([weight_VD])
+        assert coded is not None
+        product = packing.kernels.pack_codes(coded, None, weight_VD.dtype)
+    else:
+        assert head.product is not None
+        product = head.product
+    kind = type(embedding)
+    bases = (CodedEmbedding,) if kind is nn.Embedding else (kind, CodedEmbedding)
+    embedding.__class__ = type(f"Coded{kind.__name__}", bases, {})
+    assert isinstance(embedding, CodedEmbedding)
+    num_tokens, size = weight_VD.shape
+    embedding.table = EmbeddingTable(product, num_tokens, size, weight_VD.dtype)
+    embedding.packed_bytes = 0 if head is not None else product.nbytes
+    # Gemma's asks for its dtype.
+    embedding.weight = nn.Parameter(weight_VD.new_empty((0, size)), requires_grad=False)
+
+
+def _packed(
+    part: nn.Linear | Conv1D, packing: Packing, spread: Spread | None, *, is_tied: bool
+) -> Linear:
+    """`is_tied`: the weight is a table of embeddings too, which stays as it is."""
+    weight_ED = part.weight.data
+    if isinstance(part, Conv1D):
+        weight_ED = weight_ED.T.contiguous()
+    bias: Any = part.bias
+    linear = Linear(
+        weight_ED.shape[1],
+        weight_ED.shape[0],
+        bias=bias is not None,
+        dtype=weight_ED.dtype,
+        device=weight_ED.device,
+        weight=nn.Parameter(weight_ED, requires_grad=False),
+        spread=spread,
+    )
+    if linear.bias is not None:
+        linear.bias.data.copy_(bias)
+    packing.pack(linear, [part.weight])
+    if not is_tied and not isinstance(part, Conv1D):
+        part.weight = None  # pyright: ignore[reportAttributeAccessIssue]  # it is packed now
+    return linear
+
+
+def fuse_layers(model: nn.Module, packing: Packing, group: RankGroup = ALONE) -> None:
+    """Replace norms, feed-forward blocks, and products that read the same rows. Codes of several
+    formats stay products of their own.
+
+    Args:
+        group: the ranks over which the products are spread already.
+    """
+    for module in present_modules(model):
+        for name, part in list(module.named_children()):
+            found = _norm(part, packing.kernels)
+            if found is None and group.size == 1:  # else parts of a block are to be summed
+                found = _block(part, packing)
+            if found is not None:
+                setattr(module, name, found)
+        parts = [getattr(module, name, None) for name in _READ_TOGETHER]
+        is_one = all(type(part) is nn.Linear for part in parts)
+        if is_one and packing.deferred.can_join([part.weight for part in parts if part]):
+            fused = _FusedProducts(_joined(parts, packing), parts)
+            for index, name in enumerate(_READ_TOGETHER):
+                setattr(module, name, _FusedPart(fused, index))
+
+
+class FusedNorm(nn.Module):
+    """x / rms(x) * weight, rounded before the weight, as the library's."""
+
+    def __init__(self, weight_D: nn.Parameter, eps: float, kernels: Kernels) -> None:
+        super().__init__()
+        self.weight, self._eps, self._kernels = weight_D, eps, kernels
+
+    def forward(self, x_1TD: Tensor) -> Tensor:
+        """[1, T, D] of the same shape."""
+        rows_TD = x_1TD.reshape(-1, x_1TD.shape[-1])
+        scaled_TD = self._kernels.scale_to_rms(rows_TD, 1.0, self._eps)
+        return (scaled_TD * self.weight).view(x_1TD.shape)
+
+
+class FusedBlock(nn.Module):
+    """down(act(gate) * up): a mixture of one expert."""
+
+    def __init__(self, experts: PackedExperts) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x_1TD: Tensor) -> Tensor:
+        """[1, T, D] of the same shape."""
+        rows_TD = x_1TD.reshape(-1, x_1TD.shape[-1])
+        ids_T1 = torch.zeros((len(rows_TD), 1), dtype=torch.int64, device=x_1TD.device)
+        weights_T1 = torch.ones((len(rows_TD), 1), device=x_1TD.device)
+        return self.experts(rows_TD, ids_T1, weights_T1).view(x_1TD.shape)
+
+
+class _FusedProducts:
+    """Several products with the same rows, computed when the first of them is asked for."""
+
+    def __init__(self, linear: Linear, parts: list[Any]) -> None:
+        self.linear, self._sizes = linear, [part.out_features for part in parts]
+        self._x: Tensor | None = None
+        self._found: list[Tensor | None] = []
+
+    def part(self, x_1TD: Tensor, index: int) -> Tensor:
+        """[1, T, E] of one product."""
+        if x_1TD is not self._x or self._found[index] is None:
+            y_TE = self.linear(x_1TD.flatten(0, -2))
+            self._x, self._found = x_1TD, [*y_TE.split(self._sizes, dim=-1)]
+        y_TE, self._found[index] = self._found[index], None
+        assert y_TE is not None
+        if all(part is None for part in self._found):
+            self._x = None
+        return y_TE.view(*x_1TD.shape[:-1], y_TE.shape[-1])
+
+
+class _FusedPart(nn.Module):
+    def __init__(self, fused: _FusedProducts, index: int) -> None:
+        super().__init__()
+        self._fused, self._index = fused, index
+        if index == 0:
+            self.linear = fused.linear  # once, for who counts weights
+
+    def forward(self, x_1TD: Tensor) -> Tensor:
+        return self._fused.part(x_1TD, self._index)
+
+
+def _norm(part: nn.Module, kernels: Kernels) -> FusedNorm | None:
+    weight = getattr(part, "weight", None)
+    eps = getattr(part, "variance_epsilon", getattr(part, "eps", None))
+    if not type(part).__name__.endswith("RMSNorm") or not isinstance(weight, nn.Parameter):
+        return None
+    if weight.dim() != 1 or not isinstance(eps, float):
+        return None
+    fused = FusedNorm(weight, eps, kernels)
+    x_2D = _random(2, len(weight), weight)
+    return fused if _is_same(part(x_2D), fused(x_2D)) else None
+
+
+def _block(part: Any, packing: Packing) -> FusedBlock | None:
+    names = ("gate_proj", "up_proj", "down_proj")
+    products: list[Any] = [getattr(part, name, None) for name in names]
+    if not all(type(one) is nn.Linear and getattr(one, "bias", None) is None for one in products):
+        return None
+    activation = ACTIVATIONS.get(type(getattr(part, "act_fn", None)).__name__)
+    if activation is None:
+        return None
+    kept, deferred = [one.weight for one in products], packing.deferred
+    if not deferred.can_join(kept[:2]):
+        return None
+    gate, up, down = (weight.detach() for weight in kept)
+    x_2D = _random(2, gate.shape[1], gate)
+    between_2I = part.act_fn(F.linear(x_2D, gate)) * F.linear(x_2D, up)
+    if not _is_same(part(x_2D), F.linear(between_2I, down)):
+        return None
+    weights = ExpertWeights(
+        [deferred.coded(kept[:2]) or (gate, up)],
+        [deferred.coded(kept[2:]) or down],
+        dtype=down.dtype,
+    )
+    experts = packing.kernels.pack_experts(weights, Gate(activation), packing.quantization)
+    return FusedBlock(PackedExperts(experts, 1, gate.nbytes + up.nbytes + down.nbytes))
+
+
+def _joined(parts: list[Any], packing: Packing) -> Linear:
+    weight = parts[0].weight
+    biases = [part.bias for part in parts]
+    sizes = [part.out_features for part in parts]
+    has_bias = any(bias is not None for bias in biases)
+    linear = Linear(
+        weight.shape[1], sum(sizes), bias=has_bias, dtype=weight.dtype, device=weight.device
+    )
+    if linear.bias is not None:
+        for to, bias in zip(linear.bias.data.split(sizes), biases, strict=True):
+            to.copy_(bias) if bias is not None else to.zero_()
+    weights = [part.weight for part in parts]
+    packing.pack(linear, weights, [weight.detach() for weight in weights])
+    return linear
+
+
+def _random(num_rows: int, size: int, like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(num_rows, size, generator=generator)
+    return rows.to(dtype=like.dtype, device=like.device)
+
+
+def _is_same(found: Any, expected: Tensor) -> bool:
+    tolerance = 2e-2 if expected.dtype.itemsize < 4 else 1e-4
+    return isinstance(found, Tensor) and torch.allclose(found, expected, tolerance, tolerance)
