@@ -21,10 +21,10 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.distributed.group import Ranks
 from outdraft.distributed.process_groups import ProcessTransport
 from outdraft.engine import engine as engine_module
-from outdraft.ranks import processes as ranks_module
 from outdraft.engine.llm import LLM
 from outdraft.kernels.native.ranks import MemoryTransport
 from outdraft.ranks import hosts as rank_hosts
+from outdraft.ranks import processes as ranks_module
 from outdraft.runner.model_runner import PendingStep
 from tests.cli.pair import pair
 from tests.server.process.engines import (
