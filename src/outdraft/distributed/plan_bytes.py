@@ -1,4 +1,4 @@
-"""What rank 0 sends the other ranks for a step, as bytes and back.
+"""Writes and reads the bytes that rank 0 sends the other ranks for a step.
 
 Values are written as rows of their fields, without names: all ranks run the same version.
 """

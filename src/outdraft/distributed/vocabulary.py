@@ -53,7 +53,7 @@ class VocabularyShard:
         return min(self.width, self.num_tokens - self.first)
 
     def embed(self, token_ids_T: Tensor, vectors_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """[T, D]: the vectors of tokens, whichever rank has them.
+        """[T, D]: the vectors of tokens, each from the rank that has it.
 
         Args:
             vectors_of: gives those of this rank's tokens, by their places among them.
@@ -69,8 +69,8 @@ class VocabularyShard:
         return F.pad(logits_RN, (0, missing), value=-torch.inf) if missing else logits_RN
 
     def best_tokens(self, logits_RS: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [R]: of all ranks' tokens the one of the highest logit; bool [R]: whether that
-        logit is finite. A NaN counts as the highest; of equal ones the first wins.
+        """int64 [R]: of all ranks' tokens the one of the highest logit; bool [R]: that logit is
+        finite. A NaN counts as the highest; of equal ones the first wins.
 
         Args:
             logits_RS: of this rank's tokens, padded.

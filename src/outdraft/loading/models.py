@@ -68,7 +68,7 @@ class LoadedModels:
 def load_models(
     config: EngineConfig, ranks: Ranks = ONE_RANK, device: torch.device | None = None
 ) -> LoadedModels:
-    """Load what the configuration names; of each network the part of this rank.
+    """Load the networks that the configuration names; of each the part of this rank.
 
     Args:
         ranks: of whose models this rank's parts are loaded. All ranks call this together. Without
@@ -113,7 +113,7 @@ def load_models(
     if config.speculation.network is None:
         drafter = None
     else:
-        with stage("loaded what drafts"):
+        with stage("loaded the drafter"):
             drafter = _load_network(config, path, target, ranks)
     with stage("loaded the tokenizer"):
         tokenizer = load_tokenizer(tokenizer_path(config, path))
@@ -124,7 +124,7 @@ def load_models(
 
 @contextmanager
 def _naming(path: Path) -> Generator[None]:
-    """Say in an error which of several checkpoints is wrong: each of them has a config.json.
+    """Name the checkpoint in errors of the block, as there may be several.
 
     Raises:
         ConfigError: as the block did, and the message names the path.
@@ -138,7 +138,7 @@ def _naming(path: Path) -> Generator[None]:
 
 
 def _find_files(config: EngineConfig) -> Path:
-    """The target's directory. What else is missing is found here, too: before weights are read."""
+    """The target's directory. Finds everything else that is missing, before weights are read."""
     is_dummy = config.load_format == "dummy"
     path = resolve_model_path(config.model, config.revision, with_weights=not is_dummy)
     default_sampling(config, path)
@@ -179,8 +179,8 @@ def _check_activations(config: EngineConfig, path: Path) -> None:
 
 
 def _load_on_ranks(config: EngineConfig) -> LoadedModels:
-    """All ranks load their parts at the same time; this process becomes rank 0."""
-    # With libraries that one rank does without.
+    """Load all ranks' parts at the same time; this process becomes rank 0."""
+    # Imported here: one rank needs no libraries of several.
     from outdraft.ranks.hosts import LocalHosts
     from outdraft.ranks.processes import RankProcesses
 
@@ -192,7 +192,7 @@ def _load_on_ranks(config: EngineConfig) -> LoadedModels:
             f"GPUs, got {size}"
         )
     check_division(config)
-    _find_files(config)  # what must be downloaded is so once, not on every rank
+    _find_files(config)  # downloads once, not on every rank
     hosts: RankHosts
     if on_cluster:
         hosts = on_ray = _hosts_of_ray(size, device)
@@ -211,7 +211,7 @@ def _load_on_ranks(config: EngineConfig) -> LoadedModels:
 
 def check_division(config: EngineConfig) -> None:
     """Raise ConfigError if the ranks that the configuration asks for cannot have equal parts of the
-    target, or of the layers of what drafts. Reads config.json only."""
+    target, or of the drafter's layers. Reads config.json only."""
     path = resolve_model_path(config.model, config.revision, with_weights=False)
     check_shards(path, config.parallel.tensor_parallel_size, TARGET_RANKS, config.model_impl)
     network, draft_size = config.speculation.network, config.draft_tensor_parallel_size
@@ -245,7 +245,7 @@ def tokenizer_path(config: EngineConfig, model_path: Path) -> Path:
 
 
 def with_drafter(models: LoadedModels, config: EngineConfig) -> LoadedModels:
-    """The same target with what drafts in another configuration.
+    """Load another configuration's drafter for the same target.
 
     Raises:
         ConfigError: the drafter is missing or does not fit, or the target is another one.
@@ -260,7 +260,7 @@ def with_drafter(models: LoadedModels, config: EngineConfig) -> LoadedModels:
 def _load_network(
     config: EngineConfig, path: Path, target: LanguageModel, ranks: Ranks
 ) -> LoadedDrafter | None:
-    """What drafts for the target, whose checkpoint is at `path`; None: no network does."""
+    """Load the drafter of the target at `path`; None: no network drafts."""
     network = config.speculation.network
     if network is None:
         return None
@@ -292,7 +292,7 @@ def check_shared(config: EngineConfig, loaded: EngineConfig) -> None:
 
 
 def _weights_of(network: DraftNetworkConfig) -> tuple[object, ...]:
-    """What configurations of one loaded drafter have in common."""
+    """The settings in which configurations of one loaded drafter agree."""
     return network.model, network.source, network.quantization, network.kv_budget
 
 
@@ -324,7 +324,7 @@ def choose_dtype(
 SAMPLING_FILE = "generation_config.json"
 
 
-# Their names for our parameters; what else the file holds is about other ways to generate.
+# The file's names for our parameters; its other fields are not read.
 SAMPLING_FIELDS = {
     "temperature": "temperature",
     "top_p": "top_p",
