@@ -1,7 +1,7 @@
 """Makes the table of what an engine's steps cost, for the controller, before the first request.
 
 It is measured once for each model, machine and network that drafts, in the time that a budget
-allows, and kept on disk. Small models take a few tenths of a second; others at most the budget.
+allows, and kept on disk. Small models take less than 1 s; others at most the budget.
 """
 
 import logging

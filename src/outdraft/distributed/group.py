@@ -214,7 +214,7 @@ class RequestShares:
 
     Attributes:
         counts: the first counts[0] requests of the batch are rank 0's, the next counts[1] rank 1's,
-            and so on. A rank that is alone has all, whatever they say.
+            and so on. A rank that is alone has all, and ignores them.
     """
 
     group: RankGroup = ALONE

@@ -36,9 +36,9 @@ def join_ranks(
     Args:
         store: one of all ranks, and of no other groups.
         size, draft_size: t and d; d divides t.
-        timeout_s: how long one rank waits for another in an operation.
+        timeout_s: for one rank to wait for another in an operation.
         over_memory: None: this rank cannot share memory.
-        host: address of this machine, at which Gloo listens; None: what its name stands for.
+        host: address of this machine, at which Gloo listens; None: the one of its name.
 
     Raises:
         RanksError: another rank did not come.

@@ -18,7 +18,7 @@ from outdraft.distributed.group import RankGroup
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
-    """The tokens of one rank: ceil(V / t) of them, and on the last rank what is left.
+    """The tokens of one rank: ceil(V / t) of them, and on the last rank the rest.
 
     Attributes:
         num_tokens: V.
@@ -64,7 +64,7 @@ class VocabularyShard:
         return self.group.sum(vectors_TD.masked_fill(~is_own_T[:, None], 0))
 
     def padded(self, logits_RN: Tensor) -> Tensor:
-        """[R, S]: -inf where this rank has no token. What is padded already stays as it is."""
+        """[R, S]: -inf where this rank has no token. A padded tensor stays as it is."""
         missing = self.width - logits_RN.shape[1]
         return F.pad(logits_RN, (0, missing), value=-torch.inf) if missing else logits_RN
 

@@ -26,7 +26,7 @@ LONG_REQUEST = 512  # trials, after which a request counts as a new one
 ROUGH_BLOCKS = 8  # the first ones, whose deviations are left out: the history is too short
 FIRST_BLOCKS = 32  # of a history, before an alarm can begin
 MEMORY = 200  # blocks
-SLACK, LIMIT = 0.5, 12.0  # in usual deviations of a block
+SLACK, LIMIT = 0.5, 12.0  # in standard deviations of a block
 RENEWAL = 100  # blocks of an alarm, after which the history begins anew
 
 
@@ -48,23 +48,23 @@ class FallWatch:
         """Count a verified draft of a request: its levels, and those that were accepted."""
         reached = min(levels, accepted + 1)
         self._outcomes[reached, accepted] += 1
-        mine = self._requests.get(request_id)
-        if mine is None:
-            mine = self._requests[request_id] = _Share()
-        known = len(self._expected) - 1
-        mine.reached += reached
-        mine.accepted += accepted if accepted < known else known
-        mine.expected += self._expected[reached if reached < known else known]
-        mine.trials += reached if reached < known else known
-        if mine.reached >= LONG_REQUEST:
+        share = self._requests.get(request_id)
+        if share is None:
+            share = self._requests[request_id] = _Share()
+        num_levels = len(self._expected) - 1  # with a history
+        share.reached += reached
+        share.accepted += accepted if accepted < num_levels else num_levels
+        share.expected += self._expected[reached if reached < num_levels else num_levels]
+        share.trials += reached if reached < num_levels else num_levels
+        if share.reached >= LONG_REQUEST:
             self.finish(request_id)
 
     def finish(self, request_id: str) -> None:
-        """A request ended; unknown ids are fine."""
-        mine = self._requests.pop(request_id, None)
-        if mine is None:
+        """Count the end of a request; unknown ids are ignored."""
+        share = self._requests.pop(request_id, None)
+        if share is None:
             return
-        self._block.add(mine)
+        self._block.add(share)
         self._block_requests += 1
         if self._block_requests >= BLOCK_REQUESTS and self._block.reached >= BLOCK_TRIALS:
             self._end_block()
@@ -89,22 +89,22 @@ class FallWatch:
 
     def _judge(self, block: "_Share") -> None:
         """Add a block to the sum."""
-        usual = block.expected / max(1, block.trials)
-        least = usual * (1 - usual) / max(1, block.trials)  # were its tokens independent
-        deviation = math.sqrt(max(self._variance, least, 1e-12))
+        rate = block.expected / max(1, block.trials)
+        binomial = rate * (1 - rate) / max(1, block.trials)  # variance if tokens were independent
+        deviation = math.sqrt(max(self._variance, binomial, 1e-12))
         self._sum = max(0.0, self._sum - block.excess / deviation - SLACK)
         if self._sum == 0.0:
-            self._lately = _Share()
+            self._recent = _Share()
             self._switch(is_on=False, evidence="acceptance is back where it used to be")
             return
-        self._lately.add(block)
+        self._recent.add(block)
         if self._sum >= LIMIT:
             self._sum = LIMIT
-            lately, trials = self._lately, max(1, self._lately.trials)
+            recent, trials = self._recent, max(1, self._recent.trials)
             self._switch(
                 is_on=True,
-                evidence=f"{lately.accepted / trials:.0%} of {lately.trials} tokens were accepted "
-                f"lately, {lately.expected / trials:.0%} were before",
+                evidence=f"{recent.accepted / trials:.0%} of {recent.trials} tokens were accepted "
+                f"lately, {recent.expected / trials:.0%} were before",
             )
 
     def _switch(self, *, is_on: bool, evidence: str) -> None:
@@ -133,10 +133,10 @@ class FallWatch:
         self._reached: list[float] = []  # drafts by level, from 0
         self._accepted: list[float] = []
         self._expected = [0.0]  # accepted levels, by levels that were reached
-        self._variance = 0.0  # of blocks' excess a trial
+        self._variance = 0.0  # of blocks' excess per trial
         self._num_blocks = self._num_on = self._block_requests = 0
         self._sum = 0.0
-        self._block, self._lately = _Share(), _Share()
+        self._block, self._recent = _Share(), _Share()
         self._outcomes = Counter[tuple[int, int]]()  # of the block: levels reached, accepted
         self._requests.clear()
 
@@ -163,7 +163,7 @@ class _Share:
 
     @property
     def excess(self) -> float:
-        """Accepted beyond what is usual, a trial."""
+        """Accepted tokens beyond the expected ones, per trial."""
         return (self.accepted - self.expected) / max(1, self.trials)
 
 
@@ -189,7 +189,7 @@ class _Source:
 
     Attributes:
         used: the newest step in which it drafted, probes aside.
-        fruitless: steps with its drafts since a draft was accepted.
+        fruitless: steps with its drafts since one was accepted.
         on: alarms that have begun and not ended.
     """
 

@@ -195,7 +195,7 @@ class _SequenceAssembly:
 
 
 def _entries(row: TokenLogprobs, num_top: int, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """Token id -> Logprob: the chosen token, then as many of the most likely as asked for."""
+    """Token id -> Logprob: the chosen token, then the `num_top` most likely ones."""
 
     def decoded(token_id: int) -> str | None:
         return tokenizer.decode([token_id], False) if tokenizer is not None else None

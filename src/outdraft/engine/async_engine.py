@@ -54,7 +54,7 @@ class AsyncEngine:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Abort what runs and end the thread."""
+        """Abort all requests and end the thread."""
         self._stopping = True
         self._wake.set()
         await asyncio.to_thread(self._thread.join)
@@ -62,7 +62,7 @@ class AsyncEngine:
     async def generate(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
-        """Snapshots of the request while it grows; the last one is finished.
+        """Yield snapshots of the request while it grows; the last one is finished.
 
         Leaving the iteration early aborts the request.
 

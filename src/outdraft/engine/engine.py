@@ -1,6 +1,6 @@
-"""The engine: requests in, one step at a time, deltas out. It never waits and knows no I/O.
+"""The engine: requests in, one step at a time, deltas out. It never waits and has no I/O.
 
-It knows ids only: RequestAssembly makes text of them, beside the engine or in another process.
+It handles ids only: RequestAssembly makes text of them, beside the engine or in another process.
 
 The life of a step: choose drafts, schedule, launch, collect, commit.
 """
@@ -46,11 +46,11 @@ class WatchedRanks(Protocol):
     """Processes that an engine cannot do without."""
 
     def watch(self, on_death: Callable[[], None]) -> None:
-        """Have a function called, in another thread, when one of them has ended by itself."""
+        """Call a function, in another thread, when one of them has ended by itself."""
         ...
 
     def check(self) -> None:
-        """Raises RanksError: the engine cannot go on."""
+        """Raise RanksError if the engine cannot go on."""
         ...
 
     def num_moves(self) -> int:
@@ -111,7 +111,7 @@ class Engine:
         ]
 
     def prepare(self, params: SamplingParams) -> None:
-        """Do beforehand what of `add_request` may take seconds. Safe to use from any thread.
+        """Do the parts of `add_request` that may take seconds. Safe to use from any thread.
 
         Raises:
             RequestError: the parameters are wrong.
@@ -120,7 +120,7 @@ class Engine:
         self.inputs.grammar(params)
 
     def check_request(self, prompt: Prompt, params: SamplingParams) -> EncodedPrompt:
-        """The prompt as `add_request` takes it too, without making ids of it again.
+        """Check a request; return its prompt encoded, which `add_request` takes as well.
 
         Raises:
             RequestError: such a request could never run. Nothing is queued either way.
@@ -156,7 +156,7 @@ class Engine:
         self._num_added += 1
 
     def step(self) -> list[RequestDelta]:
-        """Advance everything that runs by at least one token or prompt chunk; the new tokens.
+        """Advance all running requests by at least 1 token or prompt chunk; return the deltas.
 
         A sequence that fails by itself ends with FinishReason.ERROR; the others go on.
         """
@@ -193,10 +193,10 @@ class Engine:
         for sequence in ended:
             self._end_drafting(sequence)
         self._record(stats)
-        news = [deltas.take() for deltas in grown.values()]
+        taken = [deltas.take() for deltas in grown.values()]
         for sequence in ended:  # last: after a step that failed, callers can abort them
             self._forget(sequence)
-        return news
+        return taken
 
     def abort(self, request_id: str) -> None:
         """End a request early and give back all it holds; unknown ones are ignored.

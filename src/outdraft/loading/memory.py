@@ -434,7 +434,7 @@ def num_blocks(
     also one of the free memory, as other programs use the rest.
 
     Raises:
-        ConfigError: more was asked for than there is, or too little is left for one block.
+        ConfigError: the configured size is more than is free, or less than 1 block is left.
     """
     if config.num_blocks is not None:
         wanted = config.num_blocks * block_bytes

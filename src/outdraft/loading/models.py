@@ -1,11 +1,12 @@
-"""From a configuration to weights and a tokenizer."""
+"""Loads the weights and the tokenizer that a configuration names."""
 
 import logging
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer
@@ -13,7 +14,8 @@ from tokenizers import Tokenizer
 from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation import BLOCK_SOURCES, OWN_SOURCES, DraftNetworkConfig
 from outdraft.core.draft import DraftSource
-from outdraft.core.errors import ConfigError
+from outdraft.core.errors import ConfigError, RequestError
+from outdraft.core.sampling import SamplingParams
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ONE_RANK, Ranks
 from outdraft.kernels.choose import AUTO, automatic_dtype, check_option, choose_kernels, has_library
@@ -35,11 +37,6 @@ if TYPE_CHECKING:
     from outdraft.ranks.hosts import RankHosts
     from outdraft.ranks.processes import RankProcesses
     from outdraft.ranks.ray_hosts import RayHosts
-import time
-from typing import Any
-
-from outdraft.core.errors import RequestError
-from outdraft.core.sampling import SamplingParams
 
 NO_LIBRARY = "no compiled library for this machine: the readable reference computes, slowly"
 _logger = logging.getLogger(__name__)
@@ -166,7 +163,7 @@ def _check_is_model(path: Path) -> None:
 
 
 def _check_activations(config: EngineConfig, path: Path) -> None:
-    """Raise ConfigError if int8 is asked for by name, and no weight of the target would meet it."""
+    """Raise ConfigError if int8 is configured, but the target has no weights of 4 bits."""
     has_few_bits = is_gguf(path) or (config.quantization or "").startswith("int4")
     if config.activation_dtype != "int8" or has_few_bits:
         return
@@ -285,7 +282,7 @@ def check_shared(config: EngineConfig, loaded: EngineConfig) -> None:
     if other is None or _weights_of(other) != _weights_of(network):
         name = f" {network.model!r}" if network.model else ""
         raise ConfigError(f"{network.source}{name} was not loaded")
-    # EAGLE's mask state is always loaded; a draft model's mask token is read if asked for.
+    # EAGLE's mask state is always loaded; a draft model's mask token only if configured.
     is_parallel = network.parallel_drafting and network.source == DraftSource.MODEL
     if is_parallel and not other.parallel_drafting:
         raise ConfigError(f"draft_model {network.model!r} was loaded without parallel_drafting")
@@ -322,8 +319,6 @@ def choose_dtype(
 
 
 SAMPLING_FILE = "generation_config.json"
-
-
 # The file's names for our parameters; its other fields are not read.
 SAMPLING_FIELDS = {
     "temperature": "temperature",
@@ -342,7 +337,7 @@ def default_sampling(config: EngineConfig, model_path: Path) -> dict[str, Any]:
         model_path: directory of the model's checkpoint.
 
     Raises:
-        ConfigError: the file that was asked for is missing, or a value is out of its range.
+        ConfigError: the configured file is missing, or a value is out of its range.
     """
     if config.generation_config == "vllm":
         return {}

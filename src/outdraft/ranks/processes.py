@@ -68,7 +68,7 @@ class _Processes:
 
     by_rank: dict[int, RankProcess] = field(default_factory=dict[int, RankProcess])
     endings: dict[int, int] = field(default_factory=dict[int, int])
-    news: threading.Condition = field(default_factory=threading.Condition)
+    changed: threading.Condition = field(default_factory=threading.Condition)
     on_death: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
     are_wanted: bool = True
 
@@ -79,7 +79,7 @@ class _Processes:
 
     def end(self) -> None:
         """Kill all that still run."""
-        with self.news:
+        with self.changed:
             self.are_wanted = False
         for process in self.by_rank.values():
             process.kill()
@@ -89,9 +89,9 @@ class _Processes:
 
     def _wait(self, rank: int, process: RankProcess) -> None:
         code = process.wait()
-        with self.news:
+        with self.changed:
             self.endings[rank] = code
-            self.news.notify_all()
+            self.changed.notify_all()
             calls = self.on_death.copy() if self.are_wanted else []
         for call in calls:
             call()
@@ -348,8 +348,8 @@ class RankProcesses:
             others = (code != LOST for code in processes.endings.values())
             return any(others) or len(processes.endings) == len(processes.by_rank)
 
-        with processes.news:
-            processes.news.wait_for(is_clear, GRACE_S)
+        with processes.changed:
+            processes.changed.wait_for(is_clear, GRACE_S)
             endings = processes.endings.copy()
         last_words: dict[int, RankFailed] = {}
         while (said := self._speaker.receive(LAST_WORDS_S)) is not None:

@@ -101,7 +101,7 @@ class RayHosts:
         return RayProcess(actor, pickle.dumps(placed), assignment.cores.num_threads)
 
     def met(self) -> None:
-        """Keep the address, which is one of the network."""
+        """Do nothing: a TCP address needs no cleanup."""
 
     def close(self) -> None:
         """Give the room back."""
@@ -143,7 +143,7 @@ class RayProcess:
             ray.kill(self._actor)
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Do nothing: nothing is left."""
 
 
 def _connect() -> None:

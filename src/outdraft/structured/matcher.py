@@ -18,8 +18,8 @@ Result = TypeVar("Result")
 class Grammar:
     """A compiled grammar, which any number of sequences follow.
 
-    All states that were copied from each other share one lexer. What the lexer learns of the
-    grammar makes later masks faster, but there is a limit to it: then it is made anew.
+    All states that were copied from each other share one lexer. It caches its work, which makes
+    later masks faster, up to a limit: then it is replaced.
     """
 
     def __init__(
