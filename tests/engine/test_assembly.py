@@ -17,6 +17,7 @@ NGRAM, MODEL = TokenOrigin.NGRAM, TokenOrigin.MODEL
 CHAIN = DraftChoice(DraftSource.NGRAM, Draft.chain([1, 2, 3]))
 TREE = DraftChoice(DraftSource.NGRAM, Draft((1, 2, 3), (0, 0, 1)))  # row 2 is below row 0
 MODELS = DraftChoice(DraftSource.MODEL, num_model_drafts=3)
+
 EOS = 1
 
 

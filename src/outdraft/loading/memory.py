@@ -73,7 +73,7 @@ class GroupMemory:
     used: int
 
 
-# Files of the limit and of what is used; the entry of memory.stat for what can be given back.
+# Files of the limit and of the used bytes; the entry of memory.stat for those it can give back.
 _Files = tuple[str, str, str]
 _V2 = ("memory.max", "memory.current", "inactive_file")
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -138,7 +138,7 @@ class StepShape:
             Drafts that clients predicted may be more, in the few steps without others.
         num_sampled: most drafts of one request that a network draws from its distribution, which is
             then kept; 0: it draws none.
-        tree: of what the drafter makes; its rows have no part in the scheduler's budget until
+        tree: of the drafter; its rows have no part in the scheduler's budget until
             they are verified.
         drafter_rows: fewest rows of a pass of the drafter.
         has_network: a network drafts.

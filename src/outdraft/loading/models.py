@@ -68,8 +68,8 @@ def load_models(
     """Load the networks that the configuration names; of each the part of this rank.
 
     Args:
-        ranks: of whose models this rank's parts are loaded. All ranks call this together. Without
-            them, the other ranks that the configuration asks for are started.
+        ranks: all ranks, which call this together; this rank loads its parts. None given: starts
+            the other ranks that the configuration names.
         device: of this rank; None: the first one of the kind that the configuration names.
 
     Raises:

@@ -155,7 +155,7 @@ def _connect() -> None:
         return
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
-    # If a cluster begins here: else what Ray runs gives way to every other program.
+    # If a cluster begins here: by default Ray gives its processes a low priority.
     os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         ray.init(include_dashboard=False)

@@ -21,7 +21,7 @@ MAX_CACHED = 32  # grammars; each may grow to 100 MB, but hardly any does
 MAX_FIRST_MASK_S = 5.0
 # One sequence may take this in one step, while all others wait. Most need less than 0.5 ms.
 MAX_FOLLOWING_S = 0.5
-_MAX_MESSAGE = 500  # characters; the library quotes whole lines of what it was given
+_MAX_MESSAGE = 500  # characters; the library quotes whole lines of its input
 _FORM = "form_behind_thoughts"
 _END = "<|the output may end here|>"
 

@@ -76,7 +76,7 @@ class SequenceMatcher:
         masks_RW[:] = EVERYTHING
         if self._is_over():
             return []
-        own_RW = masks_RW.copy()  # what takes too long may still write to it
+        own_RW = masks_RW.copy()  # a call that took too long may still write to it
         ends = self._within_time(lambda: self._masks(token_ids, parents, own_RW))
         if ends is None or self.failure is not None:
             return []
@@ -156,8 +156,8 @@ class SequenceMatcher:
         for stop_id in self._stop_ids:
             _set(mask_W, stop_id, may_end)
         if not mask_W.any() and not may_end:
-            # Only a token that the caller has made a stop token goes on with it: then it may cut
-            # the output, as it would without a grammar.
+            # Only tokens that the caller made stop tokens can follow: then they may end the output,
+            # as they would without a grammar.
             mask_W[:] = text_W
         return bool(mask_W.any())
 

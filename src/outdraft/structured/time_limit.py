@@ -66,7 +66,7 @@ class _Thread:
     def __init__(self) -> None:
         self.calls: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self.answers: SimpleQueue[_Answer] = SimpleQueue()
-        # A daemon: the process does not wait for what was given up. (An executor would.)
+        # A daemon: the process does not wait for calls that took too long. (An executor would.)
         self._thread = threading.Thread(target=self._work, name="outdraft-masks", daemon=True)
         self._thread.start()
         self._clock: int | None = None

@@ -77,7 +77,7 @@ def grammar_source(kind: "StructuredKind", text: str, is_compact: bool) -> str:
     with suppress(RecursionError):  # the library says the same in better words
         schema = json.loads(text)
         if not isinstance(schema, dict) and schema is not True:
-            return llguidance.grammar_from("json_schema", text)  # it says what is wrong
+            return llguidance.grammar_from("json_schema", text)  # raises with the reason
         text = "{}" if schema is True else json.dumps(closed(schema))
     overrides = _COMPACT if is_compact else _FLEXIBLE
     return LLMatcher.grammar_from_json_schema(text, overrides=overrides)
@@ -168,7 +168,7 @@ def _walk(matcher: LLMatcher) -> None:
         if time.process_time() - started_s > _MAX_BYTE_CPU_S:
             raise GrammarError("it takes too much time to follow")
         if not goes_on:
-            return  # what this means is said when it is compiled for the vocabulary
+            return  # compiling it for the vocabulary finds out why
 
 
 def _main() -> None:

@@ -120,7 +120,7 @@ _OWN_VARIABLES = {
 _PROBE = "a text to look for"
 _CUT_ARGUMENTS = f'{{"{_PROBE}'
 _NOTATION = re.compile(rf"""['"]text['"]: ?['"]{_PROBE}""")  # Python's or JSON's
-# What a template may raise when it meets values that it was not written for.
+# Errors that a template may raise for values of unexpected types.
 _RENDERING = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
 _MARK = "[the last message goes on here] "
 
@@ -273,7 +273,7 @@ class ChatTemplate:
             try:
                 return self._rendered(as_text, **options)
             except _RENDERING:
-                pass  # the first error is about what was sent
+                pass  # the first error is about the messages as they were sent
             raise
 
     def _rendered(self, messages: Sequence[Message], **options: Any) -> str:

@@ -26,7 +26,7 @@ from outdraft.models.quantized.gguf_vocabulary import GgufVocabulary, TokenKind,
 from outdraft.text.splits import SPLITS
 
 _BLANK = "▁"  # stands for " " in SentencePiece's tokens
-# Models by their names whose special tokens take the blanks that follow them, but for these tokens;
+# Names of models whose special tokens take the blanks that follow them, and the tokens that do not;
 # the format has no field for it.
 _BLANK_TAKERS, _NO_BLANK_TAKERS = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>")
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # of files that do not name them
