@@ -78,8 +78,8 @@ def _grown(
             yield step._replace(num_rows=step.num_rows - depth, num_idle=1)
     if proposer is None or not most:
         return
-    # A network that reads states reads accepted tokens, up to the last one but one. Others read the
-    # newest 1 or 2.
+    # A network that reads states reads accepted tokens except the newest, whose successor is not
+    # there yet. Others read the newest 1 or 2.
     for lag in range(1, most + 1) if proposer.drafter.state_window else (ALL_READ,):
         yield DummyStep(count, 2 * count, is_network=True, lag=lag)
     if proposer.drafting.is_tree:
