@@ -12,7 +12,13 @@ from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.plan import DraftChoice, Work, WorkResult
 from outdraft.core.request import BookedWork, Request
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.alarms import FRUITLESS_STEPS, IDLE_STEPS, Drafted, FallWatch, SourceAlarms
+from outdraft.engine.alarms import (
+    FRUITLESS_STEPS,
+    IDLE_STEPS,
+    FallWatch,
+    SourceAlarms,
+    VerifiedDraft,
+)
 
 USUAL, FALLEN = 0.67, 0.52
 CONCURRENCY = 8
@@ -138,8 +144,8 @@ def test_longer_drafts_alone_are_no_fall():
             assert not watch.is_on
 
 
-def draft(accepted: int = 0, source: str = "suffix") -> Drafted:
-    return Drafted(source, "r", 3, accepted)
+def draft(accepted: int = 0, source: str = "suffix") -> VerifiedDraft:
+    return VerifiedDraft(source, "r", 3, accepted)
 
 
 def test_a_source_that_only_probes_never_drafts():

@@ -8,7 +8,7 @@ from outdraft.core.plan import DraftChoice, TokenLogprobs, Work, WorkResult
 from outdraft.core.request import BookedWork, Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembly import RequestAssembly
-from outdraft.engine.deltas import RequestDeltas, StepTold
+from outdraft.engine.deltas import RequestDeltas
 from outdraft.engine.inputs import InputProcessor
 from tests.engine.byte_level import byte_ids, tokenizer
 
@@ -17,9 +17,6 @@ NGRAM, MODEL = TokenOrigin.NGRAM, TokenOrigin.MODEL
 CHAIN = DraftChoice(DraftSource.NGRAM, Draft.chain([1, 2, 3]))
 TREE = DraftChoice(DraftSource.NGRAM, Draft((1, 2, 3), (0, 0, 1)))  # row 2 is below row 0
 MODELS = DraftChoice(DraftSource.MODEL, num_model_drafts=3)
-
-TOLD = StepTold(0.25, None, {})
-
 
 EOS = 1
 
@@ -36,7 +33,7 @@ def assembly(params: SamplingParams, token_ids: list[int]) -> RequestAssembly:
 
 
 class Caller:
-    """One request of one sequence: what the engine tells of it, and what is assembled."""
+    """One request of one sequence: its deltas and its output."""
 
     def __init__(self, **params) -> None:
         self.params = SamplingParams(max_tokens=50, **params)
@@ -52,7 +49,7 @@ class Caller:
         self.assembly = assembly(self.params, [5, 6])
         self.output = self.assembly.output
         self.completion = self.output.outputs[0]
-        self.num_told_to_stop = 0
+        self.num_stopped = 0
 
     def step(self, outcome: WorkResult, drafts: DraftChoice | None = None) -> None:
         """What the scheduler, the engine and the assembler do with one result."""
@@ -63,8 +60,8 @@ class Caller:
             self.request.finish_reason = self.request.append(token_id)
             if self.request.finish_reason is not None:
                 break
-        self.deltas.add(0, BookedWork(self.request, work, outcome, tuple(added)), TOLD)
-        self.num_told_to_stop += len(self.assembly.add(self.deltas.take()))
+        self.deltas.add(0, BookedWork(self.request, work, outcome, tuple(added)), 0.25)
+        self.num_stopped += len(self.assembly.add(self.deltas.take()))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +122,7 @@ def test_text_that_could_become_a_stop_string_waits():
     assert caller.completion.token_ids == [a, b, d, b, c]
     assert len(caller.completion.origins) == 5
     assert caller.output.finished
-    assert caller.num_told_to_stop == 1
+    assert caller.num_stopped == 1
 
 
 def test_a_stop_string_before_the_fewest_tokens_stays_in_the_text():
@@ -160,7 +157,7 @@ def test_a_stop_token_ends_the_text_even_if_it_completes_a_stop_string():
             caller.step(WorkResult((b,)))
         assert (caller.completion.finish_reason, caller.completion.stop_reason) == ("stop", reason)
         assert caller.completion.text == ("a" if last == b else "")
-        assert caller.num_told_to_stop == (reason == "b")
+        assert caller.num_stopped == (reason == "b")
 
 
 @pytest.mark.parametrize("is_included", [False, True])
@@ -187,7 +184,7 @@ def test_the_engine_is_not_told_of_a_stop_string_at_its_own_last_token():
     assert caller.completion.token_ids == [a, b]
     assert [step.num_emitted for step in caller.completion.trace or ()] == [2]
     assert caller.output.metrics.speculative_decoding.per_step_accepted == [2]
-    assert caller.num_told_to_stop == 0
+    assert caller.num_stopped == 0
 
 
 def test_prompt_logprobs_of_a_prompt_computed_twice_are_those_of_one():
@@ -196,7 +193,7 @@ def test_prompt_logprobs_of_a_prompt_computed_twice_are_those_of_one():
     for start, rows in [*chunks, *chunks]:
         work = Work(0, start, 1, False)
         outcome = WorkResult(prompt_logprobs=tuple(rows))
-        caller.deltas.add(0, BookedWork(caller.request, work, outcome, ()), TOLD)
+        caller.deltas.add(0, BookedWork(caller.request, work, outcome, ()), 0.25)
     assert caller.output.metrics.first_token_s is None
     caller.step(WorkResult((10,)))
     first, *others = caller.output.prompt_logprobs or []

@@ -1,8 +1,8 @@
-"""Measured tables of costs on disk, one file for each way to run a model on a machine.
+"""Keeps measured tables of costs on disk, one file for each way to run a model on a machine.
 
-A file says for what it was measured, and is used for nothing else. Its name is a digest of that.
-Networks that draft are measured apart from the target: a file has all of them, each under the name
-of its method and a digest of what it is.
+A file holds the key that it was measured for, and is used for no other. Its name is a digest of the
+key. Networks that draft are measured apart from the target: a file has all of them, each under the
+name of its method and a digest of its own key.
 """
 
 import contextlib
@@ -32,14 +32,14 @@ _logger = logging.getLogger(__name__)
 
 
 class CostFile:
-    """A table on disk; whatever goes wrong with it costs a log line and a fresh measurement."""
+    """A table on disk; any error with it costs a log line and a fresh measurement."""
 
     def __init__(self, folder: Path, key: Key) -> None:
         self.path = folder / f"costs-{digest(key)}.json"
         self._key = key
 
     def read(self) -> CostTable | None:
-        """None: there is none, or it cannot be used."""
+        """Read the table; None: there is none, or it cannot be used."""
         try:
             content: Any = json.loads(self.path.read_text("utf-8"))
             if content["key"] != json.loads(json.dumps(self._key)):
@@ -66,7 +66,7 @@ class CostFile:
             _logger.warning("measured costs are not kept: %s", error)
 
     def forget(self) -> None:
-        """What was measured has long been wrong: the next engine measures again."""
+        """Delete the file, which has long been wrong: the next engine measures again."""
         _logger.warning(
             "passes have long taken more than 1.5 times as long as was measured, or less than two "
             "thirds of it: the next start measures again (%s)",
@@ -84,7 +84,7 @@ def _forget_old(folder: Path) -> None:
 
 
 def default_folder() -> Path:
-    """The user's own; relative to this process's folder if the user has no home."""
+    """The user's cache folder; relative to the current one if the user has no home."""
     try:
         return Path.home() / ".cache" / "outdraft"
     except RuntimeError:
@@ -98,7 +98,7 @@ def digest(key: Mapping[str, Any]) -> str:
 
 
 def target_key(config: EngineConfig, models: LoadedModels, max_model_len: int) -> Key:
-    """All that the costs of the target and the host hang on."""
+    """Everything that the costs of the target and the host depend on."""
     return {
         "format": FORMAT,
         "outdraft": installed_version("outdraft"),
@@ -121,7 +121,7 @@ def target_key(config: EngineConfig, models: LoadedModels, max_model_len: int) -
 
 
 def drafter_key(network: DraftNetworkConfig) -> Key:
-    """All that the costs of a network hang on, beside those of the target."""
+    """Everything that the costs of a network depend on, beside the key of the target."""
     if network.source in OWN_SOURCES:
         return {"settings": repr(network)}
     path = Path(network.model)

@@ -1,8 +1,8 @@
-"""A table of costs from a few turns of steps that an idle engine runs.
+"""Measures a table of costs from a few turns of steps that an idle engine runs.
 
-All steps take turns, so that what else the machine does meanwhile meets all of them alike. It only
-adds time, so that the lower quartile of the turns counts. A step that does not fit into the budget
-is left out: there the prior stands in, stretched as the next smaller measured step stretches it.
+All steps take turns, so that other load on the machine meets all of them alike. It only adds time,
+so the lower quartile of the turns counts. A step that does not fit into the budget is left out: its
+time is the prior's, times the ratio of the next smaller measured step to its own prior.
 """
 
 import time
@@ -16,10 +16,10 @@ from outdraft.control.roofline import ROWS
 from outdraft.runner.dummy_steps import SHORT, DummyStep, DummySteps, PhaseSeconds
 
 TURNS = 5
-MOST_READY_S = 15.0  # beside the budget, in which kernels are compiled and graphs are made
+MOST_READY_S = 15.0  # beside the budget, to compile kernels and make graphs
 IN_A_ROW, QUICK_S = 3, 0.02  # runs in a turn of a step that takes less
-ROWS_OF_ONE = 8  # of one request; more rows belong to several, where the engine has room for them
-MOST_OF_FEW = 32  # rows, where it has not
+ROWS_OF_ONE = 8  # most rows of one request, if the engine has room for several
+MOST_OF_FEW = 32  # most rows, if it has not
 REQUESTS = (1, 2, 4, 8, 16, 32)
 LAGS = (16, 64, 256)  # tokens
 DEPTH = 4  # levels of a measured chain
@@ -37,11 +37,11 @@ def request_counts(steps: DummySteps) -> list[int]:
 def measure(
     steps: DummySteps, wanted: Sequence[DummyStep], prior: CostCurve, budget_s: float
 ) -> Measured:
-    """Run the steps that there is room for in turns, until the budget is spent.
+    """Run the steps that fit in turns, until the budget is spent.
 
-    What is made ready once, such as a kernel that is compiled, is not counted, up to MOST_READY_S.
+    Up to MOST_READY_S of work that is done once, such as compiling a kernel, do not count.
 
-    prior: of the target's pass; from it follows whether a step fits into what is left.
+    prior: of the target's pass; predicts which steps fit into the time that is left.
     """
     end_s, slowdown, ready_s = time.perf_counter() + budget_s, 1.0, steps.ready_s
     runs: dict[DummyStep, list[PhaseSeconds]] = {step: [] for step in wanted if steps.fits(step)}
@@ -65,7 +65,7 @@ def measure(
 
 
 def target_steps(counts: Sequence[int]) -> list[DummyStep]:
-    """Steps that no network drafts for, those of the same requests one after the other.
+    """List steps that no network drafts for, sorted by number of requests.
 
     counts: of requests, ascending from 1.
     """
@@ -76,9 +76,9 @@ def target_steps(counts: Sequence[int]) -> list[DummyStep]:
 def fitted_target(
     measured: Measured, counts: Sequence[int], num_long: int, prior: CostTable
 ) -> CostTable:
-    """What the target and the host take as measured, and the prior where nothing was.
+    """Fit the costs of target and host; the prior stays where nothing was measured.
 
-    The host's time is what the runner takes, and what the prior says for the scheduler.
+    The host's time is the measured one of the runner plus the prior's for the scheduler.
     """
     context_s, request_s = prior.context_s, prior.request_s
     plain, points = measured.get(PLAIN), _points(counts)
@@ -102,7 +102,7 @@ def fitted_target(
     )
     if plain is None:
         return table
-    # What the phase of drafting takes where no network drafts is the host's, too.
+    # Without a network the phase of drafting is the host's time, too.
     host_s = plain.draft_s + plain.host_s
     host = {
         count: measured[step].draft_s + measured[step].host_s - host_s
@@ -121,13 +121,13 @@ def fitted_target(
 def drafter_steps(
     counts: Sequence[int], depth: int, *, reads_texts: bool, shares_cache: bool = False
 ) -> list[DummyStep]:
-    """Steps that a network drafts for, those of one request first.
+    """List steps that a network drafts for, those of one request first.
 
     Args:
         counts: of requests, ascending from 1.
         depth: levels of its chains.
-        reads_texts: it attends to texts, and has to catch up with them unless
-        shares_cache: it finds them in the target's cache.
+        reads_texts: it attends to texts, so it has to catch up with them.
+        shares_cache: it finds them in the target's cache, so it has not.
     """
     alone, *others = (
         [DummyStep(count, count), _chain(count, depth), _chain(count, 1)] for count in counts
@@ -140,13 +140,13 @@ def drafter_steps(
 def fitted_drafter(
     measured: Measured, counts: Sequence[int], num_long: int, depth: int, prior: DrafterCost
 ) -> DrafterCost:
-    """What a network takes as measured, and the prior where nothing was.
+    """Fit the costs of a network; the prior stays where nothing was measured.
 
-    A chain of one level takes a pass and what comes with the first one, a deeper chain more passes.
+    A chain of one level takes start_s and one pass, a deeper chain more passes.
     """
 
     def own_s(step: DummyStep) -> float | None:
-        """Without what the host does in this phase anyway."""
+        """Seconds of drafting, less the host's part in a step without the network."""
         beside = measured.get(DummyStep(step.num_requests, step.num_requests))
         if step not in measured or beside is None:
             return None
@@ -187,9 +187,9 @@ def fitted_drafter(
 
 
 def curve(points: dict[int, float]) -> CostCurve:
-    """Through points in any order, but none is above a point of more rows.
+    """Make a curve through points in any order, each lowered to the lowest one of more rows.
 
-    Fewer rows take no longer. If they seem to, something else took that time.
+    Fewer rows take no longer. If they seem to, other load took that time.
     """
     rows = sorted(points)
     times_s = np.maximum([points[count] for count in rows], 0.0)
@@ -198,8 +198,8 @@ def curve(points: dict[int, float]) -> CostCurve:
 
 
 def stretched(prior: CostCurve, points: dict[int, float]) -> CostCurve:
-    """Through measured points; elsewhere the prior, times what the next smaller point took more
-    than the prior says (below the first point: that one)."""
+    """Make a curve through measured points; elsewhere the prior, times the ratio of the next
+    smaller point to its prior (below the first point: of that one)."""
     if not points:
         return prior
     measured, found = sorted(points), dict(points)
@@ -212,7 +212,7 @@ def stretched(prior: CostCurve, points: dict[int, float]) -> CostCurve:
 
 
 def _points(counts: Sequence[int]) -> dict[int, DummyStep]:
-    """Steps of the target's curve by rows, with as few requests as may own so many."""
+    """Steps of the target's curve by rows, each with the fewest requests that can have them."""
     most = max(MOST_OF_FEW, ROWS_OF_ONE * counts[-1])
     return {
         rows: DummyStep(next((c for c in counts if c * ROWS_OF_ONE >= rows), counts[-1]), rows)

@@ -1,4 +1,4 @@
-"""What steps of an engine take before anything was measured: rooflines of its networks."""
+"""Estimates the costs of an engine's steps before any measurement, by rooflines of its networks."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ GPU = Machine(
 def roofline(
     config: EngineConfig, models: LoadedModels, runner: StepRunner, machine: Machine
 ) -> CostTable:
-    """The prior of an engine, see control/roofline.py."""
+    """Make the prior of an engine from control/roofline.py."""
     rows = [count for count in ROWS if count <= config.scheduler.max_num_batched_tokens]
     drafters: dict[str, tuple[PassSize, int]] = {}
     proposer = runner.proposer
@@ -49,7 +49,7 @@ def roofline(
         return table
     most, target = models.drafter.max_context, models.target
     token_bytes = _token_bytes(target.shard, target.dtype) * models.drafter.num_taps
-    key_bytes = token_bytes / (2 * target.shard.num_layers)  # of the layers that it looks at
+    key_bytes = token_bytes / (2 * target.shard.num_layers)  # of the layers that it attends to
     reading_less = {
         name: replace(cost, max_context=most, look_s=key_bytes / machine.bandwidth)
         for name, cost in table.drafters.items()
@@ -65,7 +65,7 @@ def default_machine(device: torch.device) -> Machine:
 
 
 def _target_size(model: LanguageModel) -> PassSize:
-    """For this rank's part."""
+    """The size of a pass of this rank's part."""
     config = model.shard
     layer = config.hidden_size * 2 * (config.num_heads + config.num_kv_heads) * config.head_size
     layer += 3 * config.hidden_size * config.intermediate_size
@@ -77,7 +77,7 @@ def _target_size(model: LanguageModel) -> PassSize:
 
 
 def _drafter_size(drafter: LoadedDrafter) -> PassSize:
-    """Its operations follow from its bytes, as if all weights were kept in its own dtype."""
+    """Operations follow from bytes, as if all weights were kept in the network's dtype."""
     network, layers = drafter.network, drafter.layers
     num_bytes = network.weight_bytes
     operations = 2 * num_bytes // network.dtype.itemsize

@@ -1,7 +1,7 @@
-"""What steps of an engine cost: a table for the controller, ready before the first request.
+"""Makes the table of what an engine's steps cost, for the controller, before the first request.
 
 It is measured once for each model, machine and network that drafts, in the time that a budget
-allows, and kept on disk. Small models take a few tenths of a second; others at most the budget.
+allows, and kept on disk. Small models take less than 1 s; others at most the budget.
 """
 
 import logging
@@ -40,9 +40,9 @@ def cost_table(
     budget_s: float = BUDGET_S,
     folder: Path | None = None,
 ) -> CostTable:
-    """The costs of an engine whose runner is idle and serves no request yet.
+    """Make the costs of an engine whose runner is idle and serves no request yet.
 
-    As `config.cost_table` says: measured (or measured before), from a roofline, or from a file. An
+    `config.cost_table` chooses: measured (or measured before), from a roofline, or from a file. An
     engine that does not speculate measures nothing.
 
     Args:
@@ -65,14 +65,14 @@ def cost_table(
 def cost_file(
     config: EngineConfig, models: LoadedModels, runner: StepRunner, folder: Path | None = None
 ) -> CostFile:
-    """Where the measured table of an engine is kept."""
+    """The file of an engine's measured table."""
     key = target_key(config, models, runner.state.row_len - 1)
     return CostFile(folder or default_folder(), key)
 
 
 @dataclass(frozen=True, slots=True)
 class _Measuring:
-    """Measures what the file of an engine does not know yet."""
+    """Measures the costs that the file of an engine does not have yet."""
 
     config: EngineConfig
     models: LoadedModels
@@ -82,8 +82,8 @@ class _Measuring:
 
     def table(self, file: CostFile) -> CostTable:
         """The whole table; what was measured is added to the file."""
-        known, started_s = file.read(), time.perf_counter()
-        table = known or self._target()
+        stored, started_s = file.read(), time.perf_counter()
+        table = stored or self._target()
         drafters: dict[str, DrafterCost] = {}
         for name in self.prior.drafters:  # one at most
             network = self.config.speculation.network
@@ -93,7 +93,7 @@ class _Measuring:
                 cost = self._drafter(name)
                 table = replace(table, drafters=table.drafters | {kept_as: cost})
             drafters[name] = table.drafters[kept_as]
-        if table is not known:
+        if table is not stored:
             _logger.info("measured in %.2f s what steps cost", time.perf_counter() - started_s)
             file.write(table)
         return replace(table, drafters=drafters)
@@ -127,7 +127,7 @@ class _Measuring:
 
 
 def read_table(path: Path, name: str) -> CostTable:
-    """The table in a file; `name` is what errors call it.
+    """Read the table in a file; `name` is its name in errors.
 
     Raises:
         ConfigError: the file cannot be read, or holds no table.

@@ -1,8 +1,8 @@
-"""From rank 0 to all other ranks: each message in order, to nobody else, and from nobody else.
+"""Carries messages from rank 0 to all other ranks, in order, and only between them.
 
 Rank 0 listens; the others connect and say who they are. Every message carries its number and a
-code that only the holders of the engine's key can make (BLAKE2 with a key, RFC 7693): who has not
-got the key can neither join nor insert, change or repeat a message. Contents are not encrypted.
+code that only the holders of the engine's key can make (BLAKE2 with a key, RFC 7693): without the
+key a process can neither join nor insert, change or repeat a message. Contents are not encrypted.
 """
 
 import logging
@@ -14,12 +14,12 @@ import zmq
 from outdraft.core.errors import RanksError
 
 CODE_BYTES, KEY_BYTES = 16, 32
-MOST_TOLD_BYTES = 1 << 20  # of a message to rank 0
+MAX_ANSWER_BYTES = 1 << 20  # of a message to rank 0
 _logger = logging.getLogger(__name__)
 
 
 class _Stamp:
-    """What stands before the messages of one sender, in their order."""
+    """The code and number that stand before the messages of one sender."""
 
     def __init__(self, key: bytes, sender: int) -> None:
         self._key, self._sender, self._number = key, sender, 0
@@ -30,7 +30,7 @@ class _Stamp:
         return code + message
 
     def opened(self, sealed: bytes) -> bytes | None:
-        """The message; None: it is not the sender's next one."""
+        """Check and return the message; None: it is not the sender's next one."""
         message = sealed[CODE_BYTES:]
         if not compare_digest(sealed[:CODE_BYTES], self._code(message)):
             return None
@@ -61,7 +61,7 @@ class Speaker:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set_hwm(0)
         self._socket.linger = 0
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MOST_TOLD_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_ANSWER_BYTES)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a rank that left is an error
         self._socket.bind(address)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -70,7 +70,7 @@ class Speaker:
         self._routes: dict[int, bytes] = {}
 
     def send(self, message: bytes) -> None:
-        """To all ranks, which must have said something before. Waits for none of them.
+        """Send to all ranks, each of which must have sent a message before. Never waits.
 
         Raises:
             RanksError: one of them has closed its end.
@@ -84,7 +84,7 @@ class Speaker:
                 raise RanksError(f"rank {rank} has gone: {error}") from error
 
     def receive(self, timeout_s: float) -> tuple[int, bytes] | None:
-        """What some rank says, and which one; None: nothing came in time."""
+        """Receive (rank, message) from any rank; None: nothing came in time."""
         while self._socket.poll(round(timeout_s * 1000)):
             route, *frames = self._socket.recv_multipart()
             sealed = b"".join(frames)
@@ -94,11 +94,11 @@ class Speaker:
                 if (message := stamp.opened(sealed)) is not None:
                     self._routes[rank] = route
                     return rank, message
-            _logger.warning("somebody who is no rank of this engine sends to its ranks")
+            _logger.warning("a process that is no rank of this engine sends to its ranks")
         return None
 
     def close(self) -> None:
-        """Free the address; the others learn nothing of it."""
+        """Free the address, without a message to the others."""
         self._socket.close()
         self._context.term()
 
@@ -115,11 +115,11 @@ class Listener:
         self._own, self._theirs = _Stamp(key, rank), _Stamp(key, 0)
 
     def send(self, message: bytes) -> None:
-        """To rank 0; never waits. The first message makes this rank known."""
+        """Send to rank 0; never waits. The first message registers this rank."""
         self._socket.send(self._own.sealed(message))
 
     def receive(self) -> bytes:
-        """What rank 0 says next; waits for as long as it takes.
+        """Wait for rank 0's next message.
 
         Raises:
             RanksError: it is not from rank 0.
@@ -130,6 +130,6 @@ class Listener:
         return message
 
     def close(self) -> None:
-        """Once the last message has left, or a second later."""
+        """Close once the last message has left, or 1 s later."""
         self._socket.close()
         self._context.term()

@@ -1,7 +1,7 @@
-"""Ranks that compute one network together, and what they tell each other.
+"""Groups of ranks that compute one network together, and their collective operations.
 
 Every rank of a group calls the same operations in the same order with tensors of matching shapes.
-What one rank sends is counted, so that tests can say what a step costs.
+Each rank counts the bytes that it sends, so that tests can check what a step costs.
 
 Dimension key: R rows, S columns that one rank has, t ranks.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 
 
 @dataclass(slots=True)
-class Traffic:
-    """What a rank has sent.
+class RankTraffic:
+    """Counts what a rank has sent.
 
     Attributes:
         calls: of each operation.
@@ -40,7 +40,7 @@ class Transport(Protocol):
         ...
 
     def sum(self, part: Tensor) -> Tensor:
-        """As `gathered_sum`."""
+        """The sum of all ranks' tensors of one shape, as `gathered_sum` computes it."""
         ...
 
     def exchange(self, data: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -54,8 +54,8 @@ class Transport(Protocol):
 
     @property
     def num_messages(self) -> int:
-        """How often this rank has taken part in an operation, those within a pass included; it
-        grows while one goes on, and another thread may ask."""
+        """Operations that this rank has taken part in, those within a pass included; it grows
+        while one goes on. Any thread may read it."""
         ...
 
     def abort(self) -> None:
@@ -86,7 +86,7 @@ class RankGroup:
     def __init__(self, rank: int = 0, size: int = 1, transport: Transport | None = None) -> None:
         assert 0 <= rank < size
         assert (transport is None) == (size == 1), "one rank sends nothing"
-        self.rank, self.size, self.traffic = rank, size, Traffic()
+        self.rank, self.size, self.traffic = rank, size, RankTraffic()
         self.transport = transport
 
     def meet(self, device: torch.device) -> None:
@@ -179,17 +179,17 @@ class Ranks:
 
     @property
     def draft_group(self) -> int:
-        """Which draft group this rank belongs to."""
+        """Number of the draft group that this rank belongs to."""
         return self.target.rank // self.draft.size
 
     @property
     def num_messages(self) -> int:
-        """As `Transport.num_messages`, of all groups."""
+        """Operations that this rank has taken part in, in all groups."""
         transports = self.target.transport, self.draft.transport
         return sum(one.num_messages for one in transports if one is not None)
 
     def abort(self) -> None:
-        """As `RankGroup.abort`, for all groups."""
+        """End the waits of other threads in all groups; every later operation fails."""
         for group in (self.target, self.draft):
             group.abort()
 
@@ -210,11 +210,11 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RequestShares:
-    """The requests that each rank of a group looks at.
+    """The requests that each rank of a group works on.
 
     Attributes:
         counts: the first counts[0] requests of the batch are rank 0's, the next counts[1] rank 1's,
-            and so on. A rank that is alone has all, whatever they say.
+            and so on. A rank that is alone has all, and ignores them.
     """
 
     group: RankGroup = ALONE
@@ -236,7 +236,7 @@ class RequestShares:
 
         Args:
             logits_RS: this rank's columns of all rows; each request has as many rows as the others.
-            num_columns: V; what ranks have behind these is left out.
+            num_columns: V; the ranks' columns after these are left out.
         """
         if self.group.size == 1:
             return logits_RS
@@ -245,7 +245,7 @@ class RequestShares:
         return self.group.turn(logits_RS, rows)[:, :num_columns].contiguous()
 
     def join(self, part: Tensor) -> Tensor:
-        """[G, ...]: what all ranks say of their requests; of this rank's [B, ...]."""
+        """[G, ...]: the rows of all ranks' requests; `part`: this rank's [B, ...]."""
         return part if self.group.size == 1 else self.group.join_rows(part, self.counts)
 
     def of_rows(self, requests: Sequence[int]) -> "RequestShares":

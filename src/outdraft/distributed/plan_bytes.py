@@ -1,4 +1,4 @@
-"""What rank 0 sends the other ranks for a step, as bytes and back.
+"""Writes and reads the bytes that rank 0 sends the other ranks for a step.
 
 Values are written as rows of their fields, without names: all ranks run the same version.
 """
@@ -30,7 +30,7 @@ class _WrittenAllowed(Struct, array_like=True, frozen=True):
 
 
 def _array_as_bytes(array: Any) -> bytes:
-    """The only arrays of a plan are tokens."""
+    """Write an array of tokens, the only kind that a plan has."""
     assert isinstance(array, np.ndarray)
     assert array.dtype == np.int32
     return array.tobytes()

@@ -1,4 +1,4 @@
-"""Groups of processes, which tell each other things over shared memory, Gloo or NCCL."""
+"""Groups of processes, which exchange tensors over shared memory, Gloo or NCCL."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,8 +13,8 @@ from outdraft.core.errors import RanksError
 from outdraft.distributed.group import ALONE, RankGroup, Ranks, Transport, gathered_sum
 from outdraft.distributed.shared_memory import MemoryTransports, shared_memory
 
-# Gathers of so much are exchanges: Gloo takes half the time for small ones. Its own gather is the
-# faster one for more.
+# Gathers of at most this are exchanges, for which Gloo takes half the time. For more its own gather
+# is faster.
 EXCHANGED_BYTES = 1 << 20
 
 
@@ -28,7 +28,7 @@ def join_ranks(
     over_memory: MemoryTransports | None,
     host: str | None = None,
 ) -> Ranks:
-    """The groups of one rank, once all ranks have come.
+    """Make the groups of one rank, once all ranks have come.
 
     CPU ranks of one machine share memory, others use Gloo; GPU ranks use NCCL.
     No global state of torch.distributed is used, so that one process can have several engines.
@@ -36,9 +36,9 @@ def join_ranks(
     Args:
         store: one of all ranks, and of no other groups.
         size, draft_size: t and d; d divides t.
-        timeout_s: how long one rank waits for another in an operation.
+        timeout_s: for one rank to wait for another in an operation.
         over_memory: None: this rank cannot share memory.
-        host: address of this machine, at which Gloo listens; None: what its name stands for.
+        host: address of this machine, at which Gloo listens; None: the one of its name.
 
     Raises:
         RanksError: another rank did not come.
@@ -62,7 +62,7 @@ def join_ranks(
         target=group("target", range(size)),
         draft=group(f"draft-{first}", range(first, first + draft_size)),
     )
-    ranks.target.meet(device)  # nobody needs the store any more, which may end with one of them
+    ranks.target.meet(device)  # after this the store, which may end with one rank, is not needed
     return ranks
 
 
@@ -74,7 +74,7 @@ def _over_memory(
     transports: MemoryTransports | None,
     host: str | None,
 ) -> Transport | None:
-    """None: not all ranks of the group can share memory, or they have several addresses."""
+    """Make a transport; None: not all ranks can share memory, or they have several addresses."""
     num_bytes = None if transports is None else transports.num_bytes(size)
     timeout = timedelta(seconds=timeout_s)
     names = [f"host-{other}" for other in range(size)]
@@ -92,7 +92,7 @@ def _over_memory(
 
 
 class ProcessTransport:
-    """As `Transport`, between processes.
+    """A `Transport` between processes.
 
     Raises:
         RanksError: from every operation, if another rank died or does not answer in time.
@@ -109,7 +109,7 @@ class ProcessTransport:
     ) -> None:
         self._size, self._device = size, device
         self.num_messages = 0
-        self._group: Any  # torch does not tell what its groups can do
+        self._group: Any  # torch does not declare the methods of its groups
         timeout = timedelta(seconds=timeout_s)
         try:
             if device.type == "cuda":
@@ -122,7 +122,6 @@ class ProcessTransport:
             raise RanksError(f"rank {rank} cannot join its group of {size}: {error}") from error
 
     def gather(self, data: Tensor) -> Tensor:
-        """As `Transport.gather`."""
         if self._device.type == "cpu" and data.numel() <= EXCHANGED_BYTES:
             counts = [data.numel()] * self._size
             return self.exchange(data.repeat(self._size), counts, counts).view(self._size, -1)
@@ -131,17 +130,15 @@ class ProcessTransport:
         return result.view(self._size, data.numel())
 
     def sum(self, part: Tensor) -> Tensor:
-        """As `Transport.sum`."""
         return gathered_sum(self, part)
 
     def exchange(self, data: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """As `Transport.exchange`."""
         result = data.new_empty(sum(received))
         self._wait(lambda: self._group.alltoall_base(result, data, list(received), list(sent)))
         return result
 
     def abort(self) -> None:
-        """As `Transport.abort`, where NCCL can; Gloo notices the end of a process by itself."""
+        """End NCCL's operations; Gloo notices the end of a process by itself."""
         self._group.abort()
 
     def _wait(self, start: Callable[[], dist.Work]) -> None:
@@ -157,7 +154,7 @@ def _gloo(
 ) -> dist.ProcessGroupGloo:
     if host is None:
         return dist.ProcessGroupGloo(store, rank, size, timeout)
-    kind: Any = dist.ProcessGroupGloo  # torch does not tell that it takes options
+    kind: Any = dist.ProcessGroupGloo  # torch does not declare its options
     options = kind._Options()
     options._devices = [kind.create_device(hostname=host)]
     options._timeout = timeout

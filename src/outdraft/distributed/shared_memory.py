@@ -1,4 +1,4 @@
-"""Memory that the ranks of a machine share."""
+"""Makes memory that the ranks of a machine share."""
 
 import logging
 import os
@@ -34,7 +34,7 @@ class MemoryTransports(Protocol):
 def shared_memory(
     store: Store, rank: int, size: int, num_bytes: int | None, timeout: timedelta
 ) -> mmap | None:
-    """Memory that all ranks see, zeros at first; None on all ranks: one of them cannot see it.
+    """Make memory that all ranks see, zeros at first; None on all ranks: one cannot see it.
 
     It has no name once the ranks have met, and on Linux none that outlives the first one.
 
@@ -67,7 +67,7 @@ def shared_memory(
 
 
 def _new_file(stack: ExitStack) -> tuple[IO[bytes], str]:
-    """It has the path for as long as the stack lasts."""
+    """Make a file; it has the path as long as the stack lasts."""
     if hasattr(os, "memfd_create"):  # it ends with the processes that have it open
         file = stack.enter_context(os.fdopen(os.memfd_create("outdraft-ranks"), "r+b"))
         return file, f"/proc/{os.getpid()}/fd/{file.fileno()}"
@@ -77,7 +77,7 @@ def _new_file(stack: ExitStack) -> tuple[IO[bytes], str]:
 
 
 def _opened(place: str, num_bytes: int) -> mmap | None:
-    """None: the place is on another machine, or in another container."""
+    """Map the memory; None: the place is on another machine, or in another container."""
     if place == NOWHERE:
         return None
     machine, _, _, path = place.split(" ", 3)
@@ -90,7 +90,7 @@ def _opened(place: str, num_bytes: int) -> mmap | None:
 
 
 def _place(file: IO[bytes], path: str) -> str:
-    """It names one file of one machine, and where it is."""
+    """A text that names one file of one machine, and its path."""
     status = os.fstat(file.fileno())
     return f"{_machine()} {status.st_dev} {status.st_ino} {path}"
 

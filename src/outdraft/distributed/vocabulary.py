@@ -18,7 +18,7 @@ from outdraft.distributed.group import RankGroup
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
-    """The tokens of one rank: ceil(V / t) of them, and on the last rank what is left.
+    """The tokens of one rank: ceil(V / t) of them, and on the last rank the rest.
 
     Attributes:
         num_tokens: V.
@@ -53,7 +53,7 @@ class VocabularyShard:
         return min(self.width, self.num_tokens - self.first)
 
     def embed(self, token_ids_T: Tensor, vectors_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """[T, D]: the vectors of tokens, whichever rank has them.
+        """[T, D]: the vectors of tokens, each from the rank that has it.
 
         Args:
             vectors_of: gives those of this rank's tokens, by their places among them.
@@ -64,13 +64,13 @@ class VocabularyShard:
         return self.group.sum(vectors_TD.masked_fill(~is_own_T[:, None], 0))
 
     def padded(self, logits_RN: Tensor) -> Tensor:
-        """[R, S]: -inf where this rank has no token. What is padded already stays as it is."""
+        """[R, S]: -inf where this rank has no token. A padded tensor stays as it is."""
         missing = self.width - logits_RN.shape[1]
         return F.pad(logits_RN, (0, missing), value=-torch.inf) if missing else logits_RN
 
     def best_tokens(self, logits_RS: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [R]: of all ranks' tokens the one of the highest logit; bool [R]: whether that
-        logit is finite. A NaN counts as the highest; of equal ones the first wins.
+        """int64 [R]: of all ranks' tokens the one of the highest logit; bool [R]: that logit is
+        finite. A NaN counts as the highest; of equal ones the first wins.
 
         Args:
             logits_RS: of this rank's tokens, padded.

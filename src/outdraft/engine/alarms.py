@@ -1,13 +1,13 @@
-"""Alarms: a source of drafts does worse than it used to, or is of no use.
+"""Raises alarms: a source of drafts does worse than before, or is of no use.
 
 Pure, and cheap: a step without drafts costs one comparison, a draft costs a few additions.
 
 A fall is found by a CUSUM over blocks of requests (Page, Biometrika 1954). A draft's levels are
-compared with what its source usually brings at each level, so that longer or shorter drafts are no
-news. Tokens of one request are alike, so evidence is counted in requests: a block is the drafts of
-a few of them that have ended. How far blocks usually stray from the history is measured, too: where
-requests differ much, more of them have to be poor. The sum says how far blocks fell short, in usual
-deviations, beyond SLACK a block.
+compared with the history of its source at each level, so that longer or shorter drafts make no
+difference. Tokens of one request are alike, so evidence is counted in requests: a block is the
+drafts of at least BLOCK_REQUESTS of them that have ended. The standard deviation of blocks is
+measured, too: where requests differ much, more of them have to be poor. The sum says how far blocks
+fell short, in deviations, beyond SLACK a block.
 """
 
 import logging
@@ -20,14 +20,14 @@ from outdraft.core.decision import Alarm, AlarmKind, Decision, Reason
 from outdraft.core.plan import drafted_levels
 from outdraft.core.request import BookedWork
 
-LEVEL_TRIALS = 64  # of a level before more is expected of it than it brings
+LEVEL_TRIALS = 64  # of a level, before its history counts
 BLOCK_REQUESTS, BLOCK_TRIALS = 4, 128  # at least, of a block
-LONG_REQUEST = 512  # trials after which a request counts as another one
-ROUGH_BLOCKS = 8  # whose deviations are not used yet: their history is too short
-FIRST_BLOCKS = 32  # of a history that can be fallen below
+LONG_REQUEST = 512  # trials, after which a request counts as a new one
+ROUGH_BLOCKS = 8  # the first ones, whose deviations are left out: the history is too short
+FIRST_BLOCKS = 32  # of a history, before an alarm can begin
 MEMORY = 200  # blocks
-SLACK, LIMIT = 0.5, 12.0  # in usual deviations of a block
-RENEWAL = 100  # blocks after which what is new is usual
+SLACK, LIMIT = 0.5, 12.0  # in standard deviations of a block
+RENEWAL = 100  # blocks of an alarm, after which the history begins anew
 
 
 class FallWatch:
@@ -35,7 +35,7 @@ class FallWatch:
 
     Attributes:
         is_on: acceptance is below its history.
-        evidence: why `is_on` changed, as a sentence; "" before that.
+        evidence: why `is_on` changed, as a sentence; "" before it first does.
     """
 
     def __init__(self) -> None:
@@ -45,26 +45,26 @@ class FallWatch:
         self._forget_history()
 
     def observe(self, request_id: str, levels: int, accepted: int) -> None:
-        """A request's draft of so many levels was verified."""
+        """Count a verified draft of a request: its levels, and those that were accepted."""
         reached = min(levels, accepted + 1)
         self._outcomes[reached, accepted] += 1
-        mine = self._requests.get(request_id)
-        if mine is None:
-            mine = self._requests[request_id] = _Share()
-        known = len(self._expected) - 1
-        mine.reached += reached
-        mine.accepted += accepted if accepted < known else known
-        mine.expected += self._expected[reached if reached < known else known]
-        mine.trials += reached if reached < known else known
-        if mine.reached >= LONG_REQUEST:
+        share = self._requests.get(request_id)
+        if share is None:
+            share = self._requests[request_id] = _Share()
+        num_levels = len(self._expected) - 1  # with a history
+        share.reached += reached
+        share.accepted += accepted if accepted < num_levels else num_levels
+        share.expected += self._expected[reached if reached < num_levels else num_levels]
+        share.trials += reached if reached < num_levels else num_levels
+        if share.reached >= LONG_REQUEST:
             self.finish(request_id)
 
     def finish(self, request_id: str) -> None:
-        """A request ended; unknown ids are fine."""
-        mine = self._requests.pop(request_id, None)
-        if mine is None:
+        """Count the end of a request; unknown ids are ignored."""
+        share = self._requests.pop(request_id, None)
+        if share is None:
             return
-        self._block.add(mine)
+        self._block.add(share)
         self._block_requests += 1
         if self._block_requests >= BLOCK_REQUESTS and self._block.reached >= BLOCK_TRIALS:
             self._end_block()
@@ -89,22 +89,22 @@ class FallWatch:
 
     def _judge(self, block: "_Share") -> None:
         """Add a block to the sum."""
-        usual = block.expected / max(1, block.trials)
-        least = usual * (1 - usual) / max(1, block.trials)  # were its tokens independent
-        deviation = math.sqrt(max(self._variance, least, 1e-12))
+        rate = block.expected / max(1, block.trials)
+        binomial = rate * (1 - rate) / max(1, block.trials)  # variance if tokens were independent
+        deviation = math.sqrt(max(self._variance, binomial, 1e-12))
         self._sum = max(0.0, self._sum - block.excess / deviation - SLACK)
         if self._sum == 0.0:
-            self._lately = _Share()
+            self._recent = _Share()
             self._switch(is_on=False, evidence="acceptance is back where it used to be")
             return
-        self._lately.add(block)
+        self._recent.add(block)
         if self._sum >= LIMIT:
             self._sum = LIMIT
-            lately, trials = self._lately, max(1, self._lately.trials)
+            recent, trials = self._recent, max(1, self._recent.trials)
             self._switch(
                 is_on=True,
-                evidence=f"{lately.accepted / trials:.0%} of {lately.trials} tokens were accepted "
-                f"lately, {lately.expected / trials:.0%} were before",
+                evidence=f"{recent.accepted / trials:.0%} of {recent.trials} tokens were accepted "
+                f"lately, {recent.expected / trials:.0%} were before",
             )
 
     def _switch(self, *, is_on: bool, evidence: str) -> None:
@@ -133,10 +133,10 @@ class FallWatch:
         self._reached: list[float] = []  # drafts by level, from 0
         self._accepted: list[float] = []
         self._expected = [0.0]  # accepted levels, by levels that were reached
-        self._variance = 0.0  # of blocks' excess a trial
+        self._variance = 0.0  # of blocks' excess per trial
         self._num_blocks = self._num_on = self._block_requests = 0
         self._sum = 0.0
-        self._block, self._lately = _Share(), _Share()
+        self._block, self._recent = _Share(), _Share()
         self._outcomes = Counter[tuple[int, int]]()  # of the block: levels reached, accepted
         self._requests.clear()
 
@@ -145,8 +145,8 @@ class _Share:
     """Drafts of a request, or of several.
 
     Attributes:
-        reached: levels of which it is known whether they were accepted: trials.
-        trials: those of levels that have a history; the other two count these only.
+        reached: levels that the target has judged: accepted ones, and the first rejected one.
+        trials: those of them that have a history; the other two count these only.
     """
 
     __slots__ = ("accepted", "expected", "reached", "trials")
@@ -163,19 +163,19 @@ class _Share:
 
     @property
     def excess(self) -> float:
-        """Accepted beyond what is usual, a trial."""
+        """Accepted tokens beyond the expected ones, per trial."""
         return (self.accepted - self.expected) / max(1, self.trials)
 
 
 _logger = logging.getLogger(__name__)
 
-IDLE_STEPS = 10_000  # without a draft, probes aside, before a source is said never to draft
+IDLE_STEPS = 10_000  # without a draft, probes aside, before the alarm that a source never drafts
 FRUITLESS_STEPS = 500  # in a row with drafts of a source, none of which brought a token
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
-    """How one request's draft fared: levels that were verified, at least 1, and accepted."""
+class VerifiedDraft:
+    """One request's draft: levels that were verified, at least 1, and levels that were accepted."""
 
     source: str
     request_id: str
@@ -185,11 +185,11 @@ class Drafted:
 
 @dataclass(slots=True)
 class _Source:
-    """What is known of one source.
+    """The state of one source.
 
     Attributes:
         used: the newest step in which it drafted, probes aside.
-        fruitless: steps with its drafts since a draft was accepted.
+        fruitless: steps with its drafts since one was accepted.
         on: alarms that have begun and not ended.
     """
 
@@ -200,7 +200,7 @@ class _Source:
 
 
 class SourceAlarms:
-    """Watches sources. Each alarm is told once when it begins and once when it ends.
+    """Watches sources. Each alarm is reported once when it begins and once when it ends.
 
     sources: those that should draft.
     """
@@ -209,40 +209,40 @@ class SourceAlarms:
         self._sources = {source: _Source() for source in sources}
         self._num_steps = 0
         self._next_look = IDLE_STEPS
-        self._news: list[Alarm] = []
+        self._changes: list[Alarm] = []
 
-    def step(self, drafts: Iterable[Drafted] = (), *, is_probe: bool = False) -> tuple[Alarm, ...]:
-        """Count a step in which sources could have drafted; alarms that began or ended.
+    def step(
+        self, drafts: Iterable[VerifiedDraft] = (), *, is_probe: bool = False
+    ) -> tuple[Alarm, ...]:
+        """Count a step in which sources could have drafted; return alarms that began or ended.
 
         is_probe: the drafts are an experiment. Drafts of unknown sources are ignored.
         """
         self._num_steps += 1
-        used: dict[str, bool] = {}  # whether any draft was accepted
+        used: dict[str, bool] = {}  # by source: a draft was accepted
         for draft in drafts:
             if draft.source in self._sources:
                 used[draft.source] = used.get(draft.source, False) or draft.accepted > 0
                 fall = self._sources[draft.source].fall
                 fall.observe(draft.request_id, draft.levels, draft.accepted)
-                self._tell_fall(draft.source)
+                self._report_fall(draft.source)
         for name, has_accepted in used.items():
             self._draft(name, has_accepted=has_accepted, is_probe=is_probe)
         if self._num_steps >= self._next_look:
             self._look_for_idle()
-        if not self._news:
-            return ()
-        news, self._news = tuple(self._news), []
-        return news
+        changes, self._changes = tuple(self._changes), []
+        return changes
 
     def watch(self, booked: Sequence[BookedWork], decision: Decision | None) -> tuple[Alarm, ...]:
-        """Count a step, and log the alarms that begin or end, which are returned.
+        """Count a step; log and return the alarms that begin or end.
 
         Args:
-            decision: about the step; None: nothing was to decide.
+            decision: about the step; None: there was nothing to decide.
         """
         if decision is None or decision.reason in (Reason.DISABLED, Reason.NOT_WANTED):
             return ()
         drafts = [
-            Drafted(str(work.drafts.source), request.id, levels, len(outcome.accepted_rows))
+            VerifiedDraft(str(work.drafts.source), request.id, levels, len(outcome.accepted_rows))
             for request, work, outcome, _ in booked
             if work.drafts is not None
             and outcome.is_finite
@@ -256,28 +256,28 @@ class SourceAlarms:
         return alarms
 
     def finish(self, request_id: str) -> None:
-        """A request ended; what follows from it is told by the next step."""
+        """Count the end of a request; the next `step` returns the alarms that follow from it."""
         for name, source in self._sources.items():
             source.fall.finish(request_id)
-            self._tell_fall(name)
+            self._report_fall(name)
 
     def _draft(self, name: str, *, has_accepted: bool, is_probe: bool) -> None:
         source = self._sources[name]
         if not is_probe:
             source.used = self._num_steps
-            self._tell(name, AlarmKind.NEVER_DRAFTS, "it drafts again", is_on=False)
+            self._switch(name, AlarmKind.NEVER_DRAFTS, "it drafts again", is_on=False)
         source.fruitless = 0 if has_accepted else source.fruitless + 1
         if has_accepted:
-            self._tell(name, AlarmKind.NONE_ACCEPTED, "a draft was accepted", is_on=False)
+            self._switch(name, AlarmKind.NONE_ACCEPTED, "a draft was accepted", is_on=False)
         elif source.fruitless >= FRUITLESS_STEPS:
             evidence = f"it drafted in {FRUITLESS_STEPS} steps, and none was accepted"
-            self._tell(name, AlarmKind.NONE_ACCEPTED, evidence, is_on=True)
+            self._switch(name, AlarmKind.NONE_ACCEPTED, evidence, is_on=True)
 
     def _look_for_idle(self) -> None:
         for name, source in self._sources.items():
             if self._num_steps - source.used >= IDLE_STEPS:
                 evidence = f"it has not drafted in {IDLE_STEPS} steps, but for probes"
-                self._tell(name, AlarmKind.NEVER_DRAFTS, evidence, is_on=True)
+                self._switch(name, AlarmKind.NEVER_DRAFTS, evidence, is_on=True)
         waiting = [
             source.used + IDLE_STEPS
             for source in self._sources.values()
@@ -285,12 +285,12 @@ class SourceAlarms:
         ]
         self._next_look = min(waiting, default=self._num_steps + IDLE_STEPS)
 
-    def _tell_fall(self, name: str) -> None:
+    def _report_fall(self, name: str) -> None:
         fall = self._sources[name].fall
         if fall.is_on != (AlarmKind.ACCEPTANCE_FELL in self._sources[name].on):
-            self._tell(name, AlarmKind.ACCEPTANCE_FELL, fall.evidence, is_on=fall.is_on)
+            self._switch(name, AlarmKind.ACCEPTANCE_FELL, fall.evidence, is_on=fall.is_on)
 
-    def _tell(self, name: str, kind: AlarmKind, evidence: str, *, is_on: bool) -> None:
+    def _switch(self, name: str, kind: AlarmKind, evidence: str, *, is_on: bool) -> None:
         on = self._sources[name].on
         if is_on == (kind in on):
             return
@@ -299,4 +299,4 @@ class SourceAlarms:
         else:
             on.remove(kind)
             self._next_look = min(self._next_look, self._num_steps + IDLE_STEPS)
-        self._news.append(Alarm(kind, name, is_on, evidence))
+        self._changes.append(Alarm(kind, name, is_on, evidence))

@@ -28,7 +28,7 @@ from outdraft.text.detokenizer import Detokenizer
 
 
 class RequestAssembly:
-    """One request: its output, which grows by `add`.
+    """Assembles the output of one request, which grows by `add`.
 
     The only place where text is made. It needs no engine, so a server does it in another process.
 
@@ -59,15 +59,15 @@ class RequestAssembly:
         self.steps: list[list[StepCounts]] = [[] for _ in range(params.n)] if keeps_steps else []
         stop_token_ids = inputs.stop_token_ids(params)
         self._sequences = [
-            _Sequence(completion, params, stop_token_ids, prompt_ids, self._tokenizer)
+            _SequenceAssembly(completion, params, stop_token_ids, prompt_ids, self._tokenizer)
             for completion in self.output.outputs
         ]
 
     def add(self, delta: RequestDelta) -> list[CompletionOutput]:
-        """Book a delta; the completions that it brought to a stop string.
+        """Book a delta; return the completions that it brought to a stop string.
 
-        The engine has to be told of these (`Engine.stop_sequence`): it goes on otherwise. What it
-        makes before it hears of it is dropped here.
+        The caller must call `Engine.stop_sequence` for each, else the engine goes on with them.
+        Tokens that arrive in between are dropped here.
         """
         self._add_metrics(delta)
         stopped: list[CompletionOutput] = []
@@ -111,8 +111,8 @@ class RequestAssembly:
             self.output.prompt_logprobs = [None, *rows]
 
 
-class _Sequence:
-    """One of the n sequences; its completion is what was assembled."""
+class _SequenceAssembly:
+    """Assembles the completion of one of the n sequences."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class _Sequence:
             )
 
     def add(self, part: SequenceDelta) -> int:
-        """Append a delta; how many of its tokens belong to the text."""
+        """Append a delta; return the number of its tokens that belong to the text."""
         completion = self.completion
         num_kept, stop_string = self._detokenize(part)
         completion.token_ids.extend(part.token_ids[:num_kept])
@@ -163,7 +163,7 @@ class _Sequence:
         return num_kept
 
     def _detokenize(self, part: SequenceDelta) -> tuple[int, str | None]:
-        """Tokens up to the one that completes a stop string, or all of them; and that string.
+        """Count the tokens up to the one that completes a stop string, or all; and that string.
 
         A stop token ends the text for that reason, even if it completes a stop string, too. It is
         no more a part of the text than a stop string is.
@@ -195,7 +195,7 @@ class _Sequence:
 
 
 def _entries(row: TokenLogprobs, num_top: int, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """Token id -> Logprob: the chosen token, then as many of the most likely as asked for."""
+    """Token id -> Logprob: the chosen token, then the `num_top` most likely ones."""
 
     def decoded(token_id: int) -> str | None:
         return tokenizer.decode([token_id], False) if tokenizer is not None else None
@@ -212,10 +212,9 @@ Queued = tuple[str, Prompt, SamplingParams, int]  # arguments of Assembler.add_r
 
 
 class Assembler:
-    """Adds requests to an engine and assembles what its steps bring them.
+    """Adds requests to an engine and assembles their outputs.
 
-    As little safe to use from several threads as the engine. Deltas of requests that others added
-    are dropped.
+    For one thread, as the engine is. Deltas of requests that others added are dropped.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -225,7 +224,7 @@ class Assembler:
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
     ) -> None:
-        """As Engine.add_request."""
+        """Queue a request; errors are those of Engine.add_request."""
         inputs = self._engine.inputs
         encoded = inputs.encoded(prompt)
         self._engine.add_request(request_id, encoded, params, priority)
@@ -234,7 +233,8 @@ class Assembler:
     def run(self, requests: Iterable[Queued]) -> Generator[list[RequestOutput]]:
         """Queue requests, as fast as there is room, and step until nothing is left to do.
 
-        Each step gives what `step` does. The requests end with the generator, if not before.
+        Yields the outputs that grew, for each step. The requests end with the generator, if not
+        before.
         """
         queue = deque(requests)
         request_ids = [request_id for request_id, *_ in queue]
@@ -250,7 +250,7 @@ class Assembler:
                 self.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
-        """Step the engine; the outputs that grew.
+        """Step the engine; return the outputs that grew.
 
         An output is the same object from step to step and grows: copy it to keep it.
         """
@@ -284,7 +284,7 @@ class Assembler:
 
 
 def checked(output: RequestOutput | None) -> RequestOutput:
-    """An output that has ended. Raises GenerationError if its request failed."""
+    """Return an output that has ended. Raises GenerationError if its request failed."""
     assert output is not None
     if output.error is not None:
         raise GenerationError(output.error)

@@ -1,7 +1,8 @@
 """The engine for asyncio: one thread steps, any number of tasks read their streams.
 
 A failing step ends the requests that ran in it and is reported to their readers; the others go on.
-If the next step fails too, or a rank of several is lost, the engine is dead and everybody is told.
+If the next step fails too, or a rank of several is lost, the engine is dead and all readers get the
+error.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ class AsyncEngine:
         self._stopping = False
         self._dead: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, _OutputStream] = {}
 
     async def __aenter__(self) -> "AsyncEngine":
         self.start()
@@ -53,7 +54,7 @@ class AsyncEngine:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Abort what runs and end the thread."""
+        """Abort all requests and end the thread."""
         self._stopping = True
         self._wake.set()
         await asyncio.to_thread(self._thread.join)
@@ -61,7 +62,7 @@ class AsyncEngine:
     async def generate(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
-        """Snapshots of the request while it grows; the last one is finished.
+        """Yield snapshots of the request while it grows; the last one is finished.
 
         Leaving the iteration early aborts the request.
 
@@ -70,12 +71,12 @@ class AsyncEngine:
             GenerationError: it failed while it ran.
             EngineDeadError: a step failed while it ran.
         """
-        # Off the engine's thread: a long text takes as long to encode as many steps, and so does a
-        # grammar to compile.
+        # Off the engine's thread: to encode a long text, or to compile a grammar, takes as long as
+        # many steps.
         encoded = await asyncio.to_thread(self._engine.inputs.encoded, prompt)
         if params.structured is not None:
             await asyncio.to_thread(self._engine.prepare, params)
-        stream = _Stream(asyncio.get_running_loop())
+        stream = _OutputStream(asyncio.get_running_loop())
         self._post(lambda: self._add(request_id, encoded, params, priority, stream))
         try:
             while True:
@@ -103,7 +104,7 @@ class AsyncEngine:
         prompt: EncodedPrompt,
         params: SamplingParams,
         priority: int,
-        stream: "_Stream",
+        stream: "_OutputStream",
     ) -> None:
         try:
             self._assembler.add_request(request_id, prompt, params, priority)
@@ -112,13 +113,13 @@ class AsyncEngine:
         else:
             self._streams[request_id] = stream
 
-    def _drop(self, request_id: str, stream: "_Stream") -> None:
+    def _drop(self, request_id: str, stream: "_OutputStream") -> None:
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
             self._assembler.abort(request_id)
 
     def _run(self) -> None:
-        """The thread's life. However it ends, nobody is left waiting."""
+        """Step until the engine stops; then end all streams, also after an error."""
         cause: Exception = EngineDeadError("the engine was stopped")
         try:
             with torch.inference_mode():
@@ -181,22 +182,22 @@ class AsyncEngine:
 
 
 def _died(cause: Exception) -> EngineDeadError:
-    """What readers are told."""
+    """The error that readers get."""
     if isinstance(cause, EngineDeadError):
         return cause
-    told = f"a step of the engine failed: {type(cause).__name__}"
-    error = EngineDeadError(str(cause) if isinstance(cause, RanksError) else told)
+    message = f"a step of the engine failed: {type(cause).__name__}"
+    error = EngineDeadError(str(cause) if isinstance(cause, RanksError) else message)
     error.__cause__ = cause
     return error
 
 
-class _Stream:
-    """From the engine's thread to a task."""
+class _OutputStream:
+    """Carries outputs from the engine's thread to a task."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self.queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
 
     def put(self, item: RequestOutput | BaseException) -> None:
-        with suppress(RuntimeError):  # the reader's loop is closed: there is nobody to tell
+        with suppress(RuntimeError):  # the reader's loop is closed
             self._loop.call_soon_threadsafe(self.queue.put_nowait, item)

@@ -1,4 +1,4 @@
-"""From a configuration to an engine that is ready to step."""
+"""Builds an engine that is ready to step from a configuration."""
 
 from collections.abc import Callable
 
@@ -23,25 +23,23 @@ from outdraft.kernels.data.logit_parts import most_drawn
 from outdraft.kv.block_pool import BlockPool
 from outdraft.loading.memory import MemoryPlan
 from outdraft.loading.memory_plan import build_runner, drafter_of, longest_text, plan_memory
-from outdraft.loading.methods import (
-    LoadedDrafter,
-    host_proposers,
-)
+from outdraft.loading.methods import LoadedDrafter, host_proposers
 from outdraft.loading.models import LoadedModels, load_models, stage
 from outdraft.models.base import LanguageModel
 from outdraft.runner.parallel_runner import StepRunner
 from outdraft.scheduling.scheduler import Scheduler
 
-WARM_UP_TOKENS, WARM_UP_STEPS = 4, 4  # of its prompt; the prompt's, then some with drafts
+WARM_UP_TOKENS, WARM_UP_STEPS = 4, 4  # of the prompt; its own step, then 3 with drafts
 
 
 def build_engine(
     config: EngineConfig, models: LoadedModels | None = None, memory: MemoryPlan | None = None
 ) -> tuple[Engine, MemoryPlan]:
-    """An engine that has all its memory, and the account of it.
+    """Build an engine that has all its memory; return it with the account of that memory.
 
     Args:
-        memory: what `plan_together` left it; None: it lives alone. On several ranks it must.
+        memory: its part, from `plan_together`; None: it is the only engine. On several ranks it
+            must be.
 
     Raises:
         ConfigError: no such engine can be built, or its memory is not there.
@@ -101,10 +99,10 @@ def check_longest_text(engine: Engine, memory: MemoryPlan) -> None:
 
 
 def warm_up(engine: Engine) -> None:
-    """What the first requests would otherwise wait for: pages to touch, kernels to make ready.
+    """Touch pages and make kernels ready, so that the first requests need not wait for it.
 
-    Runs a greedy and a sampled request for a few steps, on each draft group. Nothing is learned
-    from them. The engine must be idle.
+    Runs a greedy and a sampled request for WARM_UP_STEPS steps, on each draft group. Nothing is
+    learned from them. The engine must be idle.
     """
     control, engine.drafting.control = engine.drafting.control, FixedLength(MAX_DRAFTS)
     num_together = min(engine.runner.num_draft_groups, engine.scheduler.config.max_num_seqs)
@@ -149,7 +147,7 @@ def _drafter_limits(
 
 
 def _control(config: EngineConfig, models: LoadedModels, runner: StepRunner) -> LengthPolicy:
-    """Make what decides lengths; no request drafts more than it allows."""
+    """Make the policy that decides lengths; no request drafts more than it allows."""
     if config.speculation.control == "fixed" or not config.speculation.sources:
         return FixedLength(MAX_DRAFTS)
     table = cost_table(config, models, runner)

@@ -1,9 +1,6 @@
-"""What the engine remembers of a caller's request between steps, and the deltas it tells of it."""
+"""Makes the deltas of a caller's request from the results of the engine's steps."""
 
 import time
-from collections.abc import Mapping
-
-from msgspec import Struct
 
 from outdraft.core.decision import Decision
 from outdraft.core.draft import DraftSource
@@ -12,19 +9,6 @@ from outdraft.core.plan import DraftChoice, TokenLogprobs, WorkResult
 from outdraft.core.request import BookedWork
 
 _ORIGINS = {source: TokenOrigin(source) for source in DraftSource}
-
-
-class StepTold(Struct, frozen=True):
-    """What a trace says of the engine's step.
-
-    Attributes:
-        seconds: how long it took.
-        granted: the drafts that were wanted before the step was planned, by request.
-    """
-
-    seconds: float
-    decision: Decision | None
-    granted: Mapping[str, DraftChoice]
 
 
 class RequestDeltas:
@@ -45,11 +29,24 @@ class RequestDeltas:
         self._num_cached_tokens = 0
         self._num_preemptions = 0
         self._prompt_logprobs: list[TokenLogprobs] = []
-        self._is_prompt_told = False
-        self._news: list[SequenceDelta] = []
+        self._has_sent_prompt = False
+        self._grown: list[SequenceDelta] = []
 
-    def add(self, index: int, booked: BookedWork, told: StepTold) -> None:
-        """Book one step of the index-th sequence; `told`: of all the step's requests."""
+    def add(
+        self,
+        index: int,
+        booked: BookedWork,
+        step_s: float,
+        decision: Decision | None = None,
+        granted: DraftChoice | None = None,
+    ) -> None:
+        """Book one step of the index-th sequence.
+
+        Args:
+            step_s: time of the engine's step, in seconds.
+            decision: about the engine's step, for the trace.
+            granted: the draft that the sequence was granted before the step was planned.
+        """
         request, work, outcome, added = booked
         if self._first_scheduled_s is None:
             self._first_scheduled_s = time.monotonic()
@@ -60,14 +57,17 @@ class RequestDeltas:
             end = work.start + len(outcome.prompt_logprobs)
             self._prompt_logprobs[work.start : end] = outcome.prompt_logprobs
         if added or request.finish_reason is not None:
-            self._news.append(_sequence_delta(index, booked, told))
+            trace = None
+            if request.params.speculation.trace:
+                trace = _trace(booked, step_s, decision, granted)
+            self._grown.append(_sequence_delta(index, booked, trace))
 
     def take(self) -> RequestDelta:
-        """What came since it was asked last."""
-        sequences, self._news = tuple(self._news), []
+        """Return the delta since the last call."""
+        sequences, self._grown = tuple(self._grown), []
         prompt_logprobs = None
-        if not self._is_prompt_told and sequences[0].index == 0:
-            self._is_prompt_told = True
+        if not self._has_sent_prompt and sequences[0].index == 0:
+            self._has_sent_prompt = True
             prompt_logprobs = tuple(self._prompt_logprobs)
         assert self._first_scheduled_s is not None
         return RequestDelta(
@@ -82,7 +82,7 @@ class RequestDeltas:
         )
 
 
-def _sequence_delta(index: int, booked: BookedWork, told: StepTold) -> SequenceDelta:
+def _sequence_delta(index: int, booked: BookedWork, trace: DraftTrace | None) -> SequenceDelta:
     request, work, outcome, added = booked
     drafts = work.drafts
     drafted = None
@@ -96,7 +96,7 @@ def _sequence_delta(index: int, booked: BookedWork, told: StepTold) -> SequenceD
         _origins(outcome, drafts)[: len(added)],
         drafted,
         outcome.logprobs[: len(added)],
-        _trace(booked, told) if request.params.speculation.trace else None,
+        trace,
         None if reason is None else str(reason),
         request.stop_reason,
         request.error,
@@ -104,7 +104,7 @@ def _sequence_delta(index: int, booked: BookedWork, told: StepTold) -> SequenceD
 
 
 def _origins(outcome: WorkResult, drafts: DraftChoice | None) -> tuple[TokenOrigin, ...]:
-    """How each emitted token came, accepted drafts first."""
+    """Return one origin per emitted token, accepted drafts first."""
     if drafts is None:
         return (TokenOrigin.PLAIN,)
     accepted = [_ORIGINS[drafts.source]] * len(outcome.accepted_rows)
@@ -115,20 +115,18 @@ def _origins(outcome: WorkResult, drafts: DraftChoice | None) -> tuple[TokenOrig
     return (*accepted, TokenOrigin.BONUS if is_whole else TokenOrigin.RECOVERED)
 
 
-def _trace(booked: BookedWork, told: StepTold) -> DraftTrace:
-    outcome, num_emitted = booked.outcome, len(booked.added)
-    drafts, choice = booked.work.drafts, told.granted.get(booked.request.id)
-    granted = len(choice) if choice is not None else 0
-    if drafts is None:
-        return DraftTrace((), (), (), (), num_emitted, told.seconds, (), granted, told.decision)
+def _trace(
+    booked: BookedWork, step_s: float, decision: Decision | None, granted: DraftChoice | None
+) -> DraftTrace:
+    drafts, outcome = booked.work.drafts, booked.outcome
     return DraftTrace(
-        (str(drafts.source),) * len(outcome.drafted_ids),
+        (str(drafts.source),) * len(outcome.drafted_ids) if drafts is not None else (),
         outcome.drafted_ids,
         outcome.drafted_parents,
         outcome.accepted_rows,
-        num_emitted,
-        told.seconds,
+        len(booked.added),
+        step_s,
         outcome.drafted_logprobs,
-        granted,
-        told.decision,
+        len(granted) if granted is not None else 0,
+        decision,
     )

@@ -1,6 +1,6 @@
-"""The engine: requests in, one step at a time, deltas out. It waits for nobody and knows no I/O.
+"""The engine: requests in, one step at a time, deltas out. It never waits and has no I/O.
 
-It knows ids only: RequestAssembly makes text of them, beside the engine or in another process.
+It handles ids only: RequestAssembly makes text of them, beside the engine or in another process.
 
 The life of a step: choose drafts, schedule, launch, collect, commit.
 """
@@ -20,7 +20,7 @@ from outdraft.core.request import Request, ScheduledStep
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.policy import DraftPolicy
 from outdraft.engine.alarms import SourceAlarms
-from outdraft.engine.deltas import RequestDeltas, StepTold
+from outdraft.engine.deltas import RequestDeltas
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor, Prompt
 from outdraft.engine.stats import StatsTotal, step_stats
 from outdraft.runner.model_runner import LaunchedStep
@@ -29,11 +29,11 @@ from outdraft.scheduling.scheduler import Scheduler, allowed_tokens, plan_step
 
 
 @dataclass(slots=True)
-class _Sequence:
-    """One of a caller's n sequences: what the scheduler runs, and where its tokens are told.
+class _LiveSequence:
+    """One of a caller's n sequences: the scheduler's request, and the deltas of its tokens.
 
     Attributes:
-        may_draft: the proposers have not been told yet that it ended.
+        may_draft: False: it ended, and the proposers have forgotten it.
     """
 
     request: Request
@@ -46,16 +46,15 @@ class WatchedRanks(Protocol):
     """Processes that an engine cannot do without."""
 
     def watch(self, on_death: Callable[[], None]) -> None:
-        """Have a function called, in another thread, when one of them has ended by itself."""
+        """Call a function, in another thread, when one of them has ended by itself."""
         ...
 
     def check(self) -> None:
-        """Raises RanksError: the engine cannot go on."""
+        """Raise RanksError if the engine cannot go on."""
         ...
 
     def num_moves(self) -> int:
-        """How often this rank has told them something, or taken part in a collective; it may be
-        asked by another thread."""
+        """Count this rank's messages to them and its collectives. Any thread may call it."""
         ...
 
     def end(self) -> None:
@@ -64,13 +63,13 @@ class WatchedRanks(Protocol):
 
 
 class Engine:
-    """Composes scheduler, draft policy and runner; tells callers what came of their requests.
+    """Composes scheduler, draft policy and runner; makes the deltas of callers' requests.
 
     Not safe to use from several threads: AsyncEngine does that. An engine of several ranks whose
     step raises RanksError is dead.
 
     Attributes:
-        on_step: is told of each step.
+        on_step: is called after each step.
         ranks: the processes that compute with it; None: it computes alone.
     """
 
@@ -89,7 +88,7 @@ class Engine:
         self.stats = StatsTotal()
         self.on_step: Callable[[StepStats], None] | None = None
         self.ranks = ranks
-        self._sequences: dict[str, _Sequence] = {}
+        self._sequences: dict[str, _LiveSequence] = {}
         self._callers: dict[str, RequestDeltas] = {}
         self._num_added = 0
         self._alarms = SourceAlarms(str(source) for source in drafting.config.methods)
@@ -99,11 +98,11 @@ class Engine:
         return self.scheduler.has_work
 
     def is_live(self, request_id: str) -> bool:
-        """Whether a sequence of the request waits or runs."""
+        """Return True if a sequence of the request waits or runs."""
         return request_id in self._callers
 
     def running_requests(self) -> list[str]:
-        """Ids of the requests with a sequence that runs, or that ended without being told."""
+        """Ids of the requests with a sequence that runs, or that ended without a delta."""
         waiting = {request.id for request in self.scheduler.waiting}
         return [
             request_id
@@ -112,7 +111,7 @@ class Engine:
         ]
 
     def prepare(self, params: SamplingParams) -> None:
-        """Do beforehand what of `add_request` may take seconds. Safe to use from any thread.
+        """Do the parts of `add_request` that may take seconds. Safe to use from any thread.
 
         Raises:
             RequestError: the parameters are wrong.
@@ -121,7 +120,7 @@ class Engine:
         self.inputs.grammar(params)
 
     def check_request(self, prompt: Prompt, params: SamplingParams) -> EncodedPrompt:
-        """The prompt as `add_request` takes it too, without making ids of it again.
+        """Check a request; return its prompt encoded, which `add_request` takes as well.
 
         Raises:
             RequestError: such a request could never run. Nothing is queued either way.
@@ -152,12 +151,12 @@ class Engine:
         )
         for index, request in enumerate(requests):
             self.scheduler.add(request)
-            self._sequences[request.id] = _Sequence(request, deltas, index)
+            self._sequences[request.id] = _LiveSequence(request, deltas, index)
         self._callers[request_id] = deltas
         self._num_added += 1
 
     def step(self) -> list[RequestDelta]:
-        """Advance everything that runs by at least one token or prompt chunk; the new tokens.
+        """Advance all running requests by at least 1 token or prompt chunk; return the deltas.
 
         A sequence that fails by itself ends with FinishReason.ERROR; the others go on.
         """
@@ -168,13 +167,13 @@ class Engine:
         result = self._run(step)
         booked = self.scheduler.commit(step, result)
         grown: dict[str, RequestDeltas] = {}
-        ended: list[_Sequence] = []
-        told = StepTold(
-            time.perf_counter() - started_s, self.drafting.decided, self.drafting.granted
-        )
+        ended: list[_LiveSequence] = []
+        booked_s = time.perf_counter() - started_s
+        decision, granted = self.drafting.decided, self.drafting.granted
         for one in booked:
             sequence = self._sequences[one.request.id]
-            sequence.deltas.add(sequence.index, one, told)
+            choice = granted.get(one.request.id)
+            sequence.deltas.add(sequence.index, one, booked_s, decision, choice)
             if one.request.finish_reason is not None:
                 ended.append(sequence)
             if one.added or one.request.finish_reason is not None:
@@ -185,24 +184,24 @@ class Engine:
             step_s=time.perf_counter() - started_s,
             num_waiting=len(self.scheduler.waiting),
             kv_usage=self.scheduler.pool.usage,
-            granted=self.drafting.granted,
-            decision=self.drafting.decided,
+            granted=granted,
+            decision=decision,
         )
         self.drafting.observe(booked, stats)
-        if alarms := self._alarms.watch(booked, self.drafting.decided):
+        if alarms := self._alarms.watch(booked, decision):
             stats = structs.replace(stats, alarms=alarms)
         for sequence in ended:
             self._end_drafting(sequence)
         self._record(stats)
-        news = [deltas.take() for deltas in grown.values()]
-        for sequence in ended:  # last: had the step failed, whoever is not told could be aborted
+        taken = [deltas.take() for deltas in grown.values()]
+        for sequence in ended:  # last: after a step that failed, callers can abort them
             self._forget(sequence)
-        return news
+        return taken
 
     def abort(self, request_id: str) -> None:
         """End a request early and give back all it holds; unknown ones are ignored.
 
-        After a step that failed: also one that ended in it, of which nobody was told.
+        After a step that failed: also one that ended in it, of which no delta came.
         """
         caller = self._callers.get(request_id)
         for sequence_id in list(caller.live) if caller is not None else ():
@@ -233,7 +232,7 @@ class Engine:
         assert live == {one for deltas in self._callers.values() for one in deltas.live}
 
     def _run(self, step: ScheduledStep) -> StepResult:
-        """Have a step computed, and wait for it; masks are made while the target reads."""
+        """Compute a step and wait for it; masks are made while the target reads."""
         pending = self.runner.launch(step.plan)
         if isinstance(pending, LaunchedStep):
             drafted = self.runner.drafted(pending)
@@ -241,14 +240,14 @@ class Engine:
             pending = self.runner.verify(pending, allowed)
         return self.runner.collect(pending)
 
-    def _end_drafting(self, sequence: _Sequence) -> None:
-        """Tell the proposers that a sequence ended, once."""
+    def _end_drafting(self, sequence: _LiveSequence) -> None:
+        """Make proposers and alarms forget a sequence that ended, once."""
         if sequence.may_draft:
             sequence.may_draft = False
             self.drafting.finish(sequence.request)
             self._alarms.finish(sequence.request.id)
 
-    def _forget(self, sequence: _Sequence) -> None:
+    def _forget(self, sequence: _LiveSequence) -> None:
         del self._sequences[sequence.request.id]
         sequence.deltas.live.remove(sequence.request.id)
         if not sequence.deltas.live:
@@ -262,7 +261,7 @@ class Engine:
     def _sequence_requests(
         self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int
     ) -> list[Request]:
-        """The n sequences of a request, checked."""
+        """Make the n sequences of a request, checked."""
         self.inputs.check_params(params)
         stop_token_ids = self.inputs.stop_token_ids(params)
         bad_words_ids = self.inputs.bad_words_ids(params)

@@ -1,4 +1,4 @@
-"""From what a caller gives to a request that can run, or a clear error.
+"""Turns a caller's prompt and parameters into a request that can run, or a clear error.
 
 A prompt is a text, token ids, or one of vLLM's two dicts. Everything that could make a request fail
 later is checked here, before any work starts.
@@ -33,7 +33,7 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """Token ids; `prompt` is the text that they stand for, for whoever reads the output."""
+    """Token ids; `prompt` is the text that they stand for, which the output repeats."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
@@ -42,7 +42,7 @@ class TokensPrompt(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A prompt that was checked and made ids of; `text` is None if it came as ids.
+    """A prompt as ids, checked; `text` is None if it came as ids.
 
     token_ids: int32 [num_tokens].
     """
@@ -59,7 +59,7 @@ Given = tuple[str | None, list[int] | None, str | None]  # text or ids, or both;
 
 
 def given_prompt(prompt: Prompt) -> Given:
-    """What a prompt holds, in whatever form it came. Ids and text are not checked yet.
+    """Return text, ids and salt of a prompt in any form. Ids and text are not checked yet.
 
     Raises:
         RequestError: it is in no form of `Prompt`.
@@ -76,7 +76,7 @@ def given_prompt(prompt: Prompt) -> Given:
 
 
 def is_one_prompt(prompts: object) -> bool:
-    """Whether this is a single prompt; else it is a list of them."""
+    """Return True for a single prompt, False for a list of them."""
     if isinstance(prompts, str | Mapping | EncodedPrompt):
         return True
     if isinstance(prompts, np.ndarray):
@@ -136,15 +136,16 @@ class InputProcessor:
         keep_last: int | None = None,
         cache_salt: str | None = None,
     ) -> EncodedPrompt:
-        """The prompt with its ids; as it is, if it is encoded already.
+        """Encode a prompt; one that is encoded already is returned as it is.
 
-        Special tokens are added to a text only. `keep_last`: tokens, its own special ones
-        included, to which a prompt is cut if it is longer; its beginning goes. `cache_salt`: of a
-        prompt that brings none.
+        Args:
+            add_special_tokens: to a text; ids are taken as they are.
+            keep_last: cut a longer prompt to its last tokens, special ones included.
+            cache_salt: for a prompt that brings none.
 
         Raises:
             ContextLengthError: it is too long.
-            RequestError: it is in no known form, empty, or holds ids outside the vocabulary.
+            RequestError: it is in no form of `Prompt`, empty, or holds ids outside the vocabulary.
         """
         if isinstance(prompt, EncodedPrompt):
             return prompt
@@ -176,8 +177,11 @@ class InputProcessor:
         keep_last: int | None = None,
         field: str = "prompt",
     ) -> list[int]:
-        """Token ids of a text; `field` is the parameter that it came as, `keep_last` the number of
-        tokens to which its beginning is cut off. Special tokens at its start are kept.
+        """Encode a text; special tokens at its start are kept.
+
+        Args:
+            keep_last: cut a longer text to its last tokens.
+            field: the parameter that it came as, for errors.
 
         Raises:
             RequestError: there is no tokenizer, or the text is not valid Unicode.
@@ -221,7 +225,7 @@ class InputProcessor:
         return frozenset([*ends, *(params.stop_token_ids or ())])
 
     def bad_words_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each bad word as it is written at the start of a text and behind a blank."""
+        """Encode each bad word as it is written at the start of a text and after a blank."""
         if not params.bad_words:
             return ()
         assert self.tokenizer is not None
@@ -230,25 +234,29 @@ class InputProcessor:
             bare = tuple(self.tokenizer.encode(word.lstrip(), add_special_tokens=False).ids)
             spaced = tuple(self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False).ids)
             if not bare:
-                told = f"bad_words must not hold empty texts, or blanks alone, got {word!r:.80}"
-                raise RequestError(told, "bad_words")
+                raise RequestError(
+                    f"bad_words must not hold empty texts, or blanks alone, got {word!r:.80}",
+                    "bad_words",
+                )
             words.append(bare)
             if spaced[-len(bare) :] != bare:  # else the bare form bans it too
                 words.append(spaced)
-        return tuple(word for word in words if max(word) < self.vocab_size)  # no other can be said
+        return tuple(
+            word for word in words if max(word) < self.vocab_size
+        )  # others cannot be sampled
 
     @cached_property
     def _grammars(self) -> "GrammarCompiler":
-        # Its library is needed where somebody asks for a form, and nowhere else.
+        # Imported here: only requests for structured output need its library.
         from outdraft.structured.compiler import GrammarCompiler
 
         assert self.tokenizer is not None, "check_params has refused it"
         return GrammarCompiler(self.tokenizer, self.vocab_size)
 
     def grammar(self, params: SamplingParams) -> "Grammar | None":
-        """What the output must keep to; None: to nothing. Safe to use from any thread.
+        """Compile the grammar that the output must follow; None: it follows none. Thread-safe.
 
-        Compiling takes 0.1 s and more, but not if it was done a short while ago.
+        Compiling takes 0.1 s and more, unless the grammar is among the latest.
 
         Raises:
             RequestError: it cannot be compiled.
@@ -258,8 +266,7 @@ class InputProcessor:
         return self._grammars.compile(params.structured)
 
     def prediction_ids(self, params: SamplingParams) -> list[int]:
-        """Token ids of what the output is expected to be, as far as an output can reach; none if
-        nothing is."""
+        """Encode the expected output, at most max_model_len tokens; [] if none is given."""
         if params.prediction is None:
             return []
         if isinstance(params.prediction, str):
@@ -271,7 +278,7 @@ class InputProcessor:
         return ids[: self.max_model_len]
 
     def seed(self, params: SamplingParams, request_number: int, index: int) -> int:
-        """The noise key of a request's index-th sequence.
+        """Return the noise key of a request's index-th sequence.
 
         A seeded request has the same key in any batch; the others differ from each other. Keys are
         not negative.
@@ -285,7 +292,7 @@ class InputProcessor:
         return int.from_bytes(digest, "little") & MAX_INT64
 
     def _check_text(self, ids: Sequence[int], field: str) -> None:
-        """`ids`: what the tokenizer made of a text."""
+        """`ids`: a text as the tokenizer encoded it."""
         if not ids or max(ids) < self.vocab_size:
             return
         assert self.tokenizer is not None
@@ -295,7 +302,7 @@ class InputProcessor:
         )
 
     def _check_ids(self, ids: Collection[int], field: str) -> None:
-        # Long prompts are checked between steps: built-in functions take a third of a loop's time.
+        # Long prompts are checked between steps: built-in functions are 3 times as fast as a loop.
         if set(map(type, ids)) <= {int} and (
             not ids or 0 <= min(ids) <= max(ids) < self.vocab_size
         ):

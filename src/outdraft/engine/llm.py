@@ -51,7 +51,7 @@ class LLM:
 
     @classmethod
     def from_config(cls, config: EngineConfig, models: LoadedModels | None = None) -> "LLM":
-        """From a whole configuration; `models` shares weights that are loaded already."""
+        """Build from a whole configuration; `models` shares weights that are loaded already."""
         llm = cls.__new__(cls)
         llm._start(config, models or load_models(config))
         return llm
@@ -69,12 +69,12 @@ class LLM:
             self._chat_template = ChatTemplate.from_directory(self._tokenizer_path)
         except BaseException:
             if models.processes is not None:
-                models.processes.end()  # whoever keeps the error shall not keep them
+                models.processes.end()  # a caller that keeps the error must not keep them alive
             raise
         self._num_requests = 0
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Those of a call that gives none: what `generation_config` says, else SamplingParams()."""
+        """Return the parameters of a call without any: `generation_config`, else the defaults."""
         return SamplingParams(**self._default_sampling)
 
     def generate(
@@ -129,12 +129,12 @@ class LLM:
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several; options as in ChatTemplate.render.
+        """Answer one conversation, or several; ChatTemplate.render explains the options.
 
         `chat_template` is a template's text, in place of the checkpoint's own.
 
         Raises:
-            RequestError: there is no template, or it refuses a conversation; or as `generate`.
+            RequestError: there is no template, or it refuses a conversation; or from `generate`.
             ConfigError: `chat_template` is no template.
         """
         template = self._chat_template
@@ -167,7 +167,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def close(self) -> None:
-        """End the other ranks' processes, if there are some; this engine is of no more use then.
+        """End the other ranks' processes, if there are some, and so the use of this engine.
 
         They also end with this object, and with this process.
         """
@@ -175,7 +175,7 @@ class LLM:
             self.engine.ranks.end()
 
     def get_tokenizer(self) -> TextTokenizer:
-        """What makes ids of texts and conversations, and texts of ids.
+        """Return the tokenizer: texts and conversations to ids, and ids to texts.
 
         Raises:
             ConfigError: the model came without a tokenizer.
@@ -186,7 +186,7 @@ class LLM:
 
     def _run(self, requests: Sequence[Queued], use_tqdm: bool) -> dict[str, RequestOutput]:
         finished: dict[str, RequestOutput] = {}
-        hidden = None if use_tqdm else True  # None: where nobody sees it move
+        hidden = None if use_tqdm else True  # None: shown on a terminal only
         bar = tqdm(total=len(requests), desc="requests", unit="req", disable=hidden, smoothing=0)
         steps = Assembler(self.engine).run(requests)
         with bar, torch.inference_mode(), closing(steps):

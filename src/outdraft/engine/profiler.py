@@ -33,8 +33,8 @@ def traced(engine: Engine, path: Path) -> Generator[None, None, None]:
 
 
 def _phases(engine: Engine) -> list[tuple[object, str, str]]:
-    """Which method is which phase; drafts come from the host's sources and from the model. With
-    several ranks this one is traced."""
+    """List (owner, method, phase); drafts come from the host's sources and from the model. With
+    several ranks only this one is traced."""
     runner = engine.runner
     if isinstance(runner, ParallelRunner):
         runner = runner.own
@@ -52,7 +52,7 @@ def _phases(engine: Engine) -> list[tuple[object, str, str]]:
 
 @contextmanager
 def _ranged(owner: object, method: str, name: str) -> Generator[None, None, None]:
-    """Shadow a method of one object by itself in a range."""
+    """Wrap a method of one object in a named range."""
     original: Callable[..., Any] = getattr(owner, method)
 
     @functools.wraps(original)

@@ -1,6 +1,6 @@
-"""Graphs of a GPU for the steps of most requests, made before the first one would wait for them.
+"""Makes a GPU's CUDA graphs for common steps, before the first request would wait for them.
 
-A graph takes 10 to 60 ms to make, ten times as long as the step that it then is. Numbers of rows
+A graph takes 10 to 60 ms to make, 10 times as long as the step that it replays. Numbers of rows
 and requests are rounded up (kernels/data/graph_sizes.py), so that few steps need most of the graphs
 that a batch goes through while its requests end one by one. Longer texts, more requests, and
 parameters that filter or penalize tokens get theirs when they come.
@@ -18,20 +18,20 @@ from outdraft.runner.parallel_runner import StepRunner
 
 MOST_S = 15.0
 MOST_REQUESTS, MOST_DRAFTS = 32, 8
-ALL_READ = -1  # a network's lag behind a step whose last draft was not accepted
+ALL_READ = -1  # a network's lag after a step whose last draft was not accepted
 _logger = logging.getLogger(__name__)
 
 
 def make_graphs(config: EngineConfig, runner: StepRunner) -> None:
-    """Run the usual steps, greedy and at temperature 1, of an idle engine that serves nobody yet;
-    none begins later than MOST_S."""
+    """Run the common steps, greedy and at temperature 1, of an engine that has no requests yet;
+    none begins later than MOST_S seconds after the first."""
     end_s = (started_s := time.perf_counter()) + MOST_S
     max_model_len, number = runner.state.row_len - 1, 0
     for temperature in (0.0, 1.0):
         steps = DummySteps(
             runner, config.scheduler, max_model_len, most_long=1, temperature=temperature
         )
-        for step in usual_steps(config, runner, steps):
+        for step in common_steps(config, runner, steps):
             if time.perf_counter() > end_s:
                 _logger.info("no time is left for graphs: others are made when they are needed")
                 return
@@ -40,11 +40,11 @@ def make_graphs(config: EngineConfig, runner: StepRunner) -> None:
     _logger.info("made graphs for %d steps in %.1f s", number, time.perf_counter() - started_s)
 
 
-def usual_steps(
+def common_steps(
     config: EngineConfig, runner: StepRunner, scratch: DummySteps
 ) -> Iterator[DummyStep]:
-    """Steps that there is room for: as many drafts as there may be grow for each number of requests
-    up to MOST_REQUESTS, or for all but one, and as many rows are read by the target."""
+    """Yield steps that fit: for each number of requests up to MOST_REQUESTS, each number of drafts
+    for all of them or for all but one, and each number of rows of the target."""
     most, proposer = 0, runner.proposer
     if config.speculation.sources:
         most = min(config.speculation.max_drafts, MOST_DRAFTS)
@@ -67,7 +67,7 @@ def usual_steps(
 def _grown(
     config: EngineConfig, proposer: DeviceProposer | None, count: int, most: int
 ) -> Iterator[DummyStep]:
-    """A plain step of so many requests, and those with each number of drafts."""
+    """Yield a plain step of `count` requests, and one for each number of drafts up to `most`."""
     yield DummyStep(count, count)
     for depth in range(1, most + 1):
         step = DummyStep(count, count * (1 + depth), is_network=proposer is not None)
@@ -78,8 +78,8 @@ def _grown(
             yield step._replace(num_rows=step.num_rows - depth, num_idle=1)
     if proposer is None or not most:
         return
-    # A network that reads states reads what was accepted, but no token whose successor is unknown.
-    # Others read the newest one or two.
+    # A network that reads states reads accepted tokens except the newest, whose successor is not
+    # there yet. Others read the newest 1 or 2.
     for lag in range(1, most + 1) if proposer.drafter.state_window else (ALL_READ,):
         yield DummyStep(count, 2 * count, is_network=True, lag=lag)
     if proposer.drafting.is_tree:
@@ -87,5 +87,5 @@ def _grown(
 
 
 def _sizes(step: DummyStep) -> tuple[int, int]:
-    """What the target's pass is rounded to."""
+    """The target's pass after rounding: requests, rows."""
     return rounded_requests(step.num_requests), rounded_rows(step.num_rows)

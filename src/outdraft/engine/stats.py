@@ -7,12 +7,7 @@ from types import MappingProxyType
 
 from outdraft.core.decision import Decision
 from outdraft.core.draft import DraftSource
-from outdraft.core.plan import (
-    DraftChoice,
-    StepResult,
-    StepStats,
-    drafted_levels,
-)
+from outdraft.core.plan import DraftChoice, StepResult, StepStats, drafted_levels
 from outdraft.core.request import BookedWork
 
 
@@ -26,7 +21,7 @@ def step_stats(
     granted: Mapping[str, DraftChoice] = MappingProxyType({}),
     decision: Decision | None = None,
 ) -> StepStats:
-    """One step in numbers.
+    """Count one step.
 
     Args:
         granted: the drafts that were wanted before the step was planned, by request.
@@ -126,12 +121,12 @@ class StatsTotal:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens a verified draft brought, the bonus or recovered token included."""
+        """Tokens per verified draft, the bonus or recovered token included."""
         return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
 
     @property
     def acceptance_length_by_source(self) -> dict[DraftSource, float]:
-        """Tokens that a verified draft brought."""
+        """`acceptance_length` of each source."""
         return {
             source: 1 + self.accepted_by_source[source] / drafts
             for source, drafts in self.drafts_by_source.items()

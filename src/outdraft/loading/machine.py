@@ -1,4 +1,4 @@
-"""Which cores of this machine belong to which rank."""
+"""Describes this machine, and gives its cores to ranks."""
 
 import os
 import platform
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def processor() -> str:
-    """The name that Linux gives, else what Python knows; "" if that is nothing."""
+    """The processor's name, from Linux or else from Python; "" if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -32,7 +32,7 @@ CPUS = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """What one rank computes with.
+    """The cores of one rank.
 
     Attributes:
         cpus: logical processors that its threads stay on; (): any, as there are not enough.
@@ -45,7 +45,7 @@ class Cores:
 def cores_of_ranks(
     size: int, num_threads: int, topology: Mapping[int, tuple[int, int]]
 ) -> list[Cores]:
-    """Equal parts that lie together, so that ranks of several sockets do not share one.
+    """Cut the cores into equal, contiguous parts, so that ranks keep to their own socket.
 
     Args:
         num_threads: of all ranks together.
@@ -65,7 +65,7 @@ def cores_of_ranks(
 
 
 def topology(folder: Path = CPUS) -> dict[int, tuple[int, int]]:
-    """Socket and core of each logical processor of this thread; {}: this system does not say."""
+    """Socket and core of each logical processor of this thread; {} on systems without it."""
     if not hasattr(os, "sched_getaffinity"):
         return {}
     found: dict[int, tuple[int, int]] = {}
@@ -81,6 +81,6 @@ def topology(folder: Path = CPUS) -> dict[int, tuple[int, int]]:
 
 
 def stay_on(cpus: tuple[int, ...]) -> None:
-    """Keep this thread, and those that it starts, on these processors; (): where they are."""
+    """Keep this thread, and those that it starts, on these processors; (): on any."""
     if cpus:
         os.sched_setaffinity(0, cpus)

@@ -1,8 +1,8 @@
-"""Every byte the engine will use, counted before it is used.
+"""Counts every byte that the engine will use, before it is used.
 
-What a step takes beside weights and KV cache is counted at its largest, from shapes alone: where
-most tensors live at the same time, in plain PyTorch; compiled paths take less. The parts are not
-all needed at once, but an allocator keeps what it once had.
+The memory of a step, beside weights and KV cache, is counted at its largest, from shapes alone: at
+the moment with most live tensors, in plain PyTorch; compiled paths take less. The parts are not
+all needed at once, but an allocator keeps the memory that it once had.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ from outdraft.runner.logprobs import PROMPT_ROWS
 ROOT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 GPU_SHARE, CPU_SHARE = 0.9, 0.5  # of the memory, unless gpu_memory_utilization says otherwise
-CPU_CACHE_BYTES = 4 << 30  # of the KV cache at most, unless someone asks for more
+CPU_CACHE_BYTES = 4 << 30  # of the KV cache at most, unless the configuration asks for more
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class DeviceMemory:
     """Bytes that a device has, and those that could be taken now.
 
     Attributes:
-        default_share: of gpu_memory_utilization. Others use a machine's RAM as well.
-        default_cache: of a KV cache at most, if nobody asks for another size; None: no such limit.
+        default_share: of gpu_memory_utilization. Other programs use a machine's RAM as well.
+        default_cache: most bytes of a KV cache without a configured size; None: no such limit.
     """
 
     total: int
@@ -43,7 +43,7 @@ class DeviceMemory:
     default_cache: int | None = None
 
     def part(self, number: int) -> "DeviceMemory":
-        """One of so many equal parts."""
+        """One of `number` equal parts."""
         cache = None if self.default_cache is None else self.default_cache // number
         return DeviceMemory(self.total // number, self.free // number, self.default_share, cache)
 
@@ -52,7 +52,7 @@ def device_memory(device: torch.device) -> DeviceMemory:
     """A GPU's memory; on a CPU the RAM, as far as this process's control groups let it have it."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        # What PyTorch holds and nobody uses is free to this process.
+        # Memory that PyTorch holds and does not use is free to this process.
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return DeviceMemory(total, free, GPU_SHARE)
     machine = psutil.virtual_memory()
@@ -67,13 +67,13 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """Bytes that a control group may hold, and those that it holds; not what can be given back."""
+    """Bytes that a control group may hold, and holds, less those that it can give back."""
 
     limit: int
     used: int
 
 
-# Files of the limit and of what is used; the entry of memory.stat for what can be given back.
+# Files of the limit and of the used bytes; the entry of memory.stat for those it can give back.
 _Files = tuple[str, str, str]
 _V2 = ("memory.max", "memory.current", "inactive_file")
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -95,7 +95,7 @@ def limited_groups(root: Path = ROOT, membership: Path = MEMBERSHIP) -> Iterator
 
 
 def _groups(root: Path, path: str, files: _Files) -> Iterator[GroupMemory]:
-    """In a container the path may be the machine's, and only the root is to be seen."""
+    """Read the groups of a path. In a container only the root may be visible."""
     inner = root / path.strip("/")
     for folder in (inner, *inner.parents):
         if not folder.is_relative_to(root):
@@ -105,7 +105,7 @@ def _groups(root: Path, path: str, files: _Files) -> Iterator[GroupMemory]:
 
 
 def _read(folder: Path, files: _Files) -> GroupMemory | None:
-    """None: the group has no limit, or cannot be read."""
+    """Read a group; None: it has no limit, or cannot be read."""
     limit_file, used_file, cached = files
     try:
         limit = (folder / limit_file).read_text().strip()
@@ -120,12 +120,12 @@ def _read(folder: Path, files: _Files) -> GroupMemory | None:
     return GroupMemory(int(limit), max(0, used - int(entries.get(cached, 0))))
 
 
-NOISE_BYTES = 90  # for each number where noise is not compiled: eleven int64 and float64 tensors
+NOISE_BYTES = 90  # for each number where noise is not compiled: 11 int64 and float64 tensors
 # Tensors of logits where every sampling parameter is in use at the same time; and where penalties
 # are compiled, which take most of them otherwise.
 PROCESSING_TENSORS, FEWER_PROCESSING_TENSORS = 10, 5
-# What compiled steps keep between calls, in rows of logits: of the likeliest tokens, as in
-# csrc/best_tokens.cpp. Beside it there are a part's, of the target and of the drafter.
+# Rows of logits of the likeliest tokens that compiled steps keep between calls, as in
+# csrc/best_tokens.cpp. They also keep those of a part, of the target and of the drafter.
 BEST_ROWS = 64
 
 
@@ -135,14 +135,14 @@ class StepShape:
 
     Attributes:
         num_draft_rows: most drafts of the requests that this rank verifies; 0 without speculation.
-            What clients predicted may be more for the few steps in which others have none.
+            Drafts that clients predicted may be more, in the few steps without others.
         num_sampled: most drafts of one request that a network draws from its distribution, which is
             then kept; 0: it draws none.
-        tree: of what the drafter makes; its rows have no part in the scheduler's budget until
+        tree: of the drafter; its rows have no part in the scheduler's budget until
             they are verified.
         drafter_rows: fewest rows of a pass of the drafter.
         has_network: a network drafts.
-        noise_is_compiled, penalties_are_compiled: they take no memory but their result.
+        noise_is_compiled, penalties_are_compiled: they take no memory beside their result.
         num_ranks: that choose drafts and verify, each for an equal part of the requests.
     """
 
@@ -198,7 +198,7 @@ class StepMemory:
     Attributes:
         texts: token ids of the running requests on the device.
         activations: of a pass of most rows through the widest layer.
-        attention: what the attention takes in it.
+        attention: temporaries of the attention in that pass.
         sampling: logits, their processed copies, probabilities, noise.
         prompt_scores: logits of a prompt's tokens, for their log-probabilities.
         draft_probs: of the network's sampled drafts.
@@ -226,7 +226,7 @@ class StepMemory:
 
 
 def activation_bytes(shape: StepShape, models: Sequence[ModelShape]) -> int:
-    """What the widest model's layers take; the models run one after the other.
+    """Count the layers of the widest model; the models run one after the other.
 
     Args:
         models: the parts of this rank.
@@ -235,15 +235,15 @@ def activation_bytes(shape: StepShape, models: Sequence[ModelShape]) -> int:
 
 
 def sampling_bytes(shape: StepShape, vocab_size: int) -> int:
-    """What logits take on their way to ids, a part of the requests after the other.
+    """Count the tensors from logits to ids, for one part of the requests at a time.
 
-    The rows of a part are processed some after the other too, if one request has more of them.
+    The rows of a part are processed in slices too, if one request has more of them.
     """
     width, most = shape.logit_dtype.itemsize, _part_rows(shape, vocab_size)
     rows = max(most, shape.num_own_rows)
     tensors = FEWER_PROCESSING_TENSORS if shape.penalties_are_compiled else PROCESSING_TENSORS
     processing = tensors * most + 2 * (rows - most)
-    # Raw and processed logits and noise; rests and weights where drafts were drawn.
+    # Raw and processed logits and noise; residuals and weights where drafts were drawn.
     choosing = 3 * rows + 2 * min(rows, max(most, 1 + shape.num_sampled)) * (shape.num_sampled > 0)
     noise = 0 if shape.noise_is_compiled else NOISE_BYTES * min(rows * vocab_size, NOISE_NUMBERS)
     kept = 0
@@ -261,9 +261,9 @@ def _part_rows(shape: StepShape, vocab_size: int) -> int:
 
 
 def prompt_score_bytes(shape: StepShape, vocab_size: int) -> int:
-    """What the log-probabilities of a prompt take, a slice at a time: logits as they are computed,
-    as they arrive from other ranks, in the order of rows, and what scores some of them. Not counted
-    with those that are sampled, in whose place they seldom fit."""
+    """Count the log-probabilities of a prompt, a slice at a time: logits as they are computed, as
+    they arrive from other ranks, in the order of rows, and the scores of some of them. Added to
+    those that are sampled, in whose memory they seldom fit."""
     own, width = shape.dtype.itemsize, shape.logit_dtype.itemsize
     most = most_logit_rows(vocab_size, shape.logit_dtype, shape.device)
     num_rows = -(-min(PROMPT_ROWS, most, shape.num_rows) // shape.num_ranks)
@@ -273,7 +273,7 @@ def prompt_score_bytes(shape: StepShape, vocab_size: int) -> int:
 
 
 def draft_prob_bytes(shape: StepShape, vocab_size: int) -> int:
-    """float32, whatever the model's dtype: of each draft of the network, stacked, and of a part of
+    """Count probabilities, always float32: of each draft of the network, stacked, and of a part of
     the requests among the drafts of the host."""
     if not shape.num_sampled:
         return 0
@@ -289,11 +289,11 @@ def draft_prob_bytes(shape: StepShape, vocab_size: int) -> int:
 def state_bytes(
     shape: StepShape, hidden_size: int, num_taps: int, feature_size: int, window: int
 ) -> int:
-    """Tapped streams of a full step, side by side and once more as one; what is made of them; and
-    the states that are kept of each running request.
+    """Count the tapped streams of a full step, side by side and once more as one; the features made
+    of them; and the states that are kept of each running request.
 
     Args:
-        feature_size: of what is made of a token's states; 0: they are kept as they are.
+        feature_size: numbers made of a token's states; 0: they are kept as they are.
         window: tokens of each request whose states are kept.
     """
     row = 2 * num_taps * hidden_size + 2 * feature_size
@@ -302,8 +302,7 @@ def state_bytes(
 
 
 def graph_bytes(shape: StepShape, models: Sequence[ModelShape], vocab_size: int) -> int:
-    """What passes of few rows, drafting and verification take once more, where they are graphs, and
-    what they are given."""
+    """Count the graphs of passes of few rows, drafting and verification, with their inputs."""
     rows = min(shape.num_rows, MOST_ROWS)
     passes = rows * sum(_row_bytes(model, shape.dtype, shape.num_ranks) for model in models)
     made = sampling_bytes(shape, vocab_size) + draft_prob_bytes(shape, vocab_size)
@@ -311,12 +310,12 @@ def graph_bytes(shape: StepShape, models: Sequence[ModelShape], vocab_size: int)
 
 
 def text_bytes(shape: StepShape) -> int:
-    """int64, with the column that DeviceState has behind the longest text."""
+    """Count int64 ids, with the column that DeviceState has after the longest text."""
     return shape.scheduler.max_num_seqs * (shape.max_model_len + 1) * 8
 
 
 def _row_bytes(model: ModelShape, dtype: torch.dtype, num_ranks: int) -> int:
-    """What one row takes in the middle of a layer, its residual included."""
+    """Bytes of one row in the middle of a layer, its residual included."""
     own, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
     hidden = model.hidden_size
     queries = model.num_heads * model.head_size
@@ -326,8 +325,8 @@ def _row_bytes(model: ModelShape, dtype: torch.dtype, num_ranks: int) -> int:
     attention = (2 * hidden + 2 * qkv) * own + queries * (own + wide)
     feed_forward = (3 * hidden + 4 * model.intermediate_size) * own
     feed_forward += 2 * model.intermediate_size * wide
-    # Where ranks sum: the parts of all of them, side by side once more as they arrive, or with what
-    # their sum takes.
+    # Where ranks sum: the parts of all of them, side by side once more as they arrive, or with the
+    # tensors of their sum.
     summed = 0
     if num_ranks > 1:
         summed = (4 * hidden + max(2 * qkv, model.intermediate_size)) * own
@@ -338,7 +337,7 @@ def _row_bytes(model: ModelShape, dtype: torch.dtype, num_ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What one of several ranks holds, in bytes, and what it could hold if the others could."""
+    """Bytes that one of several ranks holds, and more that it could hold if the others could."""
 
     total: int
     idle: int
@@ -346,15 +345,15 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What is held, in bytes, and how many KV blocks that leaves room for.
+    """The engine's memory in bytes, and the number of KV blocks that fit beside the rest.
 
     Attributes:
-        numbers: what the target computes with, over which weights.
+        numbers: the target's number formats, of its products and of its weights.
         target_weights, drafter_weights: as loaded, packed copies included.
-        step: what the largest step takes.
+        step: of the largest step.
         block_bytes: of one block, the target's and the drafter's layers together.
-        cache_limit: bytes that the cache has at most as nobody asked for a size; None: someone did,
-            or the device has no such limit.
+        cache_limit: most bytes of a cache without a configured size; None: it has one, or the
+            device has no such limit.
         ranks: of all ranks, if there are several; the other numbers are those of the first one.
     """
 
@@ -387,7 +386,7 @@ class MemoryPlan:
         return replace(self, num_blocks=fewest, ranks=ranks)
 
     def table(self) -> list[tuple[str, str]]:
-        """Rows for people."""
+        """Rows of (name, size) for people."""
         cache_bytes = self.block_bytes * self.num_blocks
         cache = f"KV cache: {self.num_blocks} blocks, {self.num_blocks * self.block_size} tokens"
         if self.cache_limit is not None and cache_bytes + self.block_bytes > self.cache_limit:
@@ -428,14 +427,14 @@ def num_blocks(
     buffers: int,
     memory: DeviceMemory,
 ) -> int:
-    """Blocks of the pool: what was asked for, or what the share of the memory leaves.
+    """Count the blocks of the pool: as configured, or as the share of the memory leaves room for.
 
-    No more than `useful_tokens` (every request at its longest) are taken unasked, and no more than
-    the device's default for a cache, if neither bytes nor a share are asked for. The default share
-    is also one of what is free: nobody asked for the memory that others use.
+    Without a configured size the pool has at most `useful_tokens` (every request at its longest),
+    and without a configured share at most the device's default for a cache. The default share is
+    also one of the free memory, as other programs use the rest.
 
     Raises:
-        ConfigError: more was asked for than there is, or too little is left for one block.
+        ConfigError: the configured size is more than is free, or less than 1 block is left.
     """
     if config.num_blocks is not None:
         wanted = config.num_blocks * block_bytes

@@ -1,4 +1,4 @@
-"""The memory of engines that live at once, counted before the first is built; and the runner."""
+"""Plans the memory of engines that run side by side, before the first one; builds their runners."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,7 @@ from outdraft.verification.verifier import Verifier
 
 
 def plan_memory(config: EngineConfig, models: LoadedModels) -> MemoryPlan:
-    """The plan of an engine that lives alone, before anything but its weights is allocated.
+    """Plan a single engine, before anything but its weights is allocated.
 
     With several ranks it is that of this one. Ranks on CPUs have equal parts of the machine's
     memory.
@@ -52,10 +52,10 @@ def plan_memory(config: EngineConfig, models: LoadedModels) -> MemoryPlan:
 def plan_together(
     engines: Sequence[tuple[EngineConfig, LoadedModels]], memory: DeviceMemory
 ) -> list[MemoryPlan]:
-    """Plans of engines on one device that live at once and step in turn.
+    """Plan engines on one device that exist at the same time and step in turn.
 
-    Weights count once, and so does what only steps hold. What these leave is for all in equal
-    parts. An engine that asks for a number of blocks or bytes gets that.
+    Weights count once, and so do tensors of steps. The rest is for all in equal parts. An engine
+    with a configured number of blocks or bytes gets that.
 
     Raises:
         ConfigError: one of them cannot be built, or there is too little memory for them.
@@ -101,7 +101,7 @@ def plan_together(
 
 
 def drafter_of(config: EngineConfig, models: LoadedModels) -> LoadedDrafter | None:
-    """What of the models drafts in this configuration."""
+    """The network that drafts in this configuration; None: no network does."""
     return models.drafter if config.speculation.network else None
 
 
@@ -109,7 +109,7 @@ def longest_text(config: EngineConfig, target: LanguageModel) -> int:
     """Tokens of the longest prompt and output.
 
     Raises:
-        ConfigError: more is asked for than the model knows.
+        ConfigError: max_model_len is more than the model has positions for.
     """
     asked, limit = config.max_model_len, target.config.max_model_len
     if asked is not None and asked > limit:
@@ -192,7 +192,8 @@ def _check_context(config: EngineConfig, models: LoadedModels) -> None:
 def _check_num_drafts(
     config: SpeculationConfig, drafter: LoadedDrafter | None, vocab_size: int
 ) -> None:
-    """Heads draft so far and no further. Beside other sources their chains are cut instead."""
+    """Raise ConfigError if the network cannot draft that deep. Beside other sources it may: its
+    chains are cut instead."""
     network = config.network
     if network is None or drafter is None:
         return
@@ -216,7 +217,7 @@ def _check_num_drafts(
 
 
 def build_runner(config: EngineConfig, models: LoadedModels, memory: MemoryPlan) -> ModelRunner:
-    """What computes an engine's steps, on one rank; it takes the memory of the plan."""
+    """Build the runner of an engine's steps on one rank; it takes the memory of the plan."""
     target, device, kernels = models.target, models.device, models.kernels
     drafter, max_model_len = drafter_of(config, models), longest_text(config, target)
     state = DeviceState(config.scheduler.max_num_seqs, max_model_len, device, kernels)

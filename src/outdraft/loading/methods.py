@@ -1,4 +1,4 @@
-"""The networks that draft: loading one, what it needs of an engine, and what drafts with it."""
+"""Loads networks that draft, and builds the proposers that use them."""
 
 import logging
 from collections.abc import Sequence
@@ -62,10 +62,10 @@ class LoadedDrafter:
     Attributes:
         layers: the shapes of its layers on this rank, which keep keys and values; None: it has
             none.
-        feature_size: numbers that it keeps of the target's pass for each token of its window.
+        feature_size: numbers of the target's pass that it keeps for each token of its window.
         num_taps: residual streams of the target that these are made of.
-        max_drafts: ahead of the text.
-        mask_token_id: of a network that was trained for parallel drafting.
+        max_drafts: most tokens ahead of the text.
+        mask_token_id: of a network trained for parallel drafting.
         block_rows: of a network that drafts blocks; 0: it does not.
         shares_cache: it is the target, or a copy of it, and drafts in the target's cache.
         max_context: most tokens of a text that it attends to; None: all.
@@ -92,17 +92,17 @@ class LoadedDrafter:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether what it keeps for a token depends on the token behind it."""
+        """True if its state of a token depends on the next token."""
         return self.layers is not None and self.feature_size > 0
 
     def bytes_per_block(self, block_size: int) -> int:
-        """What it keeps in a block of the pool."""
+        """Bytes that it keeps in a block of the pool."""
         if self.layers is None or self.shares_cache:
             return 0
         return cache_bytes(self.layers, block_size, self.network.dtype)
 
     def spare_blocks(self, block_size: int) -> int:
-        """What each running request has beside the blocks of the pool."""
+        """Blocks of each running request beside those of the pool."""
         return num_spare_blocks(self.block_rows, block_size) if self.block_rows else 0
 
 
@@ -117,7 +117,7 @@ def load_drafter(
     target: LanguageModel,
     group: RankGroup = ALONE,
 ) -> LoadedDrafter:
-    """The network that the configuration names, of the target's dtype and on its device.
+    """Load the network that the configuration names, in the target's dtype and on its device.
 
     Args:
         group: the ranks that it is spread over.
@@ -182,13 +182,13 @@ def check_vocabularies(
     drafter: LanguageModel,
     least_overlap: float,
 ) -> VocabularyMap | None:
-    """How the drafter's ids map to the target's; None: they mean the same.
+    """Map the drafter's ids to the target's; None: they mean the same.
 
-    Where one of them has no tokenizer, only the sizes can be compared: then it warns.
+    If one of them has no tokenizer, only the sizes are compared, with a warning.
 
     Raises:
-        ConfigError: the sizes differ and nobody can tell what the ids mean, or less than
-            `least_overlap` of the target's vocabulary is shared.
+        ConfigError: the sizes differ and a tokenizer is missing, or less than `least_overlap` of
+            the target's vocabulary is shared.
     """
     sizes = target.config.vocab_size, drafter.config.vocab_size
     texts = load_tokenizer(target_path), load_tokenizer(drafter_path)
@@ -212,7 +212,7 @@ def check_vocabularies(
         raise ConfigError(
             f"the draft model {drafter_path} has another vocabulary ({sizes[1]:,} ids) than the "
             f"target {target_path} ({sizes[0]:,} ids), and {without} has no tokenizer.json that "
-            "would tell which tokens they share: choose a drafter with the same tokenizer"
+            "would show which tokens they share: choose a drafter with the same tokenizer"
         )
     _logger.warning(
         "%s has no tokenizer.json: of the vocabularies of target and draft model only the "
@@ -233,7 +233,7 @@ def device_proposer(
     target: LanguageModel,
     target_cache: KVCache,
 ) -> DeviceProposer:
-    """Drafts with the network, in its part of the pool's blocks.
+    """Build the proposer that drafts with the network, in its part of the pool's blocks.
 
     Raises:
         ConfigError: the network cannot draft as the configuration asks.
@@ -256,7 +256,7 @@ def device_proposer(
 def _self_drafter(
     config: EngineConfig, model: Network, target: LanguageModel, cache: KVCache
 ) -> SelfDrafter:
-    """For the target, or a copy of it."""
+    """Build the drafter of the target, or of a copy of it."""
     assert not isinstance(model, DFlashNetwork | MedusaHeads | MLPSpeculator)
     assert not isinstance(model, TranslatedModel | StateNetwork)
     assert config.speculation.network is not None
@@ -276,7 +276,7 @@ def _layered_drafter(
     device: torch.device,
     scheduler: SchedulerConfig,
 ) -> NetworkDrafter | ParallelDrafter | BlockDrafter:
-    """For a network with layers of its own: it reads its own drafts, or mask tokens."""
+    """Build the drafter of a network with its own layers, which reads its drafts or mask tokens."""
     loaded, layers, mask = drafter.network, drafter.layers, drafter.mask_token_id
     assert layers is not None
     window, mask_state_D = None, None
@@ -309,14 +309,14 @@ def kv_cache(
     device: torch.device,
     num_spare: int = 0,
 ) -> KVCache:
-    """Room for keys and values of these layers in every block of the pool, and in blocks behind
-    these that the pool does not know."""
+    """Make the cache of these layers: the blocks of the pool, then `num_spare` more that the pool
+    does not manage."""
     num_blocks = memory.num_blocks + num_spare
     return KVCache(layers.cache_shapes, num_blocks, memory.block_size, dtype, device)
 
 
 def host_proposers(sources: Sequence[SourceConfig], kernels: Kernels) -> list[HostProposer]:
-    """Those of the sources that draft on the host."""
+    """Make the proposers of the sources that draft on the host."""
     proposers: list[HostProposer] = []
     for source in sources:
         if isinstance(source, NgramConfig):
@@ -329,7 +329,7 @@ def host_proposers(sources: Sequence[SourceConfig], kernels: Kernels) -> list[Ho
 def load_self(
     config: EngineConfig, network: DraftNetworkConfig, path: Path, target: LanguageModel
 ) -> LoadedDrafter:
-    """The target, or its weights once more in the bits that the network's configuration names.
+    """Take the target as drafter, or load its weights again with the configured quantization.
 
     Args:
         path: of the target.
@@ -360,7 +360,7 @@ def load_self(
 
 
 def _check_layers(target: LanguageModel, path: Path) -> None:
-    """Only whose queries are known, and which attend to the whole text."""
+    """Raise ConfigError if a layer has a window, or the transformers library computes it."""
     name = f"{target.config.architecture} of {path}"
     if not isinstance(target, CausalLM):
         raise ConfigError(

@@ -1,11 +1,12 @@
-"""From a configuration to weights and a tokenizer."""
+"""Loads the weights and the tokenizer that a configuration names."""
 
 import logging
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer
@@ -13,7 +14,8 @@ from tokenizers import Tokenizer
 from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation import BLOCK_SOURCES, OWN_SOURCES, DraftNetworkConfig
 from outdraft.core.draft import DraftSource
-from outdraft.core.errors import ConfigError
+from outdraft.core.errors import ConfigError, RequestError
+from outdraft.core.sampling import SamplingParams
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ONE_RANK, Ranks
 from outdraft.kernels.choose import AUTO, automatic_dtype, check_option, choose_kernels, has_library
@@ -35,11 +37,6 @@ if TYPE_CHECKING:
     from outdraft.ranks.hosts import RankHosts
     from outdraft.ranks.processes import RankProcesses
     from outdraft.ranks.ray_hosts import RayHosts
-import time
-from typing import Any
-
-from outdraft.core.errors import RequestError
-from outdraft.core.sampling import SamplingParams
 
 NO_LIBRARY = "no compiled library for this machine: the readable reference computes, slowly"
 _logger = logging.getLogger(__name__)
@@ -68,11 +65,11 @@ class LoadedModels:
 def load_models(
     config: EngineConfig, ranks: Ranks = ONE_RANK, device: torch.device | None = None
 ) -> LoadedModels:
-    """Load what the configuration names; of each network the part of this rank.
+    """Load the networks that the configuration names; of each the part of this rank.
 
     Args:
-        ranks: of whose models this rank's parts are loaded. All ranks call this together. Without
-            them, the other ranks that the configuration asks for are started.
+        ranks: all ranks, which call this together; this rank loads its parts. None given: starts
+            the other ranks that the configuration names.
         device: of this rank; None: the first one of the kind that the configuration names.
 
     Raises:
@@ -113,7 +110,7 @@ def load_models(
     if config.speculation.network is None:
         drafter = None
     else:
-        with stage("loaded what drafts"):
+        with stage("loaded the drafter"):
             drafter = _load_network(config, path, target, ranks)
     with stage("loaded the tokenizer"):
         tokenizer = load_tokenizer(tokenizer_path(config, path))
@@ -124,7 +121,7 @@ def load_models(
 
 @contextmanager
 def _naming(path: Path) -> Generator[None]:
-    """Say in an error which of several checkpoints is wrong: each of them has a config.json.
+    """Name the checkpoint in errors of the block, as there may be several.
 
     Raises:
         ConfigError: as the block did, and the message names the path.
@@ -138,7 +135,7 @@ def _naming(path: Path) -> Generator[None]:
 
 
 def _find_files(config: EngineConfig) -> Path:
-    """The target's directory. What else is missing is found here, too: before weights are read."""
+    """The target's directory. Finds everything else that is missing, before weights are read."""
     is_dummy = config.load_format == "dummy"
     path = resolve_model_path(config.model, config.revision, with_weights=not is_dummy)
     default_sampling(config, path)
@@ -166,7 +163,7 @@ def _check_is_model(path: Path) -> None:
 
 
 def _check_activations(config: EngineConfig, path: Path) -> None:
-    """Raise ConfigError if int8 is asked for by name, and no weight of the target would meet it."""
+    """Raise ConfigError if int8 is configured, but the target has no weights of 4 bits."""
     has_few_bits = is_gguf(path) or (config.quantization or "").startswith("int4")
     if config.activation_dtype != "int8" or has_few_bits:
         return
@@ -179,8 +176,8 @@ def _check_activations(config: EngineConfig, path: Path) -> None:
 
 
 def _load_on_ranks(config: EngineConfig) -> LoadedModels:
-    """All ranks load their parts at the same time; this process becomes rank 0."""
-    # With libraries that one rank does without.
+    """Load all ranks' parts at the same time; this process becomes rank 0."""
+    # Imported here: one rank needs no libraries of several.
     from outdraft.ranks.hosts import LocalHosts
     from outdraft.ranks.processes import RankProcesses
 
@@ -192,7 +189,7 @@ def _load_on_ranks(config: EngineConfig) -> LoadedModels:
             f"GPUs, got {size}"
         )
     check_division(config)
-    _find_files(config)  # what must be downloaded is so once, not on every rank
+    _find_files(config)  # downloads once, not on every rank
     hosts: RankHosts
     if on_cluster:
         hosts = on_ray = _hosts_of_ray(size, device)
@@ -211,7 +208,7 @@ def _load_on_ranks(config: EngineConfig) -> LoadedModels:
 
 def check_division(config: EngineConfig) -> None:
     """Raise ConfigError if the ranks that the configuration asks for cannot have equal parts of the
-    target, or of the layers of what drafts. Reads config.json only."""
+    target, or of the drafter's layers. Reads config.json only."""
     path = resolve_model_path(config.model, config.revision, with_weights=False)
     check_shards(path, config.parallel.tensor_parallel_size, TARGET_RANKS, config.model_impl)
     network, draft_size = config.speculation.network, config.draft_tensor_parallel_size
@@ -245,7 +242,7 @@ def tokenizer_path(config: EngineConfig, model_path: Path) -> Path:
 
 
 def with_drafter(models: LoadedModels, config: EngineConfig) -> LoadedModels:
-    """The same target with what drafts in another configuration.
+    """Load another configuration's drafter for the same target.
 
     Raises:
         ConfigError: the drafter is missing or does not fit, or the target is another one.
@@ -260,7 +257,7 @@ def with_drafter(models: LoadedModels, config: EngineConfig) -> LoadedModels:
 def _load_network(
     config: EngineConfig, path: Path, target: LanguageModel, ranks: Ranks
 ) -> LoadedDrafter | None:
-    """What drafts for the target, whose checkpoint is at `path`; None: no network does."""
+    """Load the drafter of the target at `path`; None: no network drafts."""
     network = config.speculation.network
     if network is None:
         return None
@@ -285,14 +282,14 @@ def check_shared(config: EngineConfig, loaded: EngineConfig) -> None:
     if other is None or _weights_of(other) != _weights_of(network):
         name = f" {network.model!r}" if network.model else ""
         raise ConfigError(f"{network.source}{name} was not loaded")
-    # EAGLE's mask state is always loaded; a draft model's mask token is read if asked for.
+    # EAGLE's mask state is always loaded; a draft model's mask token only if configured.
     is_parallel = network.parallel_drafting and network.source == DraftSource.MODEL
     if is_parallel and not other.parallel_drafting:
         raise ConfigError(f"draft_model {network.model!r} was loaded without parallel_drafting")
 
 
 def _weights_of(network: DraftNetworkConfig) -> tuple[object, ...]:
-    """What configurations of one loaded drafter have in common."""
+    """The settings in which configurations of one loaded drafter agree."""
     return network.model, network.source, network.quantization, network.kv_budget
 
 
@@ -322,9 +319,7 @@ def choose_dtype(
 
 
 SAMPLING_FILE = "generation_config.json"
-
-
-# Their names for our parameters; what else the file holds is about other ways to generate.
+# The file's names for our parameters; its other fields are not read.
 SAMPLING_FIELDS = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -342,7 +337,7 @@ def default_sampling(config: EngineConfig, model_path: Path) -> dict[str, Any]:
         model_path: directory of the model's checkpoint.
 
     Raises:
-        ConfigError: the file that was asked for is missing, or a value is out of its range.
+        ConfigError: the configured file is missing, or a value is out of its range.
     """
     if config.generation_config == "vllm":
         return {}

@@ -1,4 +1,4 @@
-"""What the weights of a checkpoint will be kept as, and how large; they are not read for it."""
+"""Reports formats and sizes in which a checkpoint's weights will be kept, without reading them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,15 +29,15 @@ from outdraft.models.modules import dtype_name, linears_of
 _OUTSIDE = "read by the library's code"
 
 DEQUANTISED = "dequantised"
-Kept = tuple[str, str, int]  # a weight's product, what it is kept as, and its bytes
+Kept = tuple[str, str, int]  # a weight's product, the format it is kept in, and its bytes
 
 
 def kept_weights(path: Path, dtype: torch.dtype, *, has_tiles: bool) -> Iterator[Kept]:
-    """Those of a checkpoint.
+    """List the weights of a checkpoint that the transformers library computes.
 
     Args:
         dtype: of the network.
-        has_tiles: whether the kernels keep codes as they are, and bfloat16 numbers in two bytes.
+        has_tiles: the kernels keep codes as they are, and bfloat16 numbers in two bytes.
 
     Raises:
         ConfigError: the checkpoint cannot be read, or lacks tensors; weights are not read.
@@ -78,11 +78,12 @@ _GIB, _MIB = 2**30, 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class _Report:
-    """
+class _KeptFormats:
+    """Finds the formats in which the weights of a checkpoint are kept.
+
     Attributes:
         dtype: of the model.
-        has_tiles: whether the kernels keep codes as they are, and bfloat16 numbers in two bytes.
+        has_tiles: the kernels keep codes as they are, and bfloat16 numbers in two bytes.
     """
 
     checkpoint: Checkpoint
@@ -92,7 +93,7 @@ class _Report:
     def kept(
         self, names: Sequence[str], slots: Mapping[str, Slot], placing: Placing
     ) -> Iterator[tuple[str, int]]:
-        """What a product keeps each of its weights as, and its bytes."""
+        """Yield the format and bytes of each of a product's weights."""
         tile = placing.tile if self.has_tiles else None
         for name in names:
             if tile is not None:
@@ -108,7 +109,7 @@ class _Report:
             yield kept + why, slots[name].to.numel() * size
 
     def _numbers(self, name: str, *, is_rounded: bool) -> tuple[str, int]:
-        """What plain numbers of a product are kept as, and bytes of one."""
+        """The format of a product's plain numbers, and bytes of one."""
         if self.has_tiles and (is_rounded or self._stored_dtype(name) == "BF16"):
             return "bfloat16", 2
         return dtype_name(self.dtype), self.dtype.itemsize
@@ -122,10 +123,10 @@ class _Report:
 
 
 def report(config: EngineConfig) -> dict[str, str]:
-    """For each kind of weight what it is kept as, and how many bytes that takes; for people.
+    """Describe each kind of weight: its format and its bytes; for people.
 
     Raises:
-        ConfigError: as load_language_model; the weights themselves are not read.
+        ConfigError: the checkpoint cannot be read, or lacks tensors.
     """
     path = resolve_model_path(config.model, config.revision)
     raw, device = read_config(path), choose_device(config.device)
@@ -133,9 +134,9 @@ def report(config: EngineConfig) -> dict[str, str]:
     kernels = choose_kernels(config.kernels, device, dtype)
     plain = kernels.pack_linear(torch.zeros(1, 1, dtype=dtype, device=device), None).format
     has_tiles = plain is not WeightFormat.PLAIN
-    told = {"architecture": ", ".join(raw.get("architectures") or ["unknown"])}
+    lines = {"architecture": ", ".join(raw.get("architectures") or ["unknown"])}
     if uses_transformers(path, config.model_impl):
-        told["computed by"] = "the transformers library, with this engine's attention and products"
+        lines["computed by"] = "the transformers library, with this engine's attention and products"
         weights = kept_weights(path, dtype, has_tiles=has_tiles)
     else:
         shape = ModelConfig.from_directory(path)
@@ -145,21 +146,21 @@ def report(config: EngineConfig) -> dict[str, str]:
     for product, kept_as, num_bytes in weights:
         rows.setdefault((product, kept_as), []).append(num_bytes)
     quantization = read_quantization(raw)
-    told["quantisation"] = quantization.method if quantization else "none"
+    lines["quantisation"] = quantization.method if quantization else "none"
     for (product, kept_as), sizes in rows.items():
-        place = "" if product not in told else f" ({len(told)})"
-        told[product + place] = f"{len(sizes)} x {kept_as}: {_size(sum(sizes))}"
+        place = "" if product not in lines else f" ({len(lines)})"
+        lines[product + place] = f"{len(sizes)} x {kept_as}: {_size(sum(sizes))}"
     lost = sum(len(sizes) for (_, kept_as), sizes in rows.items() if DEQUANTISED in kept_as)
-    told["not kept as stored"] = f"{lost} weights" if lost else "nothing"
-    told["all weights"] = f"{_size(sum(map(sum, rows.values())))}, to run in {dtype_name(dtype)}"
-    return told
+    lines["not kept as stored"] = f"{lost} weights" if lost else "nothing"
+    lines["all weights"] = f"{_size(sum(map(sum, rows.values())))}, to run in {dtype_name(dtype)}"
+    return lines
 
 
 def _own_weights(path: Path, model: CausalLM, has_tiles: bool) -> Iterator[Kept]:
-    """Those of a network that this engine computes."""
+    """List the weights of a network that this engine computes."""
     checkpoint = open_checkpoint(path, model.config, model.checkpoint_slots())
     check_slots(model.checkpoint_slots(), checkpoint.places, checkpoint.stored)
-    found = _Report(checkpoint, model.dtype, has_tiles)
+    formats = _KeptFormats(checkpoint, model.dtype, has_tiles)
     for part, slots in model.parts():
         placings = placings_of(model, part, slots, checkpoint.stored)
         products = {module: name for name, module in part.named_modules()}
@@ -167,19 +168,19 @@ def _own_weights(path: Path, model: CausalLM, has_tiles: bool) -> Iterator[Kept]
             names = [name for name, slot in slots.items() if linear.owns(slot.to)]
             names = names or [EMBEDDING_NAME]  # a tied head
             placing = placings.get(linear, Placing({}, None))
-            for kept in found.kept(names, slots, placing):
+            for kept in formats.kept(names, slots, placing):
                 yield products[linear] or "lm_head", *kept
-    yield from _table(checkpoint, model, found)
+    yield from _table(checkpoint, model, formats)
 
 
-def _table(checkpoint: Checkpoint, model: CausalLM, found: _Report) -> Iterator[Kept]:
-    """The embedding, where it is not the head's."""
+def _table(checkpoint: Checkpoint, model: CausalLM, formats: _KeptFormats) -> Iterator[Kept]:
+    """List the embedding, unless the head uses its weights."""
     stored = checkpoint.stored.get(EMBEDDING_NAME)
     slots = {EMBEDDING_NAME: rows_of(model.vocabulary, model.embed_tokens.weight)}
-    if stored is not None and keeps_blocks(stored) and found.has_tiles:
+    if stored is not None and keeps_blocks(stored) and formats.has_tiles:
         if not model.config.tie_word_embeddings:
             placing = place((EMBEDDING_NAME,), checkpoint.stored, slots)
-            for kept in found.kept((EMBEDDING_NAME,), slots, placing):
+            for kept in formats.kept((EMBEDDING_NAME,), slots, placing):
                 yield "embedding", *kept
         return
     why = f", {DEQUANTISED}: it is read row by row" if stored and not stored.is_plain else ""

@@ -1,4 +1,4 @@
-"""Where the processes of ranks run: on this machine, or wherever somebody else starts them."""
+"""Starts the processes of ranks, on this machine or by another host's means."""
 
 import os
 import pickle
@@ -27,11 +27,11 @@ class RankProcess(Protocol):
         ...
 
     def wait(self) -> int:
-        """Its exit code once it has ended, as in subprocess."""
+        """Wait for its end; return its exit code, as in subprocess."""
         ...
 
     def kill(self) -> None:
-        """End it, and whoever waits for it; it may have ended."""
+        """End it, so that `wait` returns; it may have ended."""
         ...
 
     def close(self) -> None:
@@ -40,7 +40,7 @@ class RankProcess(Protocol):
 
 
 class RankHosts(Protocol):
-    """Starts the ranks but rank 0, and says where they find it.
+    """Starts the ranks but rank 0, and gives the address where they find it.
 
     Attributes:
         host: address of this machine.
@@ -51,7 +51,7 @@ class RankHosts(Protocol):
     channel: str
 
     def cores(self, device: torch.device) -> list[Cores]:
-        """What each rank computes with, rank 0 included."""
+        """The cores of each rank, rank 0 included."""
         ...
 
     def start(self, assignment: RankAssignment) -> RankProcess:
@@ -59,16 +59,16 @@ class RankHosts(Protocol):
         ...
 
     def met(self) -> None:
-        """All ranks are connected."""
+        """All ranks are connected: free what only connecting needs."""
         ...
 
     def close(self) -> None:
-        """No rank is left."""
+        """Free the rest; no rank is left."""
         ...
 
 
 class LocalHosts:
-    """This machine."""
+    """Starts ranks on this machine."""
 
     def __init__(self, size: int) -> None:
         self.host = "127.0.0.1"
@@ -82,15 +82,15 @@ class LocalHosts:
         return parts if device.type == "cpu" else [replace(one, cpus=()) for one in parts]
 
     def start(self, assignment: RankAssignment) -> "LocalProcess":
-        """A child of this process."""
+        """Start a child of this process."""
         return LocalProcess(pickle.dumps(assignment), assignment.cores.num_threads, os.environ)
 
     def met(self) -> None:
-        """The address is not needed any more."""
+        """Remove the address, which is not needed any more."""
         self._folder.cleanup()
 
     def close(self) -> None:
-        """The same, if they never met."""
+        """Remove the address, if the ranks never met."""
         self._folder.cleanup()
 
 
@@ -105,7 +105,7 @@ class LocalProcess:
             env={**environ, "OMP_NUM_THREADS": str(num_threads)},
         )
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended: whoever waits for it is told how
+        with suppress(BrokenPipeError):  # it has ended: `wait` returns its exit code
             self._process.stdin.write(assignment)
             self._process.stdin.flush()
 

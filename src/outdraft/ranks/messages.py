@@ -1,8 +1,8 @@
-"""What rank 0 and the other ranks of an engine tell each other; msgpack on the wire.
+"""The messages between rank 0 and the other ranks of an engine; msgpack on the wire.
 
 While an engine starts, each order of rank 0 has an answer of every rank. Steps have none: ranks
-meet in their groups. What a rank is started with, and an engine's configuration, are pickled: both
-come from the process that started it.
+meet in their groups. A rank's assignment and an engine's configuration are pickled: both come from
+the process that started it.
 """
 
 import pickle
@@ -22,14 +22,14 @@ STORE_TIMEOUT_S = 300.0  # for all processes to come
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """What a rank's process is started with.
+    """The settings that a rank's process is started with.
 
     Attributes:
         address: of rank 0's end of the channel.
         store: host and port where the ranks' groups meet.
         log_level: of the logging module, in letters.
         host: address of the rank's machine.
-        device_index: which one of the GPUs that its process sees; None: it has none.
+        device_index: among the GPUs that its process sees; None: it has none.
     """
 
     config: EngineConfig
@@ -48,7 +48,7 @@ class Join(Struct, tag=True, frozen=True):
 
 
 class Prepare(Struct, tag=True, frozen=True):
-    """Say what memory an engine of the loaded models would have. They answer Planned."""
+    """Plan the memory of an engine of the loaded models. They answer Planned."""
 
     pickled_config: bytes
 
@@ -62,13 +62,13 @@ class Prepare(Struct, tag=True, frozen=True):
 
 
 class Build(Struct, tag=True, frozen=True):
-    """Take that memory, with so many blocks. They answer Ready."""
+    """Take that memory, with `num_blocks` blocks. They answer Ready."""
 
     num_blocks: int
 
 
-class Step(Struct, tag=True, frozen=True):
-    """Run a step up to where masks are needed, if they are."""
+class RunStep(Struct, tag=True, frozen=True):
+    """Run a step, up to the place where it needs masks if it does."""
 
     plan: bytes  # as distributed.plan_bytes writes it
 
@@ -79,15 +79,15 @@ class Masks(Struct, tag=True, frozen=True):
     allowed: bytes
 
 
-Order = Join | Prepare | Build | Step | Masks
+Order = Join | Prepare | Build | RunStep | Masks
 
 
 class Here(Struct, tag=True, frozen=True):
-    """The first word of a rank."""
+    """The first message of a rank."""
 
 
 class Working(Struct, tag=True, frozen=True):
-    """The answer is on its way: this rank has computed or read since it said so last."""
+    """The answer is on its way: this rank has computed or read since its last message."""
 
 
 class Loaded(Struct, tag=True, frozen=True):
@@ -95,7 +95,7 @@ class Loaded(Struct, tag=True, frozen=True):
 
 
 class Planned(Struct, tag=True, frozen=True):
-    """The memory of an engine that had nothing to agree about."""
+    """The memory of the engine as this rank plans it, before the ranks agree."""
 
     plan: MemoryPlan
 
@@ -104,8 +104,8 @@ class Ready(Struct, tag=True, frozen=True):
     """Steps may come."""
 
 
-class Failed(Struct, tag=True, frozen=True):
-    """The last word of a rank.
+class RankFailed(Struct, tag=True, frozen=True):
+    """The last message of a rank.
 
     `kind`: "config" if the configuration is to blame, "ranks" if another rank is, else "rank".
     """
@@ -114,7 +114,7 @@ class Failed(Struct, tag=True, frozen=True):
     message: str
 
 
-Answer = Here | Working | Loaded | Planned | Ready | Failed
+Answer = Here | Working | Loaded | Planned | Ready | RankFailed
 
 _orders, _answers = Decoder(Order), Decoder(Answer)
 
@@ -124,7 +124,7 @@ def as_bytes(message: Order | Answer) -> bytes:
 
 
 def order_of_bytes(data: bytes) -> Order:
-    """Raises RanksError: it is none."""
+    """Decode an order. Raises RanksError: it is none."""
     try:
         return _orders.decode(data)
     except MsgspecError as error:
@@ -132,7 +132,7 @@ def order_of_bytes(data: bytes) -> Order:
 
 
 def answer_of_bytes(data: bytes) -> Answer:
-    """Raises RanksError: it is none."""
+    """Decode an answer. Raises RanksError: it is none."""
     try:
         return _answers.decode(data)
     except MsgspecError as error:

@@ -1,4 +1,4 @@
-"""The other ranks of an engine: started, told what to do, watched and ended by rank 0's process."""
+"""Starts, commands, watches and ends the other ranks of an engine, from rank 0's process."""
 
 import logging
 import secrets
@@ -35,7 +35,6 @@ from outdraft.ranks.messages import (
     STORE_TIMEOUT_S,
     Answer,
     Build,
-    Failed,
     Here,
     Join,
     Loaded,
@@ -44,8 +43,9 @@ from outdraft.ranks.messages import (
     Planned,
     Prepare,
     RankAssignment,
+    RankFailed,
     Ready,
-    Step,
+    RunStep,
     Working,
     answer_of_bytes,
     as_bytes,
@@ -58,17 +58,17 @@ GRACE_S = 2.0  # for other ranks to end that lost the same one
 LAST_WORDS_S = 0.2
 LOADING_SILENCE_S = 60.0  # at least: disks that others use stand still for seconds
 
-Told = TypeVar("Told", bound=Answer)
+AnswerType = TypeVar("AnswerType", bound=Answer)
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Processes:
-    """The processes by rank, and how those ended that have; threads wait for them."""
+    """The processes by rank, and the exit codes of those that ended; threads wait for them."""
 
     by_rank: dict[int, RankProcess] = field(default_factory=dict[int, RankProcess])
     endings: dict[int, int] = field(default_factory=dict[int, int])
-    news: threading.Condition = field(default_factory=threading.Condition)
+    changed: threading.Condition = field(default_factory=threading.Condition)
     on_death: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
     are_wanted: bool = True
 
@@ -79,7 +79,7 @@ class _Processes:
 
     def end(self) -> None:
         """Kill all that still run."""
-        with self.news:
+        with self.changed:
             self.are_wanted = False
         for process in self.by_rank.values():
             process.kill()
@@ -89,11 +89,11 @@ class _Processes:
 
     def _wait(self, rank: int, process: RankProcess) -> None:
         code = process.wait()
-        with self.news:
+        with self.changed:
             self.endings[rank] = code
-            self.news.notify_all()
-            told = self.on_death.copy() if self.are_wanted else []
-        for call in told:
+            self.changed.notify_all()
+            calls = self.on_death.copy() if self.are_wanted else []
+        for call in calls:
             call()
 
 
@@ -104,13 +104,13 @@ class RankProcesses:
     """
 
     def __init__(self, config: EngineConfig, hosts: RankHosts) -> None:
-        """Starts nothing."""
+        """Start nothing yet."""
         self._config, self._size = config, config.parallel.tensor_parallel_size
         self._hosts = hosts
         self._processes = _Processes()
         self._failure: RanksError | None = None
         self._engine = 0  # the newest one
-        self._num_told = 0
+        self._num_sent = 0
         self._groups = ONE_RANK
         self._key = secrets.token_bytes(KEY_BYTES)
         self._speaker = Speaker(self._key, self._size, hosts.channel)
@@ -145,12 +145,12 @@ class RankProcesses:
             self._groups = ranks
         except RanksError as error:
             self.give_up(error)
-        self.watch(ranks.abort)  # memory does not tell that the other one has died
+        self.watch(ranks.abort)  # shared memory does not show that the other rank has died
         self.check()
         return ranks
 
     def wait_until_loaded(self) -> None:
-        """Until all ranks have loaded their models.
+        """Wait until all ranks have loaded their models.
 
         Raises:
             ConfigError, RanksError: one of them cannot.
@@ -158,7 +158,7 @@ class RankProcesses:
         self._answers(Loaded)
 
     def plan_together(self, config: EngineConfig, plan: Callable[[], MemoryPlan]) -> MemoryPlan:
-        """A plan that all ranks have the memory for: the one with the fewest blocks.
+        """Agree on a plan that all ranks have the memory for: the one with the fewest blocks.
 
         Args:
             plan: makes this rank's own; the others make theirs meanwhile.
@@ -177,14 +177,14 @@ class RankProcesses:
         return own.agreed([others[rank].plan for rank in sorted(others)])
 
     def build(self, num_blocks: int) -> None:
-        """Have all ranks take their memory. Nothing waits for it here."""
+        """Order all ranks to take their memory, without waiting for it."""
         self._order(Build(num_blocks))
 
     def runner(
         self, own: ModelRunner, config: EngineConfig, models: LoadedModels
     ) -> ParallelRunner:
-        """What computes the steps of the engine that all ranks have built, with this rank's own
-        runner. Raises ConfigError, RanksError."""
+        """Return the runner of the engine that all ranks have built, over this rank's own runner.
+        Raises ConfigError, RanksError."""
         self._answers(Ready)
         same_steps = None
         if config.parallel.check_ranks:
@@ -192,45 +192,52 @@ class RankProcesses:
         return ParallelRunner(own, _OneEngine(self, self._engine), same_steps)
 
     def are_of(self, engine: int) -> bool:
-        """Whether no newer engine was built on the ranks."""
+        """Return True if no newer engine was built on the ranks."""
         return engine == self._engine
 
-    def tell(self, engine: int, message: StepPlan | AllowedTokens) -> bytes:
-        """As OtherRanks.tell, of one of the engines that were built here."""
+    def send(self, engine: int, message: StepPlan | AllowedTokens) -> bytes:
+        """Send the ranks a step of an engine that was built here, or its masks; return the bytes.
+
+        Raises:
+            RanksError: one of them cannot do it, or a newer engine was built.
+        """
         self.check()
         if not self.are_of(engine):
             raise RanksError("a newer engine runs on these ranks")
-        self._num_told += 1
+        self._num_sent += 1
         if isinstance(message, StepPlan):
             data = plan_as_bytes(message)
-            self._speaker.send(as_bytes(Step(data)))
+            self._speaker.send(as_bytes(RunStep(data)))
         else:
             data = allowed_as_bytes(message)
             self._speaker.send(as_bytes(Masks(data)))
         return data
 
     def watch(self, on_death: Callable[[], None]) -> None:
-        """Have a function called, in another thread, when a rank's process has ended by itself."""
+        """Call a function, in another thread, when a rank's process has ended by itself."""
         self._processes.on_death.append(on_death)
 
     def num_moves(self) -> int:
-        """As WatchedRanks.num_moves."""
-        return self._num_told + self._groups.num_messages
+        """Count messages to the ranks and collectives. Any thread may call it."""
+        return self._num_sent + self._groups.num_messages
 
     def check(self) -> None:
-        """Raises RanksError: the ranks cannot go on."""
+        """Raise RanksError if the ranks cannot go on."""
         if self._failure is not None:
             raise self._failure
         if self._processes.endings:
             self.give_up(RanksError("a rank has ended"))
 
     def give_up(self, error: BaseException) -> NoReturn:
-        """As OtherRanks.give_up."""
+        """End all ranks after an error of rank 0; raise RanksError, which names the rank to blame.
+
+        An error that is no Exception, such as KeyboardInterrupt, is raised as it is.
+        """
         if self._failure is None:
             self._failure = self._blamed(error)
             self.end()
         if not isinstance(error, Exception):
-            raise error  # the user's own: there is no more to tell
+            raise error  # the user's own
         raise self._failure from error
 
     def end(self) -> None:
@@ -259,14 +266,16 @@ class RankProcesses:
         except RanksError as error:
             self.give_up(error)
 
-    def _answers(self, kind: type[Told], timeout_s: float | None = None) -> dict[int, Told]:
-        """The answer of every other rank. Who loads may take as long as it shows that it works.
+    def _answers(
+        self, kind: type[AnswerType], timeout_s: float | None = None
+    ) -> dict[int, AnswerType]:
+        """Wait for the answer of every other rank, which may take long if it shows that it works.
 
         Args:
-            timeout_s: without a sign of a rank; None: as while they load.
+            timeout_s: without a sign of a rank; None: the time that loading ranks have.
         """
         timeout_s = timeout_s or max(self._config.parallel.rank_timeout_s, LOADING_SILENCE_S)
-        found: dict[int, Told] = {}
+        found: dict[int, AnswerType] = {}
         silent_s = dict.fromkeys(range(1, self._size), 0.0)
         while len(found) < self._size - 1:
             began_s = time.monotonic()
@@ -284,8 +293,8 @@ class RankProcesses:
                     raise self._failure
         return found
 
-    def _heard(self, kind: type[Told], found: dict[int, Told]) -> int | None:
-        """Which rank says something now; None: nobody does.
+    def _heard(self, kind: type[AnswerType], found: dict[int, AnswerType]) -> int | None:
+        """Receive one message; return its rank, or None if none came within POLL_S.
 
         Raises:
             ConfigError, RanksError: one of them has failed.
@@ -297,7 +306,7 @@ class RankProcesses:
         rank, answer = said[0], answer_of_bytes(said[1])
         if isinstance(answer, Working):
             return rank
-        if isinstance(answer, Failed):
+        if isinstance(answer, RankFailed):
             if answer.kind == "config":
                 self._failure = RanksError(f"rank {rank} of {self._size}: {answer.message}")
                 self.end()
@@ -308,7 +317,7 @@ class RankProcesses:
         return rank
 
     def _blamed(self, error: BaseException) -> RanksError:
-        """Who is to blame that the ranks cannot go on, and how it ended."""
+        """Make the error that names the rank to blame, and how it ended."""
         if isinstance(error, PartedError):
             return error
         if not isinstance(error, RanksError):
@@ -331,20 +340,20 @@ class RankProcesses:
         which = " and ".join(f"rank {rank}{self._state(rank)}" for rank in silent)
         return RanksError(f"{which} of {self._size} did not answer {waited}")
 
-    def _look_around(self) -> tuple[dict[int, int], dict[int, Failed]]:
-        """Which ranks ended how, and what they said before; waits for those that are about to."""
+    def _look_around(self) -> tuple[dict[int, int], dict[int, RankFailed]]:
+        """Return exit codes and last messages by rank; wait up to GRACE_S for further ends."""
         processes = self._processes
 
         def is_clear() -> bool:
             others = (code != LOST for code in processes.endings.values())
             return any(others) or len(processes.endings) == len(processes.by_rank)
 
-        with processes.news:
-            processes.news.wait_for(is_clear, GRACE_S)
+        with processes.changed:
+            processes.changed.wait_for(is_clear, GRACE_S)
             endings = processes.endings.copy()
-        last_words: dict[int, Failed] = {}
+        last_words: dict[int, RankFailed] = {}
         while (said := self._speaker.receive(LAST_WORDS_S)) is not None:
-            if isinstance(answer := answer_of_bytes(said[1]), Failed):
+            if isinstance(answer := answer_of_bytes(said[1]), RankFailed):
                 last_words[said[0]] = answer
         return endings, last_words
 
@@ -363,8 +372,8 @@ class _OneEngine:
     processes: RankProcesses
     number: int
 
-    def tell(self, message: StepPlan | AllowedTokens) -> bytes:
-        return self.processes.tell(self.number, message)
+    def send(self, message: StepPlan | AllowedTokens) -> bytes:
+        return self.processes.send(self.number, message)
 
     def give_up(self, error: BaseException) -> NoReturn:
         if not self.processes.are_of(self.number):
@@ -373,7 +382,7 @@ class _OneEngine:
 
 
 class _Threads:
-    """How this thread ran before it was a rank."""
+    """The cores and the number of threads of this thread before it became a rank."""
 
     def __init__(self) -> None:
         self._thread, self._number = threading.get_ident(), torch.get_num_threads()
@@ -386,7 +395,7 @@ class _Threads:
 
 
 def _end(processes: _Processes, speaker: Speaker, hosts: RankHosts, threads: _Threads) -> None:
-    """Whatever cannot be ended must not hide why it had to end, nor keep the rest."""
+    """End all parts; log errors, which must neither hide the cause nor keep the rest."""
     for end in (processes.end, speaker.close, hosts.close, threads.restore):
         try:
             end()
@@ -395,7 +404,7 @@ def _end(processes: _Processes, speaker: Speaker, hosts: RankHosts, threads: _Th
 
 
 def _store(size: int, host: str) -> tuple[TCPStore, int]:
-    """Where the groups of an engine meet, and its port. `host`: this machine's address."""
+    """Make the store where an engine's groups meet; return it and its port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.create_server((host, 0), family=family)
     port: int = listening.getsockname()[1]

@@ -30,13 +30,13 @@ POLL_S = 0.2
 
 
 class RankActor:
-    """What Ray runs: it starts a rank's process on its machine, and ends with it."""
+    """The actor that starts a rank's process on its machine, and ends with it."""
 
     def __init__(self) -> None:
         self._process: LocalProcess | None = None
 
     def place(self) -> tuple[str, list[str]]:
-        """The address of its machine, and the GPUs that it was given."""
+        """Return the address of its machine, and the GPUs that it was given."""
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
         return ray.util.get_node_ip_address(), gpus
 
@@ -45,13 +45,13 @@ class RankActor:
         self._process = LocalProcess(assignment, num_threads, os.environ)
 
     def wait(self) -> int:
-        """The exit code of the process."""
+        """Wait for the end of the process; return its exit code."""
         assert self._process is not None
         return self._process.wait()
 
 
 class RayHosts:
-    """The machines of a Ray cluster; see RankHosts."""
+    """Starts ranks on the machines of a Ray cluster."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         """Reserve the room.
@@ -86,13 +86,13 @@ class RayHosts:
         return torch.device(f"cuda:{gpus[0]}") if gpus else self._device
 
     def cores(self, device: torch.device) -> list[Cores]:
-        """Machines are taken to be alike: ranks on one share as many threads as this one has."""
+        """Share out threads: each machine counts as having as many as this one."""
         neighbours = Counter(host for host, _ in self._places)
         threads = torch.get_num_threads()
         return [Cores(max(1, threads // neighbours[host])) for host, _ in self._places]
 
     def start(self, assignment: RankAssignment) -> "RayProcess":
-        """Have its actor start a rank."""
+        """Start a rank by its actor."""
         host, gpus = self._places[assignment.rank]
         # Its process sees the GPUs of its actor only.
         index = 0 if gpus else None
@@ -101,7 +101,7 @@ class RayHosts:
         return RayProcess(actor, pickle.dumps(placed), assignment.cores.num_threads)
 
     def met(self) -> None:
-        """Nothing changes."""
+        """Do nothing: a TCP address needs no cleanup."""
 
     def close(self) -> None:
         """Give the room back."""
@@ -126,7 +126,7 @@ class RayProcess:
         self._code = actor.wait.remote()
 
     def wait(self) -> int:
-        """As RankProcess.wait. A process whose machine is gone counts as killed."""
+        """Wait for its end; return its exit code. If its machine is gone, that is -SIGKILL."""
         while not self._is_killed.is_set():
             done, _ = ray.wait([self._code], timeout=POLL_S)
             if done:
@@ -136,26 +136,26 @@ class RayProcess:
         return -signal.SIGKILL
 
     def kill(self) -> None:
-        """End it when its machine hears of it; whoever waits here is told at once. With a cluster
-        that is gone, it has gone."""
+        """End it; `wait` returns at once, before the machine hears of it. With a cluster that is
+        gone, it has gone."""
         self._is_killed.set()
         with contextlib.suppress(RayError):
             ray.kill(self._actor)
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Do nothing: nothing is left."""
 
 
 def _connect() -> None:
     """Join the cluster that RAY_ADDRESS names, or that was started on this machine; else a new one.
 
-    Ray's own handler of SIGTERM is not wanted: the engine's launcher judges signals.
+    Ray's own handler of SIGTERM is removed: the engine's launcher handles signals.
     """
     if ray.is_initialized():
         return
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
-    # If a cluster begins here: else what Ray runs gives way to every other program.
+    # If a cluster begins here: by default Ray gives its processes a low priority.
     os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         ray.init(include_dashboard=False)
@@ -166,7 +166,7 @@ def _connect() -> None:
 
 
 def _room(size: int, host: str, has_gpus: bool) -> PlacementGroup:
-    """A place for each rank, the first one on this machine."""
+    """Reserve a place for each rank, the first one on this machine."""
     one = {"CPU": 1.0, "GPU": 1.0} if has_gpus else {"CPU": 1.0}
     bundles = [{**one, f"node:{host}": 0.001}, *[dict(one) for _ in range(size - 1)]]
     for strategy, seconds in (("STRICT_PACK", TOGETHER_S), ("PACK", APART_S)):

@@ -1,10 +1,10 @@
-"""A rank that is not rank 0.
+"""The process of a rank that is not rank 0.
 
 `python -m outdraft.ranks.worker` reads its assignment from stdin.
 
-Stdin stays open for as long as the process is wanted: its end, however it comes, ends the process.
-It does what rank 0 says and answers nothing in steps: what ranks need of each other in a step they
-exchange in their groups. Signals are for the first process to judge.
+Stdin stays open as long as the process is wanted: its end, for any reason, ends the process. It
+follows rank 0's orders and does not answer in steps: there ranks exchange data in their groups.
+The first process handles signals.
 """
 
 import gc
@@ -33,7 +33,6 @@ from outdraft.ranks.messages import (
     STORE_TIMEOUT_S,
     Answer,
     Build,
-    Failed,
     Here,
     Join,
     Loaded,
@@ -42,8 +41,9 @@ from outdraft.ranks.messages import (
     Planned,
     Prepare,
     RankAssignment,
+    RankFailed,
     Ready,
-    Step,
+    RunStep,
     Working,
     as_bytes,
     order_of_bytes,
@@ -56,9 +56,9 @@ LEAST_CPU_SHARE = 0.01  # of one core; the beats themselves take less
 
 
 class SignsOfWork:
-    """While it is open, rank 0 is told every second in which this process has computed or read.
+    """While it is open, sends rank 0 a message for every second in which this process worked.
 
-    Nobody else may use the listener meanwhile.
+    To work is to compute or to read from a disk. No other code may use the listener meanwhile.
     """
 
     def __init__(self, listener: Listener) -> None:
@@ -83,18 +83,17 @@ class SignsOfWork:
 
 
 def _used() -> tuple[float, int]:
-    """Seconds of cores, and how often this process got something from a disk, files that are mapped
-    into memory included."""
+    """Seconds of CPU time, and reads from a disk, of files that are mapped into memory too."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime, used.ru_inblock + used.ru_majflt
 
 
-Told = TypeVar("Told", bound=Order)
+OrderType = TypeVar("OrderType", bound=Order)
 _logger = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Until rank 0 has no more need of it, or something goes wrong."""
+    """Work until rank 0 has no more need of it, or something goes wrong; return the exit code."""
     gc.disable()  # while it starts, next to nothing becomes garbage
     assignment: RankAssignment = child_process.assignment()
     logging.basicConfig(
@@ -108,30 +107,30 @@ def main() -> int:
     return code
 
 
-def _work(assignment: RankAssignment, listener: Listener) -> tuple[int, Failed]:
-    """Until something goes wrong: the exit code that says what, and the last word."""
+def _work(assignment: RankAssignment, listener: Listener) -> tuple[int, RankFailed]:
+    """Work until something goes wrong; return the exit code and the last message."""
     try:
         stay_on(assignment.cores.cpus)
         torch.set_num_threads(assignment.cores.num_threads)
         Rank(assignment, listener).run()
     except ConfigError as error:
-        return 2, Failed("config", str(error))
+        return 2, RankFailed("config", str(error))
     except RanksError as error:
         _logger.error("%s", error)
-        return LOST, Failed("ranks", str(error))
+        return LOST, RankFailed("ranks", str(error))
     except Exception as error:
         _logger.exception("a rank failed")
-        return 1, Failed("rank", type(error).__name__)
+        return 1, RankFailed("rank", type(error).__name__)
 
 
 class Rank:
-    """Does what rank 0 says."""
+    """Follows the orders of rank 0."""
 
     def __init__(self, assignment: RankAssignment, listener: Listener) -> None:
         self._assignment, self._listener = assignment, listener
 
     def run(self) -> Never:
-        """Until something goes wrong.
+        """Follow orders until something goes wrong.
 
         Raises:
             ConfigError, RanksError: why it cannot go on.
@@ -179,13 +178,13 @@ class Rank:
         if config.parallel.check_ranks:
             same_steps = SameSteps(models.ranks.target, models.device)
         gc.collect()
-        gc.freeze()  # what is there now stays: a collection that looks through it stalls a step
+        gc.freeze()  # a collection that visits what is there now would stall a step
         gc.enable()
         self._answer(Ready())
         return runner, same_steps
 
     def _step_until_prepare(self, runner: ModelRunner, same_steps: SameSteps | None) -> Prepare:
-        """Run steps; the order that ends them.
+        """Run steps; return the order that ends them.
 
         A launched step that no masks follow is dropped: rank 0 could not make them.
         """
@@ -195,24 +194,24 @@ class Rank:
             if isinstance(order, Prepare):
                 return order
             if isinstance(order, Masks) and isinstance(step, LaunchedStep):
-                told = order.allowed
-                step = runner.verify(step, allowed_of_bytes(told))
+                data = order.allowed
+                step = runner.verify(step, allowed_of_bytes(data))
             else:
-                told = _expected(Step, order).plan
-                step = runner.launch(plan_of_bytes(told))
+                data = _expected(RunStep, order).plan
+                step = runner.launch(plan_of_bytes(data))
             if same_steps is not None:
-                same_steps.add(told)
+                same_steps.add(data)
                 if not isinstance(step, LaunchedStep):
                     same_steps.check(runner.collect(step))
 
     def _answer(self, answer: Answer) -> None:
         self._listener.send(as_bytes(answer))
 
-    def _next(self, kind: type[Told]) -> Told:
+    def _next(self, kind: type[OrderType]) -> OrderType:
         return _expected(kind, order_of_bytes(self._listener.receive()))
 
 
-def _expected(kind: type[Told], order: Order) -> Told:
+def _expected(kind: type[OrderType], order: Order) -> OrderType:
     if not isinstance(order, kind):
         raise RanksError(f"rank 0 orders {type(order).__name__} where {kind.__name__} was due")
     return order

@@ -53,7 +53,7 @@ class SameSteps:
 class OtherRanks(Protocol):
     """The other ranks, for rank 0."""
 
-    def tell(self, message: StepPlan | AllowedTokens) -> bytes:
+    def send(self, message: StepPlan | AllowedTokens) -> bytes:
         """Have them do a step, or the rest of one; what was sent.
 
         Raises:
@@ -118,7 +118,7 @@ class ParallelRunner:
         return result
 
     def _tell(self, message: StepPlan | AllowedTokens) -> None:
-        sent = self._others.tell(message)
+        sent = self._others.send(message)
         if self._same_steps is not None:
             self._same_steps.add(sent)
 

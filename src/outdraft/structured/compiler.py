@@ -1,7 +1,7 @@
-"""From what a client asks of the output's form to a grammar that sequences can follow.
+"""Compiles the output's form that a client asks for into a grammar that sequences can follow.
 
-llguidance does the parsing; a grammar is what it makes of a JSON schema, a regular expression, a
-grammar in Lark's or GBNF's notation, or a choice of texts.
+llguidance does the parsing. It takes a JSON schema, a regular expression, a grammar in Lark's or
+GBNF's notation, or a choice of texts.
 """
 
 import json
@@ -19,9 +19,9 @@ from outdraft.structured.trial import GrammarError, grammar_source, parser_limit
 
 MAX_CACHED = 32  # grammars; each may grow to 100 MB, but hardly any does
 MAX_FIRST_MASK_S = 5.0
-# One sequence may take this in one step, while all others wait. Most need less than a thousandth.
+# One sequence may take this in one step, while all others wait. Most need less than 0.5 ms.
 MAX_FOLLOWING_S = 0.5
-_MAX_MESSAGE = 500  # characters; the library quotes whole lines of what it was given
+_MAX_MESSAGE = 500  # characters; the library quotes whole lines of its input
 _FORM = "form_behind_thoughts"
 _END = "<|the output may end here|>"
 
@@ -38,19 +38,19 @@ class GrammarCompiler:
         self._grammars: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
 
     def compile(self, structured: StructuredOutput) -> Grammar:
-        """The grammar: at once if it is among the latest, else in 0.1 s up to a few seconds.
+        """Return the grammar: at once if it is among the latest, else after 0.1 s to a few seconds.
 
         Raises:
             RequestError: it is wrong, too large, or takes too long; or no grammar can be followed
                 with the model's tokenizer. The field is "structured".
         """
         with self._lock:
-            known = self._grammars.get(structured)
-            if known is not None:
+            cached = self._grammars.get(structured)
+            if cached is not None:
                 self._grammars.move_to_end(structured)
-                if known.failure is not None:
-                    raise RequestError(known.failure, "structured")
-                return known
+                if cached.failure is not None:
+                    raise RequestError(cached.failure, "structured")
+                return cached
         try:
             grammar = self._compiled(structured)
         except GrammarError as error:
@@ -92,7 +92,7 @@ class GrammarCompiler:
     def _tokenizer_and_end(self) -> tuple[LLTokenizer, int]:
         """The library's tokenizer, made once, and its token that stands for the output's end.
 
-        That one is none of the model's: with which of those an output ends depends on the request.
+        It is none of the model's tokens: which of those end an output depends on the request.
         """
         with self._lock:
             if self._ll_tokenizer is None:
@@ -114,8 +114,8 @@ class GrammarCompiler:
 def behind_thoughts(source: str, thoughts: Thoughts) -> str:
     """The grammar of thoughts and what follows them; `source` is llguidance's, as JSON or Lark.
 
-    The thoughts are a part of the grammar that takes any text and is over at the first end mark. So
-    masks of drafts that reach from the thoughts into the form are right without more ado.
+    The thoughts are a part of the grammar that takes any text up to the first end mark. So masks of
+    drafts that reach from the thoughts into the form are right without special cases.
     """
     rest = f"rest[suffix={json.dumps(thoughts.end)}]: /(?s:.*)/"
     if thoughts.start is None:

@@ -1,4 +1,4 @@
-"""Follows a grammar along one sequence's output, and along the trees that are drafted behind it.
+"""Follows a grammar along one sequence's output, and along the trees that are drafted after it.
 
 Dimension key: R rows of a draft with its root, W int32 words of a mask of one bit per token.
 """
@@ -18,8 +18,8 @@ Result = TypeVar("Result")
 class Grammar:
     """A compiled grammar, which any number of sequences follow.
 
-    All states that were copied from each other share one lexer. What the lexer learns of the
-    grammar makes later masks faster, but there is a limit to it: then it is made anew.
+    All states that were copied from each other share one lexer. It caches its work, which makes
+    later masks faster, up to a limit: then it is replaced.
     """
 
     def __init__(
@@ -32,19 +32,19 @@ class Grammar:
         """
         self.end_id = end_id
         self.limit = limit
-        self.failure: str | None = None  # why nobody may follow it any more
+        self.failure: str | None = None  # why no sequence may follow it any more
         self.start = compile_state()
         self._compile_state = compile_state
 
     def matcher(self, stop_ids: Set[int]) -> "SequenceMatcher":
-        """A new sequence's, which ends with one of `stop_ids` exactly where the grammar may end.
+        """Make a new sequence's matcher: `stop_ids` may end it exactly where the grammar may end.
 
-        If there are none, it is finished where nothing can follow.
+        Without `stop_ids` it is finished where nothing can follow.
         """
         return SequenceMatcher(self, stop_ids)
 
     def renewed(self, used: LLMatcher) -> LLMatcher:
-        """The state to start with, with another lexer than `used` has."""
+        """Return the state to start with, with another lexer than `used` has."""
         if self.start is used:
             self.start = self._compile_state()
         return self.start
@@ -76,7 +76,7 @@ class SequenceMatcher:
         masks_RW[:] = EVERYTHING
         if self._is_over():
             return []
-        own_RW = masks_RW.copy()  # what takes too long may still write to it
+        own_RW = masks_RW.copy()  # a call that took too long may still write to it
         ends = self._within_time(lambda: self._masks(token_ids, parents, own_RW))
         if ends is None or self.failure is not None:
             return []
@@ -89,16 +89,16 @@ class SequenceMatcher:
         return self.is_finished or self.failure is not None
 
     def _within_time(self, function: Callable[[], Result]) -> Result | None:
-        """What it returns. None: it takes too long, and the state must be left alone.
+        """Return the function's result; None: it takes too long, so the state must not be used.
 
-        The grammar too: whoever follows it shares its lexer, which may be in use for long.
+        Nor the grammar: all sequences that follow it share its lexer, which may be in use for long.
         """
         try:
             return self._grammar.limit.run(function)
         except TimeoutError:
             limit_s = self._grammar.limit.limit_s
             reason = f"it took more than {limit_s:g} s to find what may follow"
-            self._grammar.failure = self.failure = _told(reason)
+            self._grammar.failure = self.failure = _failure(reason)
             return None
 
     def _advance(self, token_id: int) -> None:
@@ -111,7 +111,7 @@ class SequenceMatcher:
     def _masks(
         self, token_ids: Sequence[int], parents: Sequence[int], masks_RW: np.ndarray
     ) -> list[int]:
-        """Write the masks; the ends."""
+        """Write the masks; return the ends."""
         filling = _Filling(token_ids, parents, masks_RW)
         self._fill(self._state, 0, filling)
         if filling.has_full_lexer and self._renew():
@@ -124,7 +124,7 @@ class SequenceMatcher:
         return filling.ends
 
     def _fill(self, state: LLMatcher, row: int, filling: "_Filling") -> None:
-        """Write the masks of a row and of those behind it, or note that it is an end."""
+        """Write the masks of a row and of its descendants, or note that it is an end."""
         mask_W = filling.masks_RW[row]
         if not self._write_mask(state, mask_W):
             mask_W[:] = EVERYTHING
@@ -133,18 +133,18 @@ class SequenceMatcher:
         for child in filling.children[row]:
             token_id = filling.token_ids[child - 1]
             if token_id in self._stop_ids or not _holds(mask_W, token_id):
-                continue  # nothing behind it is ever emitted
-            behind = state.deep_copy()  # takes microseconds, and its errors are its own
-            if behind.consume_token(token_id):
-                self._fill(behind, child, filling)
+                continue  # no descendant is ever emitted
+            child_state = state.deep_copy()  # takes microseconds, and its errors are its own
+            if child_state.consume_token(token_id):
+                self._fill(child_state, child, filling)
             else:
-                filling.end(child, behind)
+                filling.end(child, child_state)
 
     def _write_mask(self, state: LLMatcher, mask_W: np.ndarray) -> bool:
-        """The tokens that may follow a state; False if there are none.
+        """Write the tokens that may follow a state; False if there are none.
 
-        Then the output is complete, has no way to become so with the tokens that there are, or
-        the grammar has become too complex to tell.
+        Then the output is complete, no tokens can complete it, or the grammar has become too
+        complex for the library.
         """
         words_W = np.frombuffer(state.compute_bitmask(), dtype=np.int32)
         if state.is_error():
@@ -156,29 +156,29 @@ class SequenceMatcher:
         for stop_id in self._stop_ids:
             _set(mask_W, stop_id, may_end)
         if not mask_W.any() and not may_end:
-            # Only a token that the caller has made a stop token goes on with it: then it may cut
-            # the output, as it would without a grammar.
+            # Only tokens that the caller made stop tokens can follow: then they may end the output,
+            # as they would without a grammar.
             mask_W[:] = text_W
         return bool(mask_W.any())
 
     def _is_complete(self) -> bool:
-        """Whether nothing can follow what may be a whole output."""
+        """Return True if nothing can follow the output, which may end here."""
         words_W = np.frombuffer(self._state.compute_bitmask(), dtype=np.int32).copy()
         _set(words_W, self._grammar.end_id, False)
         return not self._state.is_error() and not words_W.any()
 
     def _renew(self) -> bool:
-        """Come to the same state with another lexer; False if that is not possible."""
+        """Reach the same state with another lexer; False if that is not possible."""
         self._start = self._grammar.renewed(self._start)
         self._state = self._start.deep_copy()
         return self._state.consume_tokens(self._output)
 
     def _fail(self) -> None:
-        self.failure = _told(self._state.get_error() or "no token can follow")
+        self.failure = _failure(self._state.get_error() or "no token can follow")
 
 
-def _told(reason: str) -> str:
-    """What the client is told."""
+def _failure(reason: str) -> str:
+    """The message for the client."""
     return f"the output can keep to its grammar no longer: {reason}"
 
 
@@ -187,8 +187,8 @@ class _Filling:
 
     Attributes:
         children: of each row, the rows that continue it.
-        ends: rows that are reached but have no mask.
-        has_full_lexer: of some of them a fresh lexer might know more.
+        ends: rows that can be reached but have no mask.
+        has_full_lexer: a fresh lexer might find masks for some of them.
     """
 
     def __init__(

@@ -15,17 +15,16 @@ class TimeLimit:
     """Runs one call at a time; for the use of one thread.
 
     A call that takes too long cannot be stopped: it is left to its thread, and the next call gets
-    another one. So it must hold nothing that others wait for.
+    another one. So it must hold no lock that others wait for.
     """
 
     def __init__(self, limit_s: float) -> None:
-        """`limit_s`: of the CPU's time, where the system tells it; how busy the machine is with
-        other things does not count."""
+        """`limit_s`: CPU time where the system reports it, so that other load does not count."""
         self.limit_s = limit_s
         self._thread: _Thread | None = None
 
     def run(self, function: Callable[[], Result]) -> Result:
-        """What the function returns, or raises.
+        """Call the function; return its result, or raise its error.
 
         Raises:
             TimeoutError: it takes longer than the limit; it may still run.
@@ -67,7 +66,7 @@ class _Thread:
     def __init__(self) -> None:
         self.calls: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self.answers: SimpleQueue[_Answer] = SimpleQueue()
-        # A daemon: the process does not wait for what was given up. (An executor would.)
+        # A daemon: the process does not wait for calls that took too long. (An executor would.)
         self._thread = threading.Thread(target=self._work, name="outdraft-masks", daemon=True)
         self._thread.start()
         self._clock: int | None = None
@@ -75,7 +74,7 @@ class _Thread:
             self._clock = time.pthread_getcpuclockid(self._thread.ident)
 
     def cpu_s(self) -> float:
-        """What it has computed so far; seconds that go by, where the system does not tell."""
+        """Its CPU time; the monotonic clock where the system reports none."""
         return time.monotonic() if self._clock is None else time.clock_gettime(self._clock)
 
     def _work(self) -> None:

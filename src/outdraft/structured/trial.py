@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import llguidance
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-if TYPE_CHECKING:  # the program knows nothing of the package: it starts faster
+if TYPE_CHECKING:  # the program does not import the package: it starts faster
     from llguidance._lib import JsonCompileOptions
 
     from outdraft.core.structured_outputs import StructuredKind
@@ -40,7 +40,7 @@ class GrammarError(ValueError):
 
 
 def tried(kind: "StructuredKind", text: str, is_compact: bool) -> str:
-    """The grammar as the library takes it, after it was seen to compile within the limits.
+    """Return the grammar as the library takes it, once it has compiled within the limits.
 
     Raises:
         GrammarError: it did not.
@@ -65,7 +65,7 @@ def tried(kind: "StructuredKind", text: str, is_compact: bool) -> str:
 
 
 def grammar_source(kind: "StructuredKind", text: str, is_compact: bool) -> str:
-    """The grammar as the library takes it. `is_compact`: JSON has no white space.
+    """Return the grammar as the library takes it. `is_compact`: JSON has no white space.
 
     Raises:
         ValueError: it is wrong; some errors show only when the grammar is compiled.
@@ -77,18 +77,18 @@ def grammar_source(kind: "StructuredKind", text: str, is_compact: bool) -> str:
     with suppress(RecursionError):  # the library says the same in better words
         schema = json.loads(text)
         if not isinstance(schema, dict) and schema is not True:
-            return llguidance.grammar_from("json_schema", text)  # it says what is wrong
+            return llguidance.grammar_from("json_schema", text)  # raises with the reason
         text = "{}" if schema is True else json.dumps(closed(schema))
     overrides = _COMPACT if is_compact else _FLEXIBLE
     return LLMatcher.grammar_from_json_schema(text, overrides=overrides)
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema, its objects without properties that it does not name: else a model may add some
-    until its tokens are used up. What follows it follows the client's own schema too.
+    """Close the schema's objects to properties that it does not name: else a model may add some
+    until its tokens are used up. An output that follows it follows the client's own schema too.
 
-    An object that says something of its further properties keeps to that. A schema whose parts are
-    put together in one object is left as it is: there each part may hold what another one names.
+    An object with a rule for its further properties keeps it. A schema whose parts describe one
+    object is left as it is: there each part may hold properties that another one names.
     """
     return _closed(schema) if _is_of_separate_objects(schema) else schema
 
@@ -149,7 +149,7 @@ def parser_limits() -> LLParserLimits:
         step_max_items=50_000,
         max_lexer_states=50_000,  # of 2 kB
         max_grammar_size=50_000,
-        verbose_errors=False,  # they would quote the output of whoever uses the grammar
+        verbose_errors=False,  # they would quote the outputs of others that use the grammar
     )
 
 
@@ -168,7 +168,7 @@ def _walk(matcher: LLMatcher) -> None:
         if time.process_time() - started_s > _MAX_BYTE_CPU_S:
             raise GrammarError("it takes too much time to follow")
         if not goes_on:
-            return  # what this means is said when it is compiled for the vocabulary
+            return  # compiling it for the vocabulary finds out why
 
 
 def _main() -> None:

@@ -1,4 +1,4 @@
-"""Conversations to prompts, by the Jinja template that a checkpoint brings along."""
+"""Renders conversations to prompts, by the Jinja template of a checkpoint."""
 
 import json
 import re
@@ -29,8 +29,8 @@ _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
 def with_named_thoughts(message: Message) -> Message:
-    """What the model thought by all names that templates have for it, as in transformers: gpt-oss's
-    reads `thinking`."""
+    """Repeat a message's thoughts under the other names that templates read, as transformers does:
+    gpt-oss's reads `thinking`."""
     given = [message[name] for name in _THOUGHTS if message.get(name) is not None]
     if not given:
         return message
@@ -38,10 +38,10 @@ def with_named_thoughts(message: Message) -> Message:
 
 
 def with_readable_calls(message: Message) -> Message:
-    """A message in OpenAI's form as templates read it; one without calls of functions as it is.
+    """Turn a message in OpenAI's form into one that templates read; without calls it stays.
 
-    Arguments come parsed, as templates write JSON themselves. Where the calls are all that was
-    said, there is an empty text.
+    Arguments become objects, as templates write JSON themselves. A message with calls and no
+    content gets an empty text.
     """
     calls = _calls(message)
     if not calls:
@@ -73,13 +73,13 @@ def with_object_arguments(message: Message) -> Message:
 
 
 def _calls(message: object) -> list[Any]:
-    """None if it is no message, or its calls are no list."""
+    """The calls of a message; [] if it is no message, or its calls are no list."""
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     return list(calls) if isinstance(calls, list | tuple) else []
 
 
 def _with_arguments(call: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """A call with other arguments, if it has some of this type."""
+    """Change the arguments of a call, if it has some of this type."""
     if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
         return call
     arguments = function.get("arguments")
@@ -97,8 +97,8 @@ def _under_one_key(text: str) -> object:
 
 
 def parsed_arguments(text: str) -> dict[str, Any] | str:
-    """The arguments of a call; the text as it is where it is no JSON object, as that of a call
-    which was cut short."""
+    """Parse the arguments of a call; text that is no JSON object, such as one that was cut short,
+    stays as it is."""
     try:
         arguments: object = json.loads(text.strip() or "{}")
         _json(arguments).encode()  # fails for half of a surrogate pair, which no prompt may hold
@@ -120,13 +120,13 @@ _OWN_VARIABLES = {
 _PROBE = "a text to look for"
 _CUT_ARGUMENTS = f'{{"{_PROBE}'
 _NOTATION = re.compile(rf"""['"]text['"]: ?['"]{_PROBE}""")  # Python's or JSON's
-# What a template may raise when it meets values that it was not written for.
+# Errors that a template may raise for values of unexpected types.
 _RENDERING = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
 _MARK = "[the last message goes on here] "
 
 
 class ContentFormat(StrEnum):
-    """In which form a template reads the content of a message.
+    """The form in which a template reads the content of a message.
 
     AUTO: text, and lists of parts where the template can read them; STRING: text always; OPENAI:
     always a list of parts, each {"type": "text", "text": ...}.
@@ -138,14 +138,14 @@ class ContentFormat(StrEnum):
 
 
 def as_content_format(name: str) -> ContentFormat:
-    """Raises ConfigError if there is no such format."""
+    """Parse a name. Raises ConfigError if there is no such format."""
     return as_choice("chat_template_content_format", name, ContentFormat)
 
 
-class _Generation(Extension):
-    """{% generation %} marks for training what a model has written; it changes no text.
+class _GenerationTag(Extension):
+    """{% generation %} marks for training the text of a model; it changes no text.
 
-    As in transformers, what is set inside is not known behind {% endgeneration %}.
+    As in transformers, variables set inside are unknown after {% endgeneration %}.
     """
 
     tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
@@ -168,7 +168,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", _Generation],
+            extensions=["jinja2.ext.loopcontrols", _GenerationTag],
         )
         environment.globals["raise_exception"] = _raise  # pyright: ignore[reportArgumentType]
         environment.globals["strftime_now"] = _now_as  # pyright: ignore[reportArgumentType]
@@ -185,9 +185,9 @@ class ChatTemplate:
             self.reads_parts = self._shows([_text_part(_PROBE)])
             self.reads_text = self._shows(_PROBE) or not self.reads_parts
         self._takes_texts = True  # as arguments of calls that are no JSON object
-        self._calls_say_nothing = False  # of DeepSeek R1, which passes over calls beside a text
-        is_told, is_told_alone = (_PROBE in self._written_call(one, {}) for one in ("", None))
-        self._calls_say_nothing = is_told_alone and not is_told
+        self._calls_say_nothing = False  # of DeepSeek R1, which leaves out calls beside a text
+        is_written, is_written_alone = (_PROBE in self._written_call(one, {}) for one in ("", None))
+        self._calls_say_nothing = is_written_alone and not is_written
         # Others would write a text into quotation marks, or look for an object's parts in it.
         self._takes_texts = _CUT_ARGUMENTS in self._written_call("", _CUT_ARGUMENTS)
 
@@ -216,7 +216,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of a conversation; `tools` are functions that the model may call.
+        """Render the prompt of a conversation; `tools` are functions that the model may call.
 
         The prompt ends with the beginning of an answer (`add_generation_prompt`, the default), or
         within the last message, which the model then goes on with (`continue_final_message`).
@@ -262,8 +262,8 @@ class ChatTemplate:
         return _cut_at_mark(text) if continue_final_message else text
 
     def _rendered_in_a_form(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-        """The messages; the arguments of calls are JSON as text if the template cannot write them
-        as objects. Most write them so themselves, but DeepSeek's do not."""
+        """Render the messages; the arguments of calls become JSON texts if the template cannot
+        write objects. Most can, but DeepSeek's cannot."""
         try:
             return self._rendered(messages, **options)
         except _RENDERING:
@@ -273,16 +273,16 @@ class ChatTemplate:
             try:
                 return self._rendered(as_text, **options)
             except _RENDERING:
-                pass  # the first error is about what was sent
+                pass  # the first error is about the messages as they were sent
             raise
 
     def _rendered(self, messages: Sequence[Message], **options: Any) -> str:
-        # Templates tell "no tools" (None) from a name that they do not know.
+        # Templates distinguish "no tools" (None) from an undefined name.
         values = {"documents": None, "tools": None, "add_generation_prompt": True}
         return self._template.render(values | self._special_tokens | options, messages=messages)
 
     def _shows(self, content: object) -> bool:
-        """Whether the template writes the text of such a content, and not its notation."""
+        """Return True if the template writes the text of such a content, and not its notation."""
         try:
             text = self._rendered([{"role": "user", "content": content}])
         except _RENDERING:
@@ -291,14 +291,14 @@ class ChatTemplate:
 
     @cached_property
     def takes_several_calls(self) -> bool:
-        """Whether a message may have several calls; Llama 3's templates refuse two."""
+        """True if a message may have several calls; Llama 3's templates refuse two."""
         if self._of_tools is not None:
             return self._of_tools.takes_several_calls
         one, two = (self._written_call(None, {}, number).count(_PROBE) for number in (1, 2))
         return one == 0 or two > one
 
     def _written_call(self, content: str | None, arguments: object, number: int = 1) -> str:
-        """What the template writes of calls that stand beside such a content; "" if it cannot."""
+        """Render calls that stand beside such a content; "" if the template cannot."""
         calls = [
             {
                 "id": f"call0000{place}",
@@ -315,7 +315,7 @@ class ChatTemplate:
             return ""
 
     def _readable(self, message: Message) -> dict[str, Any]:
-        """The message with content, thoughts and calls in the form that the template reads."""
+        """Convert content, thoughts and calls of a message to the form that the template reads."""
         message = with_named_thoughts(message)
         if not self._takes_texts:
             message = with_object_arguments(message)
@@ -331,9 +331,9 @@ class ChatTemplate:
 
 @dataclass(frozen=True, slots=True)
 class TextTokenizer:
-    """A model's tokenizer as callers of `LLM.get_tokenizer` know it from vLLM and transformers.
+    """A model's tokenizer with the methods that it has in vLLM and transformers.
 
-    `backend_tokenizer` has all that the library can do."""
+    `backend_tokenizer` has all methods of the library."""
 
     backend_tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -360,10 +360,10 @@ class TextTokenizer:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str | list[int]:
-        """The prompt of a conversation, as ids or as text. `variables` go to the template.
+        """Render the prompt of a conversation, as ids or as text. `variables` go to the template.
 
         Raises:
-            RequestError: there is no template, or as ChatTemplate.render.
+            RequestError: there is no template, or ChatTemplate.render raises it.
         """
         if self.template is None:
             raise RequestError("the model has no chat template", "conversation")
@@ -388,7 +388,7 @@ def _text_of(part: object) -> str:
 
 
 def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with a mark behind its text."""
+    """Put a mark after the text of a message."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": content + _MARK}
@@ -399,14 +399,14 @@ def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cut_at_mark(text: str) -> str:
-    """The text before the mark; without its blanks, if the template dropped the mark's blank."""
-    before, found, behind = text.rpartition(_MARK.rstrip())
+    """The text before the mark; without its last blanks if the template dropped the mark's."""
+    before, found, after = text.rpartition(_MARK.rstrip())
     if not found:
         raise RequestError(
             "the chat template does not write the last message as it is, so it cannot be continued",
             "continue_final_message",
         )
-    return before if behind.startswith(" ") else before.rstrip()
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _named_sources(path: Path) -> dict[str, str]:
@@ -423,7 +423,7 @@ def _named_sources(path: Path) -> dict[str, str]:
 
 
 def special_tokens(path: Path) -> dict[str, str]:
-    """What a checkpoint's templates may write: bos_token, eos_token, ..."""
+    """The tokens that a checkpoint's templates may write, by names: bos_token, eos_token, ..."""
     values, older = _tokenizer_config(path), path / "special_tokens_map.json"
     if "added_tokens_decoder" not in values and older.exists():  # as transformers reads them
         values |= read_json(older)
@@ -446,7 +446,7 @@ def _raise(message: str) -> None:
 
 
 def _now_as(form: str) -> str:
-    """The local time: templates tell the model today's date."""
+    """The local time, for templates that write today's date."""
     return datetime.now().strftime(form)
 
 
@@ -457,7 +457,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Parameters and their order are those of transformers' filter."""
+    """Write JSON, with the parameters of transformers' filter in the same order."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

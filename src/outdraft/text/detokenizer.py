@@ -1,4 +1,4 @@
-"""Token ids to text, one token at a time, and the stop strings that are looked for in it."""
+"""Turns token ids into text, one token at a time, and finds stop strings in it."""
 
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _Utf8Decoder = getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """The text of one output: what the ids of prompt and output give together, less the prompt's.
+    """The text of one output: that of prompt and output together, less the prompt's.
 
     Bytes that may become a character wait for the next token; those that cannot are replaced at
     once. A character that the prompt only begins belongs to the output.
@@ -44,7 +44,7 @@ class Detokenizer:
         return self.text[: min(end, self._stop[0]) if self._stop is not None else end]
 
     def push(self, token_id: int) -> str | None:
-        """Append a token; the stop string that it completes, the leftmost of several."""
+        """Append a token; return the stop string that it completes, the leftmost of several."""
         self._stop = None
         piece = self._bytes.decode(self._pieces.push(token_id))
         if not piece:
@@ -60,9 +60,9 @@ class Detokenizer:
         return self._stop[1] if self._stop is not None else None
 
     def finish(self, *, at_stop_string: bool = False) -> None:
-        """No token follows: incomplete bytes become replacement characters.
+        """End the text: incomplete bytes become replacement characters.
 
-        `at_stop_string`: the stop string that `push` found last is why; the text is cut there.
+        `at_stop_string`: cut the text at the stop string that `push` found last.
         (A stop string may also have been found too early to count: see min_tokens.)
         """
         if at_stop_string and self._stop is not None:
@@ -76,7 +76,7 @@ class Detokenizer:
 def begun_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """The text of a prompt, its special tokens included, without a character that it only begins.
 
-    What follows it is the text of a Detokenizer that knows the prompt.
+    The text of a Detokenizer with that prompt follows it.
     """
     pieces = TokenPieces(tokenizer, skip_special_tokens=False)
     places = range(len(token_ids), 0, -1)
@@ -88,7 +88,7 @@ def begun_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 
 
 def _last_character(tokenizer: Tokenizer, token_ids: Sequence[int], skips_special: bool) -> int:
-    """From which token on the end of a text has to be read, to know the text that goes on."""
+    """The token from which on the end of a text must be read to decode the text after it."""
     pieces = TokenPieces(tokenizer, skip_special_tokens=skips_special)
     num_bytes, start = 0, len(token_ids)
     while start > 0 and num_bytes < MAX_CHARACTER_BYTES:  # pieces have some length in any order

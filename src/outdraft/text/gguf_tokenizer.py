@@ -26,7 +26,7 @@ from outdraft.models.checkpoints.gguf_metadata import GgufVocabulary, TokenKind,
 from outdraft.text.splits import SPLITS
 
 _BLANK = "▁"  # stands for " " in SentencePiece's tokens
-# Models by their names whose special tokens take the blanks that follow them, but for these tokens;
+# Names of models whose special tokens take the blanks that follow them, and the tokens that do not;
 # the format has no field for it.
 _BLANK_TAKERS, _NO_BLANK_TAKERS = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>")
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # of files that do not name them
@@ -37,7 +37,7 @@ def tokenizer_of_gguf(values: Mapping[str, Any]) -> Tokenizer:
 
     Raises:
         ConfigError: the file has no vocabulary, or one of a kind that is not supported; or it does
-            not say how a text is split, in a way that is known.
+            not name a supported rule to split texts.
     """
     kind = values.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
@@ -68,7 +68,7 @@ def _ids(vocabulary: GgufVocabulary) -> dict[str, int]:
 
 
 def _byte_level(values: Mapping[str, Any], ids: dict[str, int]) -> tuple[Tokenizer, bool]:
-    """The tokenizer, and whether its texts begin with a token unless the file says else."""
+    """Make the tokenizer; True: its texts begin with BOS, unless the file says else."""
     name = values.get("tokenizer.ggml.pre", "default")
     if name not in SPLITS:
         raise ConfigError(f"tokenizer.ggml.pre must be one of {', '.join(SPLITS)}; got {name!r}")
@@ -94,7 +94,7 @@ def _byte_level(values: Mapping[str, Any], ids: dict[str, int]) -> tuple[Tokeniz
 
 
 def _without_bytes(ids: Mapping[str, int]) -> list[pre_tokenizers.Split]:
-    """Leaves out the bytes that no token stands for; what is on both sides is not merged."""
+    """Remove the bytes that no token stands for; the texts on both sides are not merged."""
     missing = "".join(sorted(set(pre_tokenizers.ByteLevel.alphabet()) - ids.keys()))
     return [pre_tokenizers.Split(Regex(f"[{re.escape(missing)}]"), "removed")] if missing else []
 
@@ -136,7 +136,7 @@ def _merges(ids: Mapping[str, int], scores_V: np.ndarray) -> list[tuple[str, str
 def _add_special(
     tokenizer: Tokenizer, values: Mapping[str, Any], vocabulary: GgufVocabulary
 ) -> None:
-    """Tokens that are found in a text before it is split."""
+    """Add the tokens that are found in a text before it is split."""
     kinds_V, tokens = vocabulary.kinds_V, vocabulary.tokens
     found = np.isin(kinds_V, [TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.USER_DEFINED])
     name = str(values.get("general.name", "")).lower()
@@ -157,7 +157,7 @@ def _add_special(
 def _add_ends(
     tokenizer: Tokenizer, values: Mapping[str, Any], tokens: Sequence[str], adds_bos: bool
 ) -> None:
-    """The tokens that a text begins and ends with."""
+    """Add the tokens that a text begins and ends with."""
     form: list[str] = ["$A"]
     used: list[tuple[str, int]] = []
     is_sentencepiece = values["tokenizer.ggml.model"] == "llama"

@@ -1,7 +1,7 @@
-"""How a text is split before byte-level BPE, by the names that GGUF files have for it.
+"""Rules that split a text before byte-level BPE, by the names that GGUF files have for them.
 
 The names, and the expressions that llama.cpp takes for them, are those of its llama-vocab.cpp. One
-expression cuts a text into what matches it and what lies between; the next one cuts those pieces.
+expression cuts a text into its matches and the text between them; the next one cuts those pieces.
 """
 
 # ruff: noqa: RUF001  # letters of many scripts look alike
@@ -15,7 +15,7 @@ _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _LLAMA_3 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|{_BLANKS}"
 _QWEN_2 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_SIGNS}|{_BLANKS}"
-# Words that begin with large letters and go on with small ones; only those of ASCII are told apart.
+# Words that begin with large letters and go on with small ones; only in ASCII do the two differ.
 _LARGE, _SMALL = r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_LARGE}*{_SMALL}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_LARGE}+{_SMALL}*"
 _SIGNS_OR_PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
@@ -31,12 +31,12 @@ _CASED_LETTERS = (
 
 @dataclass(frozen=True, slots=True)
 class TextSplit:
-    """What a name stands for.
+    """The rule of one name.
 
     Attributes:
         expressions: in Oniguruma's syntax, applied one after the other.
         takes_whole_words: a piece that is a token is taken before any merge.
-        adds_bos: whether a text begins with the token of beginnings, unless the file says else.
+        adds_bos: a text begins with the BOS token, unless the file says else.
     """
 
     expressions: tuple[str, ...]

@@ -1,6 +1,6 @@
-"""What the tokens of two tokenizers have in common.
+"""Maps the tokens of two tokenizers to each other.
 
-Tokens are compared by the bytes that they stand for, whatever the tokenizer's way to write them:
+Tokens are compared by the bytes that they stand for, not by the tokenizer's way to write them:
 byte-level BPE spells bytes with visible characters (`Ġthe`), SentencePiece writes a blank as `▁`
 and a byte as `<0x0A>`, WordPiece marks what continues a word. Special tokens stand for no text:
 they are compared by name, and by their role in the two models.
@@ -24,7 +24,7 @@ from outdraft.drafting.device.translated_model import VocabularyMap
 from outdraft.models.shape import ModelShape
 from outdraft.text.chat import special_tokens
 
-REPLACEMENT = "\ufffd"  # what bytes that are no character are shown as
+REPLACEMENT = "\ufffd"  # shown for bytes that are no character
 BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's tokens for single bytes
 
 
@@ -41,9 +41,9 @@ BYTE_OF = MappingProxyType(_byte_alphabet())
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """What a token stands for where nothing is before it; a special one for its name.
+    """The bytes of a token at the start of a text; of a special one the bytes of its name.
 
-    Unlike the text that the tokenizer decodes it to, it is right for parts of characters, too.
+    Unlike the tokenizer's decoded text, they are right for parts of characters, too.
     """
     name = tokenizer.id_to_token(token_id)
     if name is None:
@@ -57,7 +57,7 @@ class TokenPieces:
     """The pieces of one text, token after token.
 
     A piece may depend on the token before it: most decoders leave out the blank with which a text
-    begins. No decoder looks further back, so neither does this.
+    begins. No decoder looks further back, so this class does not either.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
@@ -67,12 +67,12 @@ class TokenPieces:
         self._last: tuple[int, str] | None = None  # the newest token that is not skipped, its text
 
     def is_whole(self, token_id: int) -> bool:
-        """Whether the token is in the text, and neither it nor another is a part of the other."""
+        """Return True for a token that is in the text and holds whole characters only."""
         name, text = self._tokenizer.id_to_token(token_id), self._decode(token_id)
         return name is not None and text != "" and _part(name, text) is None
 
     def push(self, token_id: int) -> bytes:
-        """What the next token adds; nothing if it is skipped, or stands for nothing."""
+        """The bytes that the next token adds; none if it is skipped, or stands for no text."""
         name = self._tokenizer.id_to_token(token_id)
         if name is None:
             return b""
@@ -120,7 +120,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, path: Path, tokenizer: Tokenizer, config: ModelShape) -> "Vocabulary":
-        """That of a checkpoint. tokenizer_config.json knows best with what a turn ends."""
+        """Read a checkpoint; first tokenizer_config.json, for the token that ends a turn."""
         names = special_tokens(path)
         found = {role: tokenizer.token_to_id(names[role]) for role in ROLES if role in names}
         roles = {role: number for role, number in found.items() if number is not None}
@@ -133,13 +133,13 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """What the ids of a vocabulary stand for; each id is in one of the two at most.
+    """The meaning of a vocabulary's ids; each id is in `text_of` or `name_of` at most.
 
     Attributes:
         text_of: the bytes of ordinary tokens, which need not be whole characters.
         name_of: special tokens, the unknown token among them.
         fallbacks: ids of single bytes, written only where no other token fits.
-        unknown: what stands for text that has no token.
+        unknown: the id that stands for text without a token.
     """
 
     text_of: Mapping[int, bytes]
@@ -185,14 +185,13 @@ def token_table(vocabulary: Vocabulary) -> TokenTable:
 
 
 def map_vocabularies(target: Vocabulary, drafter: Vocabulary) -> VocabularyMap:
-    """Which tokens are the same, one to one; the same vocabularies give the same map.
+    """Pair equal tokens, one to one; the same vocabularies give the same map.
 
-    Several ids may have the same text. Those that are written in more than emergencies come first,
-    then the lowest.
+    Several ids may have the same text. Bytes that are only a fallback come last, lower ids first.
     """
     tables = token_table(target), token_table(drafter)
     draft_of = _same_texts(*tables) | _same_names(*tables)
-    for role in ROLES:  # a name tells more than a role: models of one tokenizer may differ in these
+    for role in ROLES:  # after names: models of one tokenizer may differ in roles
         ids = target.roles.get(role, -1), drafter.roles.get(role, -1)
         are_special = ids[0] in tables[0].name_of and ids[1] in tables[1].name_of
         if are_special and ids[0] not in draft_of and ids[1] not in draft_of.values():
@@ -249,7 +248,7 @@ def _stand_ins(
 
 
 def _last_id(vocabulary: Vocabulary, text: str) -> int | None:
-    """Where a text ends for a model; None: its tokenizer cannot write it."""
+    """The last id of a text; None: the tokenizer cannot write it."""
     try:
         ids = vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
     except Exception:  # the library has no narrower one for a character that it does not know
@@ -265,7 +264,7 @@ def _unknown_id(tokenizer: Tokenizer, model: Mapping[str, Any]) -> int | None:
 
 
 def _reader(state: Mapping[str, Any]) -> Callable[[str], bytes]:
-    """From the name of an ordinary token to its bytes, as the tokenizer's decoder does it."""
+    """Return the function from an ordinary token's name to its bytes, as the decoder has it."""
     if "ByteLevel" in _types(state["decoder"]) | _types(state["pre_tokenizer"]):
 
         def read_byte_level(name: str) -> bytes:
