@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from outdraft.control.search import FREE_ROW, Option, Plan, Prices, best_plan
+from outdraft.control.search import FREE_ROW, Option, DraftPlan, Prices, best_plan
 
 
 def falling(rng, count):
@@ -76,7 +76,7 @@ def best_by_brute_force(options, prices, long_run):
     return max(way.worth(prices, long_run) for way in found if way is not None)
 
 
-def worth(plan: Plan, prices: Prices, long_run: float | None) -> float:
+def worth(plan: DraftPlan, prices: Prices, long_run: float | None) -> float:
     """That of a plan; what it says of itself is true."""
     way = way_of([(pick.option, pick.levels) for pick in plan.picks], prices)
     assert way is not None

@@ -143,7 +143,7 @@ class Case:
                 if any(group):
                     self.add_drafting(of_draft, drafter, group, rank - first)
             reads = [work for work in plan.works if work.owner == first // draft_size]
-            if num_read := sum(work.num_drafter_reads for work in reads):
+            if num_read := sum(work.num_drafter_new for work in reads):
                 of_draft.add_pass(drafter, num_read, num_read)
             if not works:
                 continue

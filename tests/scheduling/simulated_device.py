@@ -163,12 +163,12 @@ class SimulatedDevice:
             self.drafter[work.owner, slot] = text[: place + 1 + self.lag]
 
     def _read_chunk(self, work: Work) -> None:
-        if work.num_drafter_reads:
+        if work.num_drafter_new:
             request, slot = self._owners[work.slot], self._slots[work.slot]
             assert request.num_drafter_computed == work.start
             assert slot.gap == request.drafter_gap
-            assert work.num_drafter_reads <= work.num_new
-            end = work.start + work.num_drafter_reads
+            assert work.num_drafter_new <= work.num_new
+            end = work.start + work.num_drafter_new
             self.check_drafter(request, slot.block_ids, work.start)
             self._read(work, range(work.start, end))
 

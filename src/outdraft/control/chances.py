@@ -1,4 +1,4 @@
-"""How likely the target accepts a draft: by level, and by request, match length or live confidence.
+"""Chances that the target accepts a draft, by level and request, match length or live confidence.
 
 A draft is accepted at level i, given that all levels above were, with a chance that is estimated
 from faded counts. A level with few labels leans on the level above it, the first one on a prior:
@@ -122,7 +122,7 @@ class LiveLevel:
 
 @dataclass(slots=True)
 class Offset:
-    """How much easier (above 0) than others a request is to draft for, in logits.
+    """Ease of drafting for a request, in logits; above 0: easier than for others.
 
     Attributes:
         information: begins as that of "no offset".
@@ -143,7 +143,7 @@ class Offset:
 
 @dataclass(slots=True)
 class Spread:
-    """How much requests differ: the variance of their offsets, by the method of moments
+    """Difference between requests: the variance of their offsets, by the method of moments
     (DerSimonian and Laird 1986).
 
     Labels of a request that have the variance V in sum are by e more often right than those of
@@ -161,7 +161,7 @@ class Spread:
 
     @property
     def information(self) -> float:
-        """What "no offset" counts as: about a fifth of as many labels."""
+        """Weight of "no offset": about that of 5 times as many labels."""
         variance = self.squares / self.weights
         return 1 / max(MIN_OFFSETS**2, min(MAX_OFFSETS**2, variance))
 
@@ -190,7 +190,7 @@ class Curve:
 
     @property
     def chances(self) -> list[float]:
-        """By level, for a request of which nothing is known."""
+        """By level, for a request without labels."""
         if self._chances is None:
             self._chances, above = [], self._prior
             for labels, right in zip(self._labels, self._right, strict=True):
@@ -225,11 +225,11 @@ class Curve:
 
     @property
     def knows_margins(self) -> bool:
-        """Whether margins say anything about the first level yet."""
+        """Margins have enough labels to say something about the first level."""
         return self._live[0].num_labels >= LIVE_LABELS
 
     def live_stop(self, request_id: str, num_levels: int, price: float, row_cap: int) -> LiveStop:
-        """What the drafter judges its next token by."""
+        """The live rule of a request's chain."""
         _ = self.chances
         if self._stop_parts is None:
             known = [one.num_labels >= LIVE_LABELS for one in self._live]
@@ -244,7 +244,7 @@ class Curve:
         return LiveStop(tuple(weights[:num_levels]), shifted, price, row_cap)
 
     def observe(self, drafts: Iterable[DraftOutcome], *, has_offsets: bool = True) -> float:
-        """Learn from a step's drafts; how much better they fared than predicted, in tokens."""
+        """Learn from a step's drafts; return the accepted tokens beyond the predicted ones."""
         if self._unseen:  # what was learned before says less about it now
             keep = 1 / (1 + self._unseen * self._information)
             self._labels = [keep * one for one in self._labels]
@@ -280,7 +280,7 @@ class Curve:
         self._unseen += UNSEEN_CHANGE
 
     def doubt_all(self, num_labels: float) -> None:
-        """Let at most so many labels of each level count, so that the next ones decide."""
+        """Let at most num_labels labels of each level count, so that the next ones decide."""
         for level, labels in enumerate(self._labels):
             if labels > num_labels:
                 self._right[level] *= num_labels / labels
@@ -288,11 +288,11 @@ class Curve:
         self._chances = None
 
     def expect(self, prior: float) -> None:
-        """What the first level leans on is another chance now."""
+        """Change the prior chance that the first level leans on."""
         self._prior, self._chances = prior, None
 
     def forget(self, request_id: str) -> None:
-        """Drop a request that ended; what it says of requests in general stays."""
+        """Drop a request that ended; its effect on the spread stays."""
         if (ended := self._offsets.pop(request_id, None)) is not None:
             self._spread.observe(ended)
 
@@ -342,7 +342,7 @@ class HostCurves:
         return self._curves[self._bucket(match_length)]
 
     def observe(self, match_length: int, drafted: int, accepted: int) -> None:
-        """Learn how far an offer of so many tokens was right."""
+        """Learn how many of an offer's `drafted` tokens were right."""
         if not drafted:
             return
         bucket = self._bucket(match_length)
@@ -409,16 +409,16 @@ class Chances:
             hoped = max(hope * doubt, doubt - min(doubts))
             survivals = curve.survivals(request.request_id, request.most_levels(shape), hoped)
             fixed_s = 0.0
-            if request.lag_tokens and survivals:
-                # The steps to come pay for it. Who came so far is expected to come on so far.
-                tokens = min(request.max_tokens, max(HORIZON, 2 * request.lag_tokens))
+            if request.unread_tokens and survivals:
+                # Future steps share this cost. They are expected to be as many as there were so far.
+                tokens = min(request.max_tokens, max(HORIZON, 2 * request.unread_tokens))
                 steps = max(1.0, tokens / (1 + sum(survivals)))
-                fixed_s = costs.catch_up_s(source, request.lag_tokens) / steps
+                fixed_s = costs.catch_up_s(source, request.unread_tokens) / steps
             options.append(Option(source, survivals, shape, is_network=True, fixed_s=fixed_s))
         return options
 
     def observe(self, outcome: StepOutcome) -> float:
-        """Learn from a step; how much better networks fared than predicted, in tokens."""
+        """Learn from a step; return the tokens that networks brought beyond the predicted ones."""
         grants = {grant.request_id: grant for grant in outcome.decision.grants}
         networks = {request.network for request in outcome.facts.requests}
         drafts: dict[CurveKey, list[DraftOutcome]] = {}
@@ -439,7 +439,7 @@ class Chances:
         return excess
 
     def are_doubted(self, facts: StepFacts) -> bool:
-        """Whether a network's chances may be better than few labels say."""
+        """A network has few labels, so its chances may be better than they say."""
         keys = {
             (one.network, one.rule, shape)
             for one in facts.requests
@@ -449,7 +449,7 @@ class Chances:
         return any(self.network(*key).doubt > 0 for key in keys)
 
     def has_drafted(self, request: RequestFacts) -> bool:
-        """Whether the request's network has shown anything of itself."""
+        """The request's network has labels."""
         return any(
             self.network(request.network or "", request.rule, shape).num_steps
             for shape in request.shapes

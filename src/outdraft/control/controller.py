@@ -16,7 +16,7 @@ from outdraft.control.corrections import Costs
 from outdraft.control.costs import CostTable
 from outdraft.control.facts import StepFacts, StepOutcome
 from outdraft.control.probe import Probe
-from outdraft.control.search import PLAIN, Option, Pick, Plan, Prices, best_plan
+from outdraft.control.search import PLAIN, Option, Pick, DraftPlan, Prices, best_plan
 from outdraft.core.decision import Decision, Grant, LiveStop, Reason
 
 MARGIN = 0.01  # gain over plain decoding that is needed to leave it
@@ -167,7 +167,9 @@ class Controller:
             return self._decision(facts, prices, Reason.NETWORK_PROBE, plan)
         return self._decision(facts, prices, Reason.NO_GAIN)
 
-    def _best(self, facts: StepFacts, options: Sequence[Sequence[Option]], prices: Prices) -> Plan:
+    def _best(
+        self, facts: StepFacts, options: Sequence[Sequence[Option]], prices: Prices
+    ) -> DraftPlan:
         """The best plan; PLAIN if it hardly gains and nothing was drafted before."""
         long_run = None
         if facts.has_offers:
@@ -180,7 +182,7 @@ class Controller:
 
     def _probed(
         self, facts: StepFacts, options: Sequence[Sequence[Option]], prices: Prices
-    ) -> Plan | None:
+    ) -> DraftPlan | None:
         is_first = not any(self.chances.has_drafted(one) for one in facts.requests)
         network = next(one.network for one in facts.requests if one.network is not None)
         plan = self.probe.new_plan(
@@ -216,7 +218,7 @@ class Controller:
         drafting_s = costs.drafting_s(count)
         return Prices(count, alone_s, target_N, pass_N, max_passes, start_s, drafting_s)
 
-    def _remember(self, prices: Prices, plan: Plan) -> None:
+    def _remember(self, prices: Prices, plan: DraftPlan) -> None:
         """Add a step to the long run: tokens, and what plain decoding brings in the time."""
         key = prices.num_requests.bit_length()
         step_s = prices.alone_s + plan.added_s
@@ -237,9 +239,9 @@ class Controller:
         self._since_plain = self._since_plain + 1 if decision.grants else 0
 
     def _decision(
-        self, facts: StepFacts, prices: Prices, reason: Reason, plan: Plan = PLAIN
+        self, facts: StepFacts, prices: Prices, reason: Reason, plan: DraftPlan = PLAIN
     ) -> Decision:
-        """What a plan means for the engine."""
+        """The decision that the engine acts on, made of a plan."""
         count, costs = prices.num_requests, self.costs
         host_s, target_s = costs.host_s(count), prices.target_N[plan.rows]
         plain_s = host_s + prices.target_N[0]
@@ -248,10 +250,10 @@ class Controller:
             return Decision(reason, (), None, 0.0, target_s, host_s, plain_s, count, 0.0, shadows)
         price = plan.row_price(prices, plan.rate(prices)) if reason is Reason.GAIN else 0.0
         network = next((one.option.source for one in plan.picks if one.option.is_network), "")
-        lag = sum(
-            facts.requests[one.request].lag_tokens for one in plan.picks if one.option.is_network
+        unread = sum(
+            facts.requests[one.request].unread_tokens for one in plan.picks if one.option.is_network
         )
-        catch_up_s = costs.catch_up_s(network, lag) if lag else 0.0
+        catch_up_s = costs.catch_up_s(network, unread) if unread else 0.0
         served = frozenset(one.request for one in plan.picks if not one.option.is_network)
         return Decision(
             reason,
@@ -267,9 +269,11 @@ class Controller:
             catch_up_s,
         )
 
-    def _grants(self, facts: StepFacts, plan: Plan, price: float) -> tuple[Grant, ...]:
+    def _grants(self, facts: StepFacts, plan: DraftPlan, price: float) -> tuple[Grant, ...]:
         has_room = len(plan.picks) * max(one.levels for one in plan.picks) <= facts.max_rows
-        found = list[tuple[Pick, Curve | None, int]]()  # with what tells margins, and the levels
+        found = list[
+            tuple[Pick, Curve | None, int]
+        ]()  # with the curve that reads margins, and levels
         for pick in plan.picks:
             request, option, levels = facts.requests[pick.request], pick.option, pick.levels
             curve = None
@@ -288,7 +292,7 @@ class Controller:
             request, option, stop = facts.requests[pick.request], pick.option, None
             if curve is not None and price > 0 and curve.knows_margins:
                 stop = curve.live_stop(request.request_id, levels, price, row_cap)
-            elif curve is not None:  # margins are told, to learn from
+            elif curve is not None:  # margins are reported, to learn from
                 stop = LiveStop((0.0,) * levels, (0.0,) * levels, price=0.0)
             grants.append(
                 Grant(
@@ -307,7 +311,7 @@ class Controller:
 
 
 def _shadows(facts: StepFacts, served: frozenset[int], turn: int) -> tuple[str, ...]:
-    """Whose unused offers should be compared with the text; the others' turn comes later.
+    """Ids of requests whose unused offers are compared with the text; other ids follow later.
 
     served: places of the requests that take an offer.
     """

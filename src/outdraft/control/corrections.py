@@ -30,7 +30,7 @@ SPAN = 4096  # rows whose times are kept at hand
 
 
 class Factor:
-    """How many times as long as the table says something takes."""
+    """Ratio of an actual time to the table's."""
 
     def __init__(self) -> None:
         self.num_far = 0  # times in a row that it was beyond FAR
@@ -43,7 +43,7 @@ class Factor:
         return math.exp(self._log)
 
     def observe(self, table_s: float, actual_s: float) -> float:
-        """Learn from a time, and what the table says of it. Returns what counts of the surprise."""
+        """Learn from a time and the table's. Return the part of the surprise that counts."""
         if table_s <= 0 or actual_s <= 0:
             return 0.0
         self._num += 1
@@ -77,7 +77,7 @@ class Costs:
 
     @property
     def are_wrong(self) -> bool:
-        """Whether passes have long taken much more, or less, than the table says."""
+        """Passes have taken much more, or less, than the table says for LONG steps."""
         return any(one.num_far >= LONG for one in (self._machine, *self._networks.values()))
 
     def target_N(self, first: int, count: int, context: int, num_requests: int) -> list[float]:
@@ -103,11 +103,11 @@ class Costs:
         return [0.0, *[(seconds + beside_s) * factor for seconds in times_N[1:]]]
 
     def start_s(self, network: str, lengths: Iterable[int]) -> float:
-        """What a network's drafts of a step take beside its passes."""
+        """Seconds of a network's drafts in a step, its passes excluded."""
         return self.drafter(network).step_s(lengths) * self._network(network)
 
     def catch_up_s(self, network: str, num_tokens: int) -> float:
-        """Reading so many tokens, beside those of a usual step."""
+        """Seconds to read num_tokens tokens more than in a usual step."""
         if not num_tokens:
             return 0.0
         return self._table_catch_up_s(network, num_tokens) * self._network(network)
@@ -117,7 +117,7 @@ class Costs:
         return self.table.booking_s(num_requests, drafts=False) * self._host.value
 
     def drafting_s(self, num_requests: int) -> float:
-        """What the host takes beyond that in a step in which a request drafts."""
+        """Seconds of the host beyond host_s in a step in which a request drafts."""
         drafting_s = self.table.booking_s(num_requests, drafts=True) * self._drafting_host.value
         return max(0.0, drafting_s - self.host_s(num_requests))
 
@@ -129,7 +129,7 @@ class Costs:
         facts, decision = outcome.facts, outcome.decision
         lengths = [request.context_tokens for request in facts.requests]
         is_probe = decision.reason is Reason.NETWORK_PROBE
-        network, pass_rows, lag = self._read(outcome)
+        network, pass_rows, unread = self._read(outcome)
         if not is_probe:
             self._observe_target(outcome, sum(lengths))
             drafts = bool(decision.grants)
@@ -139,8 +139,8 @@ class Costs:
             cost, times_N = self.drafter(network), self._pass_N[network]
             table_s = cost.step_s(lengths) + sum(times_N[min(one, SPAN - 1)] for one in pass_rows)
             table_s += len(pass_rows) * cost.context_s * cost.num_read(lengths)
-            if lag:
-                table_s += self._table_catch_up_s(network, lag)
+            if unread:
+                table_s += self._table_catch_up_s(network, unread)
             self._networks[network].observe(table_s * self._machine.value, outcome.draft_s)
 
     def _observe_target(self, outcome: StepOutcome, context: int) -> None:
@@ -163,11 +163,11 @@ class Costs:
         return self._networks[network].value * self._machine.value
 
     def _read(self, outcome: StepOutcome) -> tuple[str, list[int], int]:
-        """Which network drafted ("": none did), rows of each of its passes, and tokens that it read
+        """The network that drafted ("": none), rows of each of its passes, and tokens that it read
         to catch up."""
         requests = {request.request_id: request for request in outcome.facts.requests}
         grants = {grant.request_id: grant for grant in outcome.decision.grants}
-        network, pass_rows, lag = "", list[int](), 0
+        network, pass_rows, unread = "", list[int](), 0
         for draft in outcome.drafts:
             grant = grants[draft.request_id]
             if grant.source not in self.table.drafters:
@@ -175,11 +175,11 @@ class Costs:
             network = grant.source
             passes = min(self.drafter(network).max_passes, draft.num_passes)
             if not outcome.is_held:  # the first step of a decision caught up
-                lag += requests[draft.request_id].lag_tokens
+                unread += requests[draft.request_id].unread_tokens
             pass_rows += [0] * (passes - len(pass_rows))
             for level in range(passes):
                 pass_rows[level] += grant.shape[level - 1] if grant.shape and level else 1
-        return network, pass_rows, lag
+        return network, pass_rows, unread
 
     def _table_catch_up_s(self, network: str, num_tokens: int) -> float:
         return float(self.drafter(network).catch_up.at(np.array(num_tokens)))

@@ -8,7 +8,7 @@ from outdraft.core.decision import Decision, Grant, Reason
 
 
 class LengthPolicy(Protocol):
-    """Is told facts before a step and the outcome after it."""
+    """Gets facts before a step and its outcome after it."""
 
     def hold(
         self, num_requests: int, prompt_rows: int = 0, *, may_offer: bool = False

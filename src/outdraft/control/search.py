@@ -1,4 +1,4 @@
-"""Which drafts of a step bring the most tokens a second.
+"""The drafts of a step that bring the most tokens a second.
 
 A step of R requests brings R + F tokens, F accepted drafts expected, and takes T seconds. The plan
 with the largest (R + F) / T is searched. Where offers of the host come and go, time is worth what
@@ -25,7 +25,7 @@ class Option(NamedTuple):
     """One way in which a request could draft.
 
     Attributes:
-        survivals: by level, the chance that at least so many levels are accepted; never rising.
+        survivals: by level, the chance that it and all levels above are accepted; never rising.
         shape: rows of each level; CHAIN: one each.
         is_network: its levels take passes.
         fixed_s: seconds that using it costs at all: its share of catching up.
@@ -47,7 +47,7 @@ class Option(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """What a step's drafts cost, in seconds.
+    """Costs of a step's drafts, in seconds.
 
     Attributes:
         num_requests: R.
@@ -82,7 +82,7 @@ class Prices(NamedTuple):
 
 
 class Pick(NamedTuple):
-    """A request's part of a plan: its place in the batch, an option, and how many levels."""
+    """A request's part of a plan: its place in the batch, an option, and a number of levels."""
 
     request: int
     option: Option
@@ -93,7 +93,7 @@ class Pick(NamedTuple):
         return sum(self.option.survivals[: self.levels])
 
 
-class Plan(NamedTuple):
+class DraftPlan(NamedTuple):
     """Drafts of a step.
 
     Attributes:
@@ -119,7 +119,7 @@ class Plan(NamedTuple):
         return (prices.num_requests + self.tokens) / (prices.alone_s + self.added_s)
 
     def row_price(self, prices: Prices, rate: float) -> float:
-        """What one more row must bring, in tokens, at so many tokens a second.
+        """Tokens that one more row must bring, at `rate` tokens a second.
 
         The smallest survival that was taken, if others were left out; else the cost of the last
         half of the rows, and 0 if that is next to nothing.
@@ -137,12 +137,12 @@ class Plan(NamedTuple):
         return price if price >= FREE_ROW else 0.0
 
 
-PLAIN = Plan()
+PLAIN = DraftPlan()
 
 
 def best_plan(
     options: Sequence[Sequence[Option]], prices: Prices, long_run: float | None = None
-) -> Plan:
+) -> DraftPlan:
     """The best plan, PLAIN if none is better than that.
 
     options: by request; each takes one of its options or none. long_run: g; None: the plan's own.
@@ -171,7 +171,7 @@ def best_plan(
 
 
 def _row_s(prices: Prices, count: int) -> float:
-    """Seconds that a row costs, on average over the first rows of so many requests."""
+    """Mean seconds of a row, over the first 2 rows of each of `count` requests."""
     rows = min(2 * count, prices.max_rows)
     return (prices.target_N[rows] - prices.target_N[0]) / rows
 
@@ -229,7 +229,7 @@ def _levels(chosen: Sequence[tuple[int, Option]], prices: Prices, rate: float) -
 
 def _best_of(
     chosen: Sequence[tuple[int, Option]], prices: Prices, rate: float, long_run: float | None
-) -> tuple[float, Plan] | None:
+) -> tuple[float, DraftPlan] | None:
     """The best plan if each request has one option: every number of passes with every number of
     levels."""
     levels = _levels(chosen, prices, rate)
@@ -258,7 +258,7 @@ def _best_of(
         counts[one[1]] += 1
     picks = [Pick(*at, count) for at, count in zip(chosen, counts, strict=True) if count]
     depth = max([one.levels for one in picks if one.option.is_network], default=0)
-    return worth, Plan(
+    return worth, DraftPlan(
         tuple(picks),
         depth,
         sum([one[4] for one in taken]),

@@ -50,7 +50,7 @@ NO_GAP = DrafterGap()
 
 
 class TokenRules(Struct, array_like=True, frozen=True, kw_only=True):
-    """How the tokens of one request are chosen, and what is told of them.
+    """Rules for choosing the tokens of one request, and for reporting on them.
 
     Attributes:
         seed: the noise key of every choice.
@@ -60,8 +60,8 @@ class TokenRules(Struct, array_like=True, frozen=True, kw_only=True):
         bad_words: token ids of each word, none of them empty.
         allowed_token_ids: (): all.
         has_grammar: what its grammar allows comes with each step.
-        logprobs, prompt_logprobs: how many at each position; None: none, 0: of the token alone.
-        is_traced: log-probabilities of drafted tokens are told too.
+        logprobs, prompt_logprobs: number at each position; None: none, 0: of the token alone.
+        is_traced: log-probabilities of drafted tokens are reported too.
     """
 
     seed: int
@@ -133,7 +133,7 @@ def token_rules(
 class Admission(Struct, array_like=True, frozen=True, eq=False):
     """A request gets a slot, and has it until the slot's next admission.
 
-    The slot has no blocks yet, and its drafter no gap: works tell them.
+    The slot has no blocks yet, and its drafter no gap: works name them.
 
     Attributes:
         slot: row of the device's state.

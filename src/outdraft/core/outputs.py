@@ -17,7 +17,7 @@ Item = TypeVar("Item")
 
 
 class TokenOrigin(StrEnum):
-    """Where a token comes from: the target's own choice, or a draft that it accepted."""
+    """The origin of a token: the target's own choice, or a draft that it accepted."""
 
     PLAIN = "plain"  # nothing was drafted in that step
     RECOVERED = "recovered"  # the target's choice where it rejected a draft
@@ -90,7 +90,7 @@ class CompletionOutput:
         finish_reason: "stop", "length", "abort", "error", or None while running.
         stop_reason: the stop string or stop token id that ended it, if one did.
         trace: its steps, if the request asked for them.
-        error: what went wrong, if finish_reason is "error".
+        error: the cause, if finish_reason is "error".
     """
 
     index: int
@@ -107,13 +107,13 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class SpeculationMetrics:
-    """How speculation fared for one request; field names and formulas are vLLM's.
+    """One request's speculation in numbers; field names and formulas are vLLM's.
 
     A step counts as a speculative one if it verified at least one draft.
     """
 
     num_spec_tokens: int  # most drafts a step, as configured
-    lossless: bool = True  # False: the engine was told to accept what is plausible
+    lossless: bool = True  # False: configured to accept what is plausible
     per_step_drafted: list[int] = field(default_factory=list)
     per_step_accepted: list[int] = field(default_factory=list)
     drafted_by_source: dict[str, int] = field(default_factory=dict)
@@ -162,12 +162,12 @@ class SpeculationMetrics:
 
     @property
     def acceptance_histogram(self) -> list[int]:
-        """How many speculative steps accepted 0, 1, 2, ... drafts."""
+        """Numbers of speculative steps that accepted 0, 1, 2, ... drafts."""
         return _histogram(self.per_step_accepted, self.num_spec_tokens)
 
     @property
     def acceptance_histogram_by_draft_length(self) -> dict[int, list[int]]:
-        """The same, per number of drafts of the step."""
+        """Histograms of accepted drafts, by the number of drafts of the step."""
         pairs = list(zip(self.per_step_drafted, self.per_step_accepted, strict=True))
         return {
             length: _histogram([a for d, a in pairs if d == length], length)
@@ -213,7 +213,7 @@ class RequestOutput:
 
     @property
     def error(self) -> str | None:
-        """What went wrong in the first of its sequences that failed."""
+        """The error of its first sequence that failed."""
         return next((one.error for one in self.outputs if one.error is not None), None)
 
     def snapshot(self) -> "RequestOutput":
@@ -247,7 +247,7 @@ def _histogram(values: list[int], highest: int) -> list[int]:
 
 
 class SequenceDelta(Struct, frozen=True):
-    """What one of a request's n sequences gained in a step.
+    """The gain of one of a request's n sequences in a step.
 
     Attributes:
         origins: one per token of token_ids.
@@ -257,7 +257,7 @@ class SequenceDelta(Struct, frozen=True):
         trace: if the request asked for it.
         finish_reason: a core.request.FinishReason, if the sequence ended.
         stop_reason: the stop token that ended it, if one did. The engine knows no stop strings.
-        error: what went wrong, if it ended with FinishReason.ERROR.
+        error: the cause, if it ended with FinishReason.ERROR.
     """
 
     index: int
@@ -272,7 +272,7 @@ class SequenceDelta(Struct, frozen=True):
 
 
 class RequestDelta(Struct, frozen=True):
-    """What one request gained in a step; times and counts are those of the whole request so far."""
+    """The gain of one request in a step; times and counts cover the whole request so far."""
 
     request_id: str
     sequences: tuple[SequenceDelta, ...]  # those that gained tokens, or failed

@@ -63,7 +63,7 @@ class Shadows:
         self._waiting.setdefault(request.id, []).append(shadow)
 
     def observe(self, requests: Iterable[Request]) -> tuple[ShadowOutcome, ...]:
-        """What became of drafts now that these texts have grown."""
+        """Outcomes of the drafts whose texts have come."""
         outcomes: list[ShadowOutcome] = []
         for request in requests:
             left: list[_Shadow] = []

@@ -81,7 +81,7 @@ def _grown(
     # A network that reads states reads what was accepted, but no token whose successor is unknown.
     # Others read the newest one or two.
     for lag in range(1, most + 1) if proposer.drafter.state_window else (ALL_READ,):
-        yield DummyStep(count, 2 * count, is_network=True, lag=lag)
+        yield DummyStep(count, 2 * count, is_network=True, num_unread=lag)
     if proposer.drafting.is_tree:
         yield DummyStep(count, count * (1 + proposer.max_drafts), is_network=True, is_tree=True)
 

@@ -37,7 +37,7 @@ class LogprobRows:
 
 
 def wants_logprobs(slots: Sequence[RequestSlot]) -> bool:
-    """Whether a request asked for those of its output."""
+    """A request asked for log-probabilities of its output."""
     return any(slot.rules.logprobs is not None for slot in slots)
 
 
@@ -87,7 +87,7 @@ def emitted_logprobs(
 def concatenated_rows(
     parts: Sequence[LogprobRows | None], sizes: Sequence[int]
 ) -> LogprobRows | None:
-    """Those of all parts of a step's requests; None if no request asked.
+    """Join the rows of all parts of a step's requests; None if no request asked.
 
     Args:
         sizes: requests of each part.
@@ -112,7 +112,7 @@ def prompt_logprobs(
     """One row for each prompt position computed now whose next token is in the prompt.
 
     Args:
-        scored: as `ScoreTokens`, from hidden states [R, D].
+        scored: does the work of `ScoreTokens`, from hidden states [R, D].
         num_rows: that are scored at the same time.
     """
     counts = [_num_prompt_rows(work, slots[work.slot]) for work in works]
@@ -137,7 +137,7 @@ def prompt_logprobs(
 
 
 def wants_prompt_logprobs(works: Sequence[Work], slots: Slots) -> bool:
-    """Whether `prompt_logprobs` reads states of these rows."""
+    """`prompt_logprobs` reads states of these rows."""
     return any(_num_prompt_rows(work, slots[work.slot]) for work in works)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import Span, metadata_of
-from outdraft.core.grammar import AllowedTokens, Drafted
+from outdraft.core.grammar import AllowedTokens, GrammarDrafts
 from outdraft.core.plan import PhaseTimes, StepPlan, StepResult, Work
 from outdraft.drafting.device.asks import TargetStates
 from outdraft.drafting.device.proposer import DeviceProposer
@@ -267,10 +267,10 @@ class ModelRunner:
             return step
         return self._verify(step, None)
 
-    def drafted(self, step: LaunchedStep) -> Drafted:
+    def drafted(self, step: LaunchedStep) -> GrammarDrafts:
         """What masks must be made for. Waits for the network if it drafts where a grammar is."""
         drafts_2BN = step.drafted.wait() if step.drafted is not None else None
-        return Drafted(tuple(work.num_drafts for work in step.works), drafts_2BN)
+        return GrammarDrafts(tuple(work.num_drafts for work in step.works), drafts_2BN)
 
     @inferring
     def verify(self, step: LaunchedStep, allowed: AllowedTokens) -> PendingStep:

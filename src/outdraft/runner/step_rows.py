@@ -1,4 +1,4 @@
-"""Which rows a step computes: their tokens, their places, and which of them need logits.
+"""The rows that a step computes: their tokens, their places, and those that need logits.
 
 Dimension key: B requests that sample in this step, N most drafts of one of them, T rows,
 R rows whose logits are needed, S state rows, L tokens, W works.
@@ -87,7 +87,7 @@ def read_by_parts(model: LanguageModel, verifier: Verifier, task: StepTask) -> S
 
 
 def with_logits(states_TD: Tensor, logit_rows_R: Tensor) -> Tensor:
-    """[R, D]: those of the states of all rows whose logits are needed."""
+    """[R, D]: the states of the rows whose logits are needed."""
     if len(logit_rows_R) == len(states_TD):
         return states_TD
     # Indexing by a tensor would wake OpenMP threads, which then keep the cores of ours.
@@ -95,7 +95,7 @@ def with_logits(states_TD: Tensor, logit_rows_R: Tensor) -> Tensor:
 
 
 def _shaped(placed: PlacedRows, task: StepTask, kernels: Kernels) -> PlacedRows:
-    """The same rows, with positions and ancestors that follow from the drafts' parents."""
+    """Replace the rows' positions and ancestors by those that follow from the drafts' parents."""
     assert task.drafts is not None
     parents_BN, draft_index_T = task.drafts.parents_BN.contiguous(), placed.draft_index_T
     positions_T, ancestors_T = kernels.shape_rows(
@@ -139,10 +139,10 @@ def _choice(
 
 @dataclass(frozen=True, slots=True)
 class _Choosing:
-    """As `ops.Choosing`.
+    """Chooses tokens by states; implements `ops.Choosing`.
 
     Attributes:
-        paths: None: nobody looks at texts.
+        paths: None: no rule reads texts.
     """
 
     model: LanguageModel

@@ -42,10 +42,10 @@ def logit_rows_of(model: LanguageModel, states_XD: Tensor) -> int:
 
 
 class Verified(NamedTuple):
-    """What was decided on a part.
+    """The verdict on a part.
 
     Attributes:
-        is_finite_R: as in `Choice`.
+        is_finite_R: see `Choice`.
         emitted: None: no request of the part asked.
     """
 
@@ -106,7 +106,7 @@ class PartVerifier(NamedTuple):
 
 
 def joined(parts: Sequence[Verified]) -> Verified:
-    """What was decided on the requests of all parts, in order."""
+    """Join the verdicts on all parts, in order."""
     if len(parts) == 1:
         return parts[0]
     sizes = [len(one.verdict.num_emitted_B) for one in parts]

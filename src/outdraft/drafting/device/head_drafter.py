@@ -43,7 +43,6 @@ class LastHidden:
         self._copy_rows = kernels.copy_rows
 
     def keep(self, states: TargetStates) -> None:
-        """As `Drafter.keep`."""
         to_ND, hidden_TD = self._window.features_NF, states.hidden_TD
         self._copy_rows(to_ND, states.last_places_W, hidden_TD, states.last_rows_W)
 
@@ -77,7 +76,6 @@ class MedusaDrafter(LevelDrafter):
         depth: int,
         shares: RequestShares = ALL_HERE,
     ) -> KnownLevels:
-        """As `LevelDrafter`."""
         hidden_GD = self._last.find(asks, token_ids_SL.device)
         return KnownLevels(self._heads.logits(hidden_GD, range(depth), shares))
 
@@ -105,7 +103,6 @@ class MLPSpeculatorDrafter(LevelDrafter):
         depth: int,
         shares: RequestShares = ALL_HERE,
     ) -> "MLPSpeculatorLevels":
-        """As `LevelDrafter`."""
         rows_G, num_tokens_G = to_device(
             [
                 np.array([ask.state_row for ask in asks]),
