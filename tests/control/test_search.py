@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from outdraft.control.search import FREE_ROW, Option, DraftPlan, Prices, best_plan
+from outdraft.control.search import FREE_ROW, DraftPlan, Option, Prices, best_plan
 
 
 def falling(rng, count):

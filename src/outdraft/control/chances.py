@@ -410,7 +410,7 @@ class Chances:
             survivals = curve.survivals(request.request_id, request.most_levels(shape), hoped)
             fixed_s = 0.0
             if request.unread_tokens and survivals:
-                # Future steps share this cost. They are expected to be as many as there were so far.
+                # Future steps share this cost: as many are expected as there were so far.
                 tokens = min(request.max_tokens, max(HORIZON, 2 * request.unread_tokens))
                 steps = max(1.0, tokens / (1 + sum(survivals)))
                 fixed_s = costs.catch_up_s(source, request.unread_tokens) / steps

@@ -16,7 +16,7 @@ from outdraft.control.corrections import Costs
 from outdraft.control.costs import CostTable
 from outdraft.control.facts import StepFacts, StepOutcome
 from outdraft.control.probe import Probe
-from outdraft.control.search import PLAIN, Option, Pick, DraftPlan, Prices, best_plan
+from outdraft.control.search import PLAIN, DraftPlan, Option, Pick, Prices, best_plan
 from outdraft.core.decision import Decision, Grant, LiveStop, Reason
 
 MARGIN = 0.01  # gain over plain decoding that is needed to leave it
@@ -230,7 +230,7 @@ class Controller:
         )
 
     def _count(self, decision: Decision) -> None:
-        """Steps since the network drafted in earnest, and since plain ones."""
+        """Count steps since the network drafted for gain, and since plain steps."""
         networks = self.costs.table.drafters
         if not any(grant.source in networks for grant in decision.grants):
             self.probe.idle_steps += 1

@@ -26,7 +26,7 @@ CHANGE = 0.4  # of a surprise, if it is the second one in a row
 OWN_GAIN, NEAR = 1 / 12, 0.7  # of a surprise for its number of rows alone, and for the next number
 MAX_LOG = math.log(64)  # of a factor, either way
 FAR, LONG = math.log(1.5), 2000  # a factor, and for how many steps in a row: a wrong table
-SPAN = 4096  # rows whose times are kept at hand
+SPAN = 4096  # rows whose times are kept in lists
 
 
 class Factor:

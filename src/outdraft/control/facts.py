@@ -10,7 +10,7 @@ from outdraft.core.decision import CHAIN, Decision, Shape
 
 
 class HostOffer(Struct, frozen=True):
-    """A draft that a source of the host has at hand, for which nothing was drawn.
+    """A draft that a source of the host has; it was not drawn from probabilities.
 
     Attributes:
         length: levels, at least 1; no more than the request may have of this source.

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from outdraft.control.facts import StepFacts
-from outdraft.control.search import Option, Pick, DraftPlan, Prices
+from outdraft.control.search import DraftPlan, Option, Pick, Prices
 
 SHARE = 0.01  # of the time, the most that probes take
 FIRST_INTERVAL, MIN_INTERVAL = 8, 64  # plain steps before the first probe, and between others
@@ -22,7 +22,7 @@ class Probe:
 
     Attributes:
         idle_steps: since the network drafted.
-        interval: plain steps from one probe to the next, as things stand; None: none was planned.
+        interval: plain steps between probes, by the newest plan; None: none was planned.
         request_ids: the requests that it drafts for just now.
     """
 
@@ -32,14 +32,14 @@ class Probe:
         self.request_ids: tuple[str, ...] = ()
         self._num_steps = 0  # of the probe that goes on, or went on last,
         self._num_drafts = 0
-        self._excess = 0.0  # tokens for each request beyond what was expected,
+        self._excess = 0.0  # tokens for each request beyond those expected,
         self._lost_s = 0.0  # and the time that it lost
         self._depth = DEPTH
         self._is_first = True
 
     @property
     def due_in(self) -> int:
-        """Steps until the next probe may begin, as far as is known."""
+        """Steps until the next probe may begin, with the newest interval."""
         return max(0, (self.interval or FIRST_INTERVAL) - self.idle_steps)
 
     def next_plan(
@@ -116,7 +116,7 @@ class Probe:
             self.end()
 
     def end(self) -> None:
-        """The probe is over, or the network drafts in earnest."""
+        """End the probe: it is over, or the network drafts for gain."""
         self.request_ids, self.idle_steps = (), 0
 
 

@@ -21,7 +21,7 @@ class TokenOrigin(StrEnum):
 
     PLAIN = "plain"  # nothing was drafted in that step
     RECOVERED = "recovered"  # the target's choice where it rejected a draft
-    BONUS = "bonus"  # the target's choice behind a draft that it accepted whole
+    BONUS = "bonus"  # the target's choice after a draft that it accepted whole
     PREDICTION = "prediction"
     SUFFIX = "suffix"
     NGRAM = "ngram"
@@ -47,16 +47,16 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class DraftTrace:
-    """One step of a sequence: what was drafted, and what was accepted."""
+    """One step of a sequence: its drafts, and those that were accepted."""
 
     sources: tuple[str, ...]  # of each drafted token; empty: nothing was drafted
     drafted_ids: tuple[int, ...]  # in the order of the draft's rows
     parents: tuple[int, ...]  # as in core.draft.Draft
     accepted_rows: tuple[int, ...]  # rows of the draft, from the root down
     num_emitted: int  # tokens of the output that the step brought
-    # how long the engine's step took, all its requests included
+    # of the engine's step, all its requests included
     seconds: float = field(default=0.0, compare=False)
-    # natural logarithm of the target's raw probability of each drafted token behind its parent;
+    # natural logarithm of the target's raw probability of each drafted token after its parent;
     # empty unless the request asked for log-probabilities too
     drafted_logprobs: tuple[float, ...] = ()
     # tokens that it was granted before the step was planned
@@ -71,8 +71,8 @@ class StepCounts:
 
     Attributes:
         num_tokens: of the output that it brought.
-        drafted, accepted: tokens by source; empty: nothing was drafted. What was accepted behind
-            the end of the text does not count.
+        drafted, accepted: tokens by source; empty: nothing was drafted. Drafts that were accepted
+            after the end of the text do not count.
     """
 
     num_tokens: int

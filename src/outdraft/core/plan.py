@@ -24,9 +24,9 @@ class ModelDrafting(Struct, array_like=True, frozen=True):
         levels: rows of a tree by level; the network chooses which row continues which. (): it
             drafts a chain.
         max_kept: number of accepted drafts after the text for which the network's own cache is
-            valid after the step. None: for all drafts but the last (a language model's chain). 0: for the
-            text only (heads, mask tokens). -1: not even for the newest token, which is read
-            together with a state that the target has yet to compute (EAGLE).
+            valid after the step. None: all drafts but the last (a language model's chain). 0: no
+            draft (heads, mask tokens). -1: not even the newest token, which is read together with
+            a state that the target has yet to compute (EAGLE).
     """
 
     source: DraftSource = DraftSource.MODEL
@@ -200,9 +200,9 @@ class WorkResult(Struct, frozen=True):
         drafted_parents: its shape, as in Draft.
         logprobs: one entry per emitted token, if the request asked.
         prompt_logprobs: one entry per prompt position computed now whose next token is known.
-        drafted_logprobs: the target's log-probability of each drafted token behind its parent, if
+        drafted_logprobs: the target's log-probability of each drafted token after its parent, if
             the request asked for log-probabilities and for a trace.
-        is_finite: False: the target's logits behind the text are no numbers to choose by (NaN,
+        is_finite: False: the target's logits after the text are no numbers to choose by (NaN,
             infinite or all -inf).
         margins: one for each level of the network that a live rule looked at: one more
             than were drafted if the rule, or its cap on rows, ended the draft. None: no such rule.

@@ -1,4 +1,4 @@
-"""Values that are made anew in each step."""
+"""Values that each step makes."""
 
 from dataclasses import dataclass, field
 from typing import TypeVar, dataclass_transform

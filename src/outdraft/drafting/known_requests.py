@@ -110,7 +110,7 @@ class KnownRequests:
         return known.network and num_drafts <= known.max_drafts and request.max_drafts > 0
 
     def draws(self, request_id: str) -> bool:
-        """The network draws drafts of a running request from probabilities that verification needs."""
+        """The network draws a running request's drafts, and verification needs their probabilities."""
         known, network = self._by_id.get(request_id), self._config.network
         if known is None or network is None or not network.samples:
             return False

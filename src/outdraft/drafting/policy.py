@@ -149,7 +149,7 @@ class DraftPolicy:
         may_offer: bool = False,
         looking_s: float = 0.0,
     ) -> bool:
-        """Use an earlier decision if it is good for the step. `looking_s`: the host found nothing."""
+        """Use an earlier decision if it holds for the step. `looking_s`: the host found nothing."""
         decision = self.control.hold(len(requests), room.prompt_rows, may_offer=may_offer)
         if decision is None:
             return False
@@ -290,7 +290,7 @@ class Translator:
         self._known = known
 
     def choices(self, decision: Decision, drafts: Mapping[str, Drafts]) -> dict[str, DraftChoice]:
-        """Say what each request verifies; `drafts`: at hand, by request."""
+        """The drafts that each request verifies; `drafts`: the host's, by request."""
         return self._with_room(
             {
                 grant.request_id: self._choice(grant, drafts.get(grant.request_id, {}))

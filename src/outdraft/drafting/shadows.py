@@ -29,7 +29,7 @@ class _Shadow:
     accepted: int = 0
 
     def follow(self, request: Request) -> bool:
-        """Read the tokens that are new; true if more of them can tell nothing."""
+        """Read the new tokens; true if later ones cannot change the outcome."""
         for token_id in request.token_ids[self.num_read :].tolist():
             self.num_read += 1
             row = _child(self.draft, self.row, token_id)

@@ -27,7 +27,7 @@ from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.head_drafter import MedusaDrafter, MLPSpeculatorDrafter
 from outdraft.drafting.device.network_drafter import NetworkDrafter
 from outdraft.drafting.device.parallel_drafting import ParallelDrafter, mask_token_id
-from outdraft.drafting.device.proposer import DeviceProposer, DeviceDrafter
+from outdraft.drafting.device.proposer import DeviceDrafter, DeviceProposer
 from outdraft.drafting.device.self_drafter import SPARSE_WINDOW, SelfDrafter
 from outdraft.drafting.device.translated_model import DraftModel, TranslatedModel, VocabularyMap
 from outdraft.drafting.host.ngram import NgramProposer

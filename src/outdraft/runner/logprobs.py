@@ -57,7 +57,7 @@ def emitted_logprobs(
     """One row for each place of an emitted token, padding included; None if no request asked.
 
     A request with a trace also has a row for each place of a drafted token: the log-probability
-    that the target gave it behind its parent.
+    that the target gave it after its parent.
 
     Args:
         num_top: K.
@@ -69,7 +69,7 @@ def emitted_logprobs(
     places = [drafts.width * (1 + one.is_traced) + 1 for one in rules]
     kept = [a * (2 * drafts.width + 1) + np.arange(count) for a, count in enumerate(places)]
     rows_B, kept_J = to_device([np.array(asking), np.concatenate(kept)], logits_RV.device)
-    # The i-th emitted token was chosen behind the i-th row of the accepted path, root first.
+    # The i-th emitted token was chosen after the i-th row of the accepted path, root first.
     path_BN1 = torch.nn.functional.pad(verdict.rows_BN[rows_B] + 1, (1, 0)).clamp_min(0)
     parents_BN = torch.where(drafts.is_draft_BN, drafts.parents_BN, 0)[rows_B]
     behind = torch.cat([path_BN1, parents_BN], dim=1)

@@ -122,7 +122,7 @@ class DeviceState:
             self.token_ids_SL[admission.slot, : len(text)] = sent
 
     def append(self, state_rows_B: Tensor, starts_B: Tensor, token_ids_BN: Tensor) -> None:
-        """Write emitted tokens (padded with -1) behind the first starts_B of each text."""
+        """Write emitted tokens (padded with -1) after the first starts_B of each text."""
         self._kernels.append_token_ids(
             self.token_ids_SL, state_rows_B, starts_B, token_ids_BN.contiguous()
         )

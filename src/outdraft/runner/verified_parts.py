@@ -36,7 +36,7 @@ def step_parts(
 
 
 def logit_rows_of(model: LanguageModel, states_XD: Tensor) -> int:
-    """Rows of the model's logits that exist at the same time, behind states like these."""
+    """Rows of the model's logits that exist at the same time, after states like these."""
     dtype = torch.promote_types(states_XD.dtype, torch.float32)
     return most_logit_rows(model.vocabulary.num_tokens, dtype, states_XD.device)
 

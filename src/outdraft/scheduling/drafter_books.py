@@ -153,7 +153,7 @@ class DrafterBooks:
         request.num_states = min(num_states, self.state_window) if keeps_states else 0
 
     def drop_states(self, request: Request) -> None:
-        """Forget the states: a step has overwritten them with states that are no part of the text."""
+        """Forget the states: a step has overwritten them with those of a refused step."""
         request.num_states = 0
 
     def mark_filled(

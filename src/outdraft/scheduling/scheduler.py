@@ -1,7 +1,7 @@
 """Decides what every step computes, and books what came of it.
 
 A request has tokens that are not computed yet: a whole prompt, a part of it, or only its newest
-token. Drafts are rows behind these tokens. All requests share one budget of rows. There is no
+token. Drafts are rows after these tokens. All requests share one budget of rows. There is no
 prefill phase and no decode phase, and no plain or speculative mode.
 """
 
@@ -195,9 +195,9 @@ class Scheduler:
         return ScheduledStep(plan, tuple(requests))
 
     def commit(self, step: ScheduledStep, result: StepResult) -> list[BookedWork]:
-        """Book a step: what came of it for every live request.
+        """Book a step; return the outcome for every live request.
 
-        Tokens behind one that ends the request are dropped. Finished requests give everything
+        Tokens after one that ends the request are dropped. Finished requests give everything
         back before this returns. A request without finite logits is computed again without
         drafts, which may have spoilt them; if it had none, it ends with an error.
         """
@@ -448,12 +448,12 @@ class Scheduler:
         if not self._prefix_caching:
             return
         size = self._block_size
-        # Tokens behind the one that ended the request are in the cache, but not in the text.
+        # Tokens after the one that ended the request are in the cache, but not in the text.
         valid = min(request.num_computed, request.num_tokens)
         has_filled = valid // size > computed // size
         drafter_has = request.num_drafter_computed // size > drafter_computed // size
         if not has_filled and not drafter_has:
-            return  # as behind most steps
+            return  # as after most steps
         self._name_blocks(request, valid)
         blocks = self.table(request).ids
         for block in range(computed // size, min(valid // size, len(request.block_hashes))):

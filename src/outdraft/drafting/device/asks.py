@@ -90,8 +90,8 @@ class TargetStates(Struct, frozen=True):
     All tensors are on the device, and the host has not waited for them.
 
     Attributes:
-        hidden_TD: behind the final norm; zeros of rows that the drafter does not read.
-        tapped_TKD: residual streams behind the layers that the drafter asked for.
+        hidden_TD: after the final norm; zeros of rows that the drafter does not read.
+        tapped_TKD: residual streams after the layers that the drafter asked for.
         places_T: int64; where a StateWindow keeps the state of each row, -1 if it is that of a
             refused draft, or of a token that is older than the window.
         last_rows_W: int64; the row of each text's last computed token. It has all requests of the

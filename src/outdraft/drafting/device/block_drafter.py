@@ -92,7 +92,7 @@ class BlockDrafter:
     ) -> None:
         """
         Args:
-            cache: of the pool's blocks, and behind these of the spare ones of each state row.
+            cache: of the pool's blocks, then of the spare ones of each state row.
             max_rows: of one pass, if a block is not larger.
         """
         config = network.config
@@ -270,8 +270,11 @@ class SparkLevels:
 
 
 class SureSparkLevels(SparkLevels):
-    """Levels with confidences; implements `TellsOdds`. The row of a draft reads mask tokens only, and
-    the token before it is known, so its confidence depends on no later token."""
+    """Levels with confidences; implements `TellsOdds`.
+
+    The row of a draft reads mask tokens only, and the token before it is known. So its confidence
+    depends on no later token.
+    """
 
     def odds_B(self) -> Tensor:
         """float32 [B]."""

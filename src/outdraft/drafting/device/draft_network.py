@@ -29,7 +29,7 @@ class DraftNetwork:
             can be kept for the newest token of a text before the next token is known.
         feature_size: F of `features`; 0: it reads no states.
         taps: residual streams of the target that `features` reads,
-        reads_hidden: or it reads the state behind the last layer instead.
+        reads_hidden: or it reads the state after the last layer instead.
         draft: an operation of `DecoderPass`.
     """
 
@@ -68,7 +68,7 @@ class DraftNetwork:
         caches: Sequence[LayerCache],
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """[T, D]: the states behind the tokens.
+        """[T, D]: the states after the tokens.
 
         Args:
             token_ids_T: int64; if token_shift is 1, the tokens after those whose rows the batch

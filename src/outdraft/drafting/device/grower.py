@@ -70,9 +70,11 @@ class LevelDrafter(ABC):
 
 
 def compiled_grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:
-    """Grow by the table's operation where that can make these drafts, else by `grow`. The rules of
-    the operation look at margins only. It ends when this rank's requests have all that they want, but ranks that share
-    the levels must all ask for each, and count the rows of all."""
+    """Grow by the table's operation where that can make these drafts, else by `grow`.
+
+    The operation's rules look at margins only. It ends when this rank's requests have their drafts,
+    but ranks that share the levels must all ask for each level, and count the rows of all.
+    """
     has_own_odds = growth.stops is not None and isinstance(levels, TellsOdds)
     if growth.shares.group.size > 1 or has_own_odds or not growth.sampling.num_requests:
         return grow(levels, growth)
@@ -134,7 +136,7 @@ def _processed(kernels: Kernels, logits_BFV: Tensor, sampling: SamplingBatch) ->
 
 
 def _with_shared_noise(logits_BEV: Tensor, growth: Growth, depth: int) -> Tensor:
-    """Logits plus the noise of the target's choice at this depth, the same behind all nodes, where
+    """Logits plus the noise of the target's choice at this depth, the same after all nodes, where
     a request shares its noise."""
     sampling = growth.sampling
     if not (growth.samples and sampling.any_shares_noise):

@@ -116,7 +116,7 @@ class MLPSpeculatorDrafter(LevelDrafter):
 
 
 def first_states(speculator: MLPSpeculator, hidden_RD: Tensor, ids_R: Tensor) -> Tensor:
-    """[R, S]: behind tokens, and the target's states before them."""
+    """[R, S]: after tokens, and the target's states before them."""
     return speculator.step(0, speculator.first_state(hidden_RD), ids_R)
 
 
@@ -135,11 +135,11 @@ class MLPSpeculatorLevels:
         self._states_GES = first_states(speculator, hidden_GD, newest_G)[:, None]
 
     def first_logits(self) -> Tensor:
-        """[B, V]: behind the last token before the drafts."""
+        """[B, V]: after the last token before the drafts."""
         return self._logits(0)[:, 0]
 
     def next_logits(self, frontier: Frontier) -> Tensor:
-        """[B, F, V]: behind the nodes of a level."""
+        """[B, F, V]: after the nodes of a level."""
         every, above_GES = frontier_of_all(frontier, self._shares), self._states_GES
         origins_GF1 = every.origins_BF[:, :, None].expand(-1, -1, above_GES.shape[2])
         above_RS = above_GES.gather(1, origins_GF1).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Drafts with a network that reads its own drafts, level after level, behind the device's texts.
+"""Drafts with a network that reads its own drafts, level after level, for texts on the device.
 
 Dimension key: B requests that draft, G those of all ranks that share the network, E nodes of the
 level above, F nodes of a level, V vocabulary, S state rows, L tokens of a text, D the network's
@@ -101,7 +101,7 @@ class NetworkLevels:
         """
         Args:
             start: of all G requests.
-            num_drafts_G: int64, slots of each request behind its text.
+            num_drafts_G: int64, slots of each request after its text.
         """
         self._network, self._start, self._shares = network, start, shares
         self._num_drafts_G = num_drafts_G
@@ -109,8 +109,8 @@ class NetworkLevels:
 
     @cached_property
     def _of_levels(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs that the batches of all levels share, int32: lengths of contexts [G], zeros [G], and
-        0 to G [G + 1]. Not made where a graph stands for the levels."""
+        """Inputs of all levels, int32: lengths of contexts [G], zeros [G], and 0 to G [G + 1]. Not
+        made where a graph stands for the levels."""
         lengths_G, number = self._start.contexts_B.int(), len(self._num_drafts_G)
         places_G1 = torch.arange(number + 1, dtype=torch.int32, device=lengths_G.device)
         return lengths_G, torch.zeros_like(lengths_G), places_G1
@@ -145,11 +145,11 @@ class NetworkLevels:
         return NetworkLevels(self._network, start, num_drafts_G, self._shares)
 
     def first_logits(self) -> Tensor:
-        """[B, V]: behind the last token before the drafts."""
+        """[B, V]: after the last token before the drafts."""
         return self._network.logits(self._start.states_BD, self._shares)
 
     def next_logits(self, frontier: Frontier) -> Tensor:
-        """[B, F, V]: behind the nodes of a level."""
+        """[B, F, V]: after the nodes of a level."""
         every = frontier_of_all(frontier, self._shares)
         shape = every.token_ids_BF.shape
         states_GFD = self._states_GED

@@ -1,6 +1,6 @@
 """Drafts of any drafter: chains and trees, of the likeliest tokens or drawn ones.
 
-A drafter answers one question: the logits behind these rows. Everything else is the same for
+A drafter answers one question: the logits after these rows. Everything else is the same for
 small models, EAGLE, mask tokens and heads, and is done here and in `grower`.
 
 Dimension key: B requests that draft, G those of all ranks that share the drafter, S state rows, L

@@ -52,7 +52,7 @@ class SelfDrafter:
         self.taps = attended.layers if attended is not None else ()
         self.reads_all_hidden = False
         self.max_drafts, self.max_passes = self._drafter.max_drafts, self._drafter.max_passes
-        # What it wrote behind the text is the target's by the end of the step.
+        # What it wrote after the text is the target's by the end of the step.
         self.drafting = ModelDrafting(DraftSource.SELF, max_kept=0)
 
     def keep(self, states: TargetStates) -> None:

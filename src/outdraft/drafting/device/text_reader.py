@@ -1,9 +1,9 @@
 """Reads what a drafting network has not read yet: the end of a text, and mask tokens after it.
 
-Its keys and values live in the same blocks as the target's. Before it drafts it
-reads all tokens that it has not read, the accepted ones and the newest together, in one pass. A network
-that reads the target's states beside tokens finds them in a window over the newest tokens, or, of
-a prompt, in the step that computes them.
+Its keys and values live in the same blocks as the target's. Before it drafts it reads all unread
+tokens, the accepted ones and the newest together, in one pass. A network that reads the target's
+states beside tokens finds them in a window over the newest tokens, or, of a prompt, in the step
+that computes them.
 
 Dimension key: B requests that draft, T rows, C rows of each request whose states are wanted, S
 state rows, L tokens of a text, D the network's state, N places of states, F numbers of one.
