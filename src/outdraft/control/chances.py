@@ -38,7 +38,7 @@ class ChangeDetector:
         self._variance = 0.0
 
     def observe(self, excess: float, variance: float) -> bool:
-        """Add a step's labels; true if what was learned before should count less.
+        """Add a step's labels; true if earlier labels should count less.
 
         excess: the sum of labels minus their chances. variance: the sum of chance * (1 - chance).
         """
@@ -58,7 +58,7 @@ PRIOR = 0.6  # chance of a network's first level before anything was seen
 # The same of a host's first token, by match length: 1, 2-3, 4-7, ... tokens. A token that is
 # accepted makes the match longer for the next one.
 HOST_PRIORS = 0.25, 0.5, 0.65, 0.75, 0.8, 0.85, 0.9
-PREDICTION_PRIOR = 0.75  # where the client says what the text will be, whatever matches
+PREDICTION_PRIOR = 0.75  # where the client predicts the text, for any match length
 NEWS_LABELS = 4.0  # labels that still count after a change
 MIN_CHANCE, MAX_CHANCE = 0.005, 0.995
 MIN_SURVIVAL = 0.01  # deeper levels are not worth a thought
@@ -126,7 +126,7 @@ class Offset:
 
     Attributes:
         information: begins as that of "no offset".
-        excess, variance: of its labels beyond what others have, in sum.
+        excess, variance: sums of its labels minus their usual chances, and of their variances.
     """
 
     information: float
@@ -182,7 +182,7 @@ class Curve:
         self._offsets: dict[str, Offset] = {}
         self._spread = Spread()
         self._change = ChangeDetector()
-        self._chances: list[float] | None = None  # until labels come; what follows is made of them:
+        self._chances: list[float] | None = None  # None: new labels came. Derived from it:
         self._logits: list[float] = []
         self._usual: list[float] = []  # survivals of a request without an offset
         self._unseen = 0.0  # variance of what its logits may have changed by meanwhile
@@ -245,7 +245,7 @@ class Curve:
 
     def observe(self, drafts: Iterable[DraftOutcome], *, has_offsets: bool = True) -> float:
         """Learn from a step's drafts; return the accepted tokens beyond the predicted ones."""
-        if self._unseen:  # what was learned before says less about it now
+        if self._unseen:  # earlier labels say less about it now
             keep = 1 / (1 + self._unseen * self._information)
             self._labels = [keep * one for one in self._labels]
             self._right = [keep * one for one in self._right]
@@ -364,7 +364,7 @@ class HostCurves:
 
 
 class Chances:
-    """Owns the acceptance curves; makes options of what requests are offered.
+    """Owns the acceptance curves; makes options of the requests' offers.
 
     max_levels: most levels of any draft.
     """

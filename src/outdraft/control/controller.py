@@ -21,7 +21,7 @@ from outdraft.core.decision import Decision, Grant, LiveStop, Reason
 
 MARGIN = 0.01  # gain over plain decoding that is needed to leave it
 HOPE = 0.5  # share of the doubt about chances that drafts begin with
-HOLD_SHARE = 0.01  # of the time, what deciding may take
+HOLD_SHARE = 0.01  # of the time, the most that deciding may take
 MAX_HOLD = 32  # steps
 LINGERING = 8  # steps without the network's drafts before it counts as off
 # Steps that draft between bursts of plain ones: the first time, and at most; and a burst's length.
@@ -35,7 +35,7 @@ class Controller:
     """Chooses lengths by costs and chances.
 
     Args:
-        table: what passes take.
+        table: the times of passes.
         max_levels: most levels of any draft.
         on_wrong_costs: called once if the table turns out to be wrong.
     """
@@ -123,7 +123,7 @@ class Controller:
             self._on_wrong_costs = None
 
     def forget(self, request_id: str) -> None:
-        """Drop what is known of a request that ended."""
+        """Drop the state of a request that ended."""
         self.chances.forget(request_id)
         self._hold = 0
 
@@ -219,7 +219,7 @@ class Controller:
         return Prices(count, alone_s, target_N, pass_N, max_passes, start_s, drafting_s)
 
     def _remember(self, prices: Prices, plan: DraftPlan) -> None:
-        """Add a step to the long run: tokens, and what plain decoding brings in the time."""
+        """Add a step to the long run: its tokens, and those of plain decoding in the same time."""
         key = prices.num_requests.bit_length()
         step_s = prices.alone_s + plan.added_s
         new = prices.num_requests + plan.tokens, prices.plain_rate * step_s

@@ -61,7 +61,7 @@ class Factor:
 
 
 class Costs:
-    """Predicts times of steps, in seconds; owns what was learned about a table's errors."""
+    """Predicts times of steps, in seconds; owns the learned errors of a table."""
 
     def __init__(self, table: CostTable) -> None:
         self.table = table
@@ -125,7 +125,7 @@ class Costs:
         return self.table.drafters[network]
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Learn from a step. What a network takes beside a prompt is hidden by the prompt."""
+        """Learn from a step. The time of a network beside a prompt cannot be seen."""
         facts, decision = outcome.facts, outcome.decision
         lengths = [request.context_tokens for request in facts.requests]
         is_probe = decision.reason is Reason.NETWORK_PROBE
@@ -144,7 +144,7 @@ class Costs:
             self._networks[network].observe(table_s * self._machine.value, outcome.draft_s)
 
     def _observe_target(self, outcome: StepOutcome, context: int) -> None:
-        """Learn what a pass of the target took."""
+        """Learn from the time of a pass of the target."""
         num_rows, target = outcome.num_rows, self.table.target
         bucket = target.bucket(num_rows)
         table_s = (

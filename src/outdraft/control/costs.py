@@ -91,7 +91,7 @@ class DrafterCost:
         max_passes: most passes of a draft, however deep it is.
         max_context: most tokens of a text that a pass attends to; None: all.
         look_s: more in each step in which it drafts, for each token of texts that are longer than
-            that: it looks for what is attended to in all of them.
+            that: it looks for the attended blocks in all of them.
     """
 
     passes: CostCurve

@@ -37,7 +37,7 @@ class RequestFacts(Struct, frozen=True):
         offers: drafts that sources of the host have for it.
         network: the network that may draft for it.
         rule: how its drafts are verified; acceptance is learned for each rule apart.
-        shapes: what the network can draft, the configured one first; one for all drafts of a step.
+        shapes: of the network's drafts, the configured one first; all drafts of a step have one.
         max_chain: most levels of its chains.
         unread_tokens: settled tokens that the network has not read, beyond those of a usual step.
         can_stop: whether the network ends a chain by its own confidence.

@@ -33,7 +33,7 @@ class LengthPolicy(Protocol):
         ...
 
     def forget(self, request_id: str) -> None:
-        """Drop what is known of a request that ended; unknown ids are fine."""
+        """Drop the state of a request that ended; unknown ids are fine."""
         ...
 
     def network_due_in(self) -> int:

@@ -10,10 +10,10 @@ SHARE = 0.01  # of the time, the most that probes take
 FIRST_INTERVAL, MIN_INTERVAL = 8, 64  # plain steps before the first probe, and between others
 BURST, LONGEST_BURST = 4, 16  # steps of a probe
 FIRST_DRAFTS = 50  # of the first probe at least, as far as its steps allow
-PROMISING = 0.2  # tokens a step and request beyond what was expected, for a probe to go on
+PROMISING = 0.2  # tokens a step and request beyond the expected, for a probe to go on
 DEPTH = 2  # levels
 PROBED = 4  # requests at most; all of them in the first probe
-PROBE_LABELS = 6.0  # labels that count of what was learned OLD steps ago; more of what is younger
+PROBE_LABELS = 6.0  # labels that count of those from OLD steps ago; of younger ones more
 OLD = 512  # steps
 
 

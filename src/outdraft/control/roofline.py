@@ -102,7 +102,7 @@ def prior_table(
 ) -> CostTable:
     """Costs of a pair of models that was not measured.
 
-    Catching up rides in a pass that is made anyway: it takes what its rows add to that.
+    Catching up is part of a pass that is made anyway: it costs only its rows' share.
 
     Args:
         drafters: by name, the size of a pass, and the most passes of a draft.

@@ -28,7 +28,7 @@ class Option(NamedTuple):
         survivals: by level, the chance that it and all levels above are accepted; never rising.
         shape: rows of each level; CHAIN: one each.
         is_network: its levels take passes.
-        fixed_s: seconds that using it costs at all: its share of catching up.
+        fixed_s: fixed cost, seconds: its share of catching up.
     """
 
     source: str
@@ -100,7 +100,7 @@ class DraftPlan(NamedTuple):
         depth: levels that networks may reach.
         rows: of all drafts.
         tokens: F.
-        draft_s: passes of the network, and what it takes beside them.
+        draft_s: passes of the network, and its other time.
         added_s: T minus the plain step's: drafting, more rows of the target, the host, and shares
             of catching up.
         is_trimmed: levels of networks' chains were left out for their survival.
@@ -177,7 +177,7 @@ def _row_s(prices: Prices, count: int) -> float:
 
 
 def _value(option: Option, row_price: float, pass_price: float, rate: float) -> float:
-    """Tokens that the option brings beyond what its rows and passes cost, at most."""
+    """Most tokens that the option brings, minus the price of its rows and passes."""
     value = most = 0.0
     for level, survival in enumerate(option.survivals):
         value += survival - row_price * option.rows_at(level)
@@ -189,7 +189,7 @@ def _value(option: Option, row_price: float, pass_price: float, rate: float) -> 
 def _densities(option: Option, rate: float) -> Sequence[float]:
     """Tokens a row by level, averaged where they would rise: slopes of the concave hull.
 
-    What the option costs at all is taken from its first level.
+    The option's fixed cost is taken from its first level.
     """
     if not option.shape and not option.fixed_s:
         return option.survivals
@@ -205,7 +205,7 @@ def _densities(option: Option, rate: float) -> Sequence[float]:
 
 # One level of one request's draft: minus its tokens a row, the owner's place, the level; its pass,
 # from 1 on (0: none); its rows, and those that its pass reads, which are the rows of the level
-# above (0: the pass is another level's); its tokens, and what using the draft costs at all.
+# above (0: the pass is another level's); its tokens, and the fixed cost of the draft.
 # Sorted, levels with the most tokens a row come first, and a draft's levels in order.
 _Level = tuple[float, int, int, int, int, int, float, float]
 

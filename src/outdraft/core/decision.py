@@ -35,7 +35,7 @@ class LiveStop(Struct, array_like=True, frozen=True):
     and cuts included (at temperature 0 there is neither), but before any noise. It is at most
     MAX_MARGIN, and equal to it where only one token has mass. A network with a head for it gives
     log-odds instead, from the row of the level and the token above it. Either is known before the
-    token is drawn, and what was decided is never taken back. That makes such lengths exact: see
+    token is drawn, and a decision is never taken back. That makes such lengths exact: see
     docs/design/0012.
 
     Attributes:
@@ -95,7 +95,7 @@ class Decision(Struct, frozen=True):
         plain_s: predicted time of the step without drafts; 0: nothing is predicted.
         tokens: predicted number of tokens, those of plain decoding included.
         gain: predicted tokens a second against plain decoding, minus 1, prompts left aside.
-        shadows: ids of requests whose unused offers should be compared with the text to come.
+        shadows: ids of requests; their unused offers are to be compared with the coming text.
         catch_up_s: the part of draft_s in which networks read tokens that they have not read. If
             the decision holds for several steps, only the first one takes it.
     """
@@ -135,7 +135,7 @@ class Alarm:
 
     Attributes:
         is_on: whether it begins.
-        evidence: what it rests on, as a sentence.
+        evidence: the figures that it rests on, as a sentence.
     """
 
     kind: AlarmKind

@@ -171,7 +171,7 @@ class DraftAsk(Struct, frozen=True):
             kept across calls.
         max_tokens: rows that the scheduler can afford, at least 1.
         num_prompt: number of prompt tokens.
-        prediction: int32 [num_tokens], what the client expects the output to be; None: nothing.
+        prediction: int32 [num_tokens], the output that the client expects; None: unknown.
     """
 
     request_id: str

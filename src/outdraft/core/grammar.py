@@ -1,4 +1,4 @@
-"""Grammars: what the engine asks of one, and the masks of a step.
+"""Grammars: the interface of a matcher, and the masks of a step.
 
 The runner reports what the network drafted, which the scheduler needs for the masks of these rows.
 Both cross between processes: they are numbers and arrays only.

@@ -1,4 +1,4 @@
-"""A request's results with vLLM's names, the source of each token, and what a step added.
+"""A request's results with vLLM's names, the source of each token, and the gain of a step.
 
 Deltas are plain values: they cross the wire as they are.
 """
@@ -177,7 +177,7 @@ class SpeculationMetrics:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times in seconds of the monotonic clock; None for what has not happened yet."""
+    """Times in seconds of the monotonic clock; None: not yet."""
 
     arrival_s: float
     speculative_decoding: SpeculationMetrics

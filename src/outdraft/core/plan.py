@@ -1,4 +1,4 @@
-"""The messages of one step: what to compute, and what came of it.
+"""The messages of one step: its plan and its result.
 
 A plan and its result cross between processes: see docs/design/0013.
 
@@ -129,7 +129,7 @@ class Work(NamedTuple):
         num_drafter_computed: tokens of the text that the drafter has read, if it drafts now.
         gap: of the drafter; None: it has not changed.
         num_drafter_new: new tokens, from the first one on, that the drafter reads after the pass.
-        owner: the draft group that drafts for the request, and whose ranks verify it.
+        owner: the draft group that drafts for the request; its ranks verify the drafts.
     """
 
     slot: int
@@ -230,9 +230,9 @@ class PhaseTimes(Struct, frozen=True):
     """Seconds of the device's phases of a step.
 
     Attributes:
-        verify_s: the target's pass, and choosing by it where that needs nothing but its logits.
-        sample_s: choosing otherwise, and all that follows until ids are on their way.
-        keep_s: of sample_s, what keeping the target's states for a drafter takes. Where the pass
+        verify_s: the target's pass, and choosing where that needs only its logits.
+        sample_s: choosing otherwise, and the rest until the copy of ids has begun.
+        keep_s: the part of sample_s that keeps the target's states for a drafter. Where the pass
             chooses, it also finds their places.
         is_first: something was made ready that later steps find: a kernel, a graph of a GPU.
     """

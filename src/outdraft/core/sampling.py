@@ -84,7 +84,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
-    prediction: str | Sequence[int] | None = None  # what the output is expected to be
+    prediction: str | Sequence[int] | None = None  # the expected output
     structured: StructuredOutput | None = None
     structured_outputs: StructuredOutputsParams | None = None  # vLLM's form of `structured`
     speculation: SpeculationParams = field(default_factory=SpeculationParams)

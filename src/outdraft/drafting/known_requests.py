@@ -34,7 +34,7 @@ class DrafterLimits:
         most_drawn: drafts of a step that may be drawn from probabilities, as if all requests that
             it drafts for had as many; None: any number.
         ends_live: a chain that a live rule ends takes fewer passes and rows. False: the host has to
-            plan all of them, and to end a chain would only lose what it may bring.
+            plan all of them, and to end a chain would only lose accepted tokens.
     """
 
     max_len: int
@@ -110,7 +110,7 @@ class KnownRequests:
         return known.network and num_drafts <= known.max_drafts and request.max_drafts > 0
 
     def draws(self, request_id: str) -> bool:
-        """The network draws a running request's drafts, and verification needs their probabilities."""
+        """The network draws the request's drafts, and verification needs their probabilities."""
         known, network = self._by_id.get(request_id), self._config.network
         if known is None or network is None or not network.samples:
             return False

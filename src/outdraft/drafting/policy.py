@@ -72,8 +72,8 @@ class DraftPolicy:
         self._known = KnownRequests(config, drafter)
         self._translator = Translator(drafter, self._known)
         self._shadows = Shadows()
-        self._running: _DecidedStep | None = None  # what the step that runs was decided by
-        self._newest: _DecidedStep | None = None  # what was decided last, which may be held
+        self._running: _DecidedStep | None = None  # the decision of the step that runs
+        self._newest: _DecidedStep | None = None  # the latest decision, which may be held
         self._learning_s = 0.0  # from the latest step
         self.decided: Decision | None = None
         self.granted: dict[str, DraftChoice] = {}
@@ -100,7 +100,7 @@ class DraftPolicy:
     def choose(
         self, requests: Sequence[Request], num_running: int, room: StepRoom
     ) -> dict[str, DraftChoice]:
-        """Say what each request verifies in the next step; one without an entry does not draft.
+        """The drafts that each request verifies in the next step; without an entry it has none.
 
         Args:
             requests: those with one token left to compute, in batch order.

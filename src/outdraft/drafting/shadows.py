@@ -1,4 +1,4 @@
-"""Drafts that were not verified, compared with the text that came: what they would have brought.
+"""Drafts that were not verified, compared with the text that came: their acceptance if verified.
 
 They cost no rows. Each draft waits until the text has left it or has reached its end.
 """

@@ -18,7 +18,7 @@ from outdraft.kernels.data.scores import Scores, concatenated
 from outdraft.kernels.ops import Kernels
 from outdraft.runner.state import RequestSlot, Slots
 
-PROMPT_ROWS = 32  # whose logits exist at the same time at most
+PROMPT_ROWS = 32  # most rows of logits at the same time
 
 
 @dataclass(frozen=True, slots=True)

@@ -330,7 +330,7 @@ class LaunchedStep(NamedTuple):
         plan: with the rows that the target reads.
         works, slots: those that sample, and their slots in the same order.
         drafts, sampling: of the works that sample; None: there are none.
-        own_drafts: of those that are verified here, with what they were drawn from.
+        own_drafts: of those that are verified here, with the probabilities they were drawn from.
         drafted: the network's drafts, if a grammar must know them.
         prompt: log-probabilities of prompts.
     """
@@ -364,7 +364,7 @@ class TargetPass:
     """The target's forward pass over all rows of a step, laid out as `spans`.
 
     Attributes:
-        states_of: the rows whose hidden states are there.
+        states_of: the rows that have hidden states.
         choice: None: it is not made yet.
     """
 
@@ -419,8 +419,8 @@ class PhaseClock:
         self._is_first = False
 
     def mark(self) -> None:
-        """A phase begins: drafting, the target's pass, what follows it, and of that, maybe, keeping
-        states; or the last one is over."""
+        """Begin a phase, or end the last one: drafting, the target's pass, the rest, and maybe
+        keeping states."""
         if self._stream is None:
             self._marks.append(time.perf_counter())
         else:

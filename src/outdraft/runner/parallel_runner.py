@@ -56,7 +56,7 @@ class OtherRanks(Protocol):
     """The other ranks, for rank 0."""
 
     def tell(self, message: StepPlan | AllowedTokens) -> bytes:
-        """Have them do a step, or the rest of one; what was sent.
+        """Send them a step, or the rest of one, to compute; return the bytes sent.
 
         Raises:
             RanksError: one of them cannot.

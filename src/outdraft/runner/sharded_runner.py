@@ -130,7 +130,7 @@ class ShardedRunner(ModelRunner):
         return self.proposer.propose(asks, texts_SL, sampling, host_rows, requests)
 
     def _chooser(self, sampling: SamplingBatch) -> Chooser | None:
-        """Ranks share out what needs more than the likeliest tokens."""
+        """The pass chooses for greedy requests only; else the ranks share out the choices."""
         return super()._chooser(sampling) if sampling.is_plain_greedy else None
 
     def _verified(
@@ -198,7 +198,7 @@ class ShardedRunner(ModelRunner):
         return made
 
     def _own(self, step: LaunchedStep, shares: Shares, masks: GrammarMasks | None) -> PartToVerify:
-        """The requests that this rank verifies, with what was drafted for them."""
+        """The requests that this rank verifies, with their drafts."""
         assert step.own_drafts is not None
         own = shares.ranks[self.ranks.target.rank]
         own_B, own_R = to_device([np.array(own, dtype=np.int64), shares.rows_of(own)], self.device)

@@ -126,7 +126,7 @@ class DraftedColumns:
         return torch.cat(parts, dim=1)
 
     def unpacked(self, rows_MC: Tensor) -> ModelDrafts:
-        """The drafts, without what they were drawn from."""
+        """The drafts, without the probabilities that they were drawn from."""
         sizes = [self.width, self.width, 1, self.num_levels]
         ids_MK, parents_MK, numbers_M1, bits_ML = rows_MC.split(sizes, dim=1)
         margins_ML = bits_ML.contiguous().view(torch.float64).float()

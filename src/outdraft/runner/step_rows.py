@@ -128,7 +128,7 @@ def _choice(
         own_RD = states_RD if part is None else states_RD[part.rows]
         choosing = _Choosing(model, verifier, paths)
         verdict, is_finite_R = choose(choosing, own_RD, *own[:2], own[2].num_tokens_B)
-        if part is not None:  # what a graph makes holds until its next call
+        if part is not None:  # the results of a graph hold until its next call
             verdict, is_finite_R = verdict.widened(drafts.width).copied(), is_finite_R.clone()
         made.append((verdict, is_finite_R))
     if len(made) == 1:

@@ -110,7 +110,7 @@ class DrafterBooks:
         """Number of tokens of a prompt's chunk that the drafter reads at once: `num_drafter_new`.
 
         Others may take the blocks over from the next step on, and find no states then. The token
-        before the newest one is left: what the drafter drafts follows from what it reads last.
+        before the newest one is left: the drafter drafts from the last token that it reads.
         """
         num_tokens = request.num_tokens + (1 if work.samples else 0)
         count = min(work.num_new, num_tokens - 2 - work.start) if self._token_shift else 0
@@ -137,7 +137,7 @@ class DrafterBooks:
     def advance(
         self, request: Request, work: Work, num_accepted: int, *, keeps_states: bool
     ) -> None:
-        """Count what the drafter has read in a step; before its tokens are added to the text."""
+        """Count the tokens that the drafter read in a step; call it before the text grows."""
         if work.drafts is not None and work.drafts.num_model_drafts:
             kept = min(num_accepted, work.drafts.max_kept)
             request.num_drafter_computed = request.num_tokens + kept
@@ -182,7 +182,7 @@ class DrafterBooks:
             request.num_drafter_computed = start
 
     def _skip_filled(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Count what the drafter has read for another request in blocks that both requests hold."""
+        """Count tokens that the drafter read for another request, in blocks that both hold."""
         block = request.num_drafter_computed // self._block_size
         num_full = request.num_computed // self._block_size
         while block < num_full and self._is_filled(request, block, block_ids[block]):

@@ -1,4 +1,4 @@
-"""Decides what every step computes, and books what came of it.
+"""Plans the rows of every step, and books its results.
 
 A request has tokens that are not computed yet: a whole prompt, a part of it, or only its newest
 token. Drafts are rows after these tokens. All requests share one budget of rows. There is no
@@ -217,7 +217,7 @@ class Scheduler:
             self._books.advance(request, work, num_accepted, keeps_states=keeps_states)
             request.num_computed += work.num_new + num_accepted
             added: list[int] = []
-            reason = request.failed()  # while it was found what may follow
+            reason = request.failed()  # the grammar may have failed while masks were made
             for token_id in outcome.token_ids if reason is None else ():
                 reason = request.append(token_id)
                 added.append(token_id)
@@ -284,7 +284,7 @@ class Scheduler:
         follows: Callable[[Request], bool] | None,
         reads: Callable[[Request], bool] | None,
     ) -> bool:
-        """Add to works what the drafter does beside drafting; whether the step keeps states."""
+        """Add the drafter's reads and gaps to the works; true if the step keeps states."""
         if not self._books.state_window or (follows is None and not choices):
             return False
         keeps_states = any(choice.num_model_drafts for choice in choices.values())
@@ -331,7 +331,7 @@ class Scheduler:
         """A running request's work, with as many of its drafts as rows and blocks allow."""
         table = self.table(request)
         samples = num_new == request.num_uncomputed
-        # With more tokens left, the target has not yet made what a drafter may have to read.
+        # With more tokens left, the target has not yet computed states that a drafter may need.
         if choice is not None and samples and num_new == 1 and request.may_draft:
             free_slots = (len(table.ids) + self.pool.num_free) * self._block_size
             room = min(free_slots, self.max_model_len) - request.num_tokens
@@ -501,7 +501,7 @@ def allowed_tokens(step: ScheduledStep, drafted: GrammarDrafts, vocab_size: int)
 
 
 def _draft(work: Work, place: int, drafted: GrammarDrafts) -> tuple[Sequence[int], Sequence[int]]:
-    """Ids and parents of what is verified for a work."""
+    """Ids and parents of a work's drafts."""
     if work.drafts is None:
         return (), ()
     if not work.drafts.num_model_drafts:

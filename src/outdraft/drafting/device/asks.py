@@ -20,7 +20,7 @@ from outdraft.core.draft import STATE_WINDOW
 
 class StateWindow:
     """features_NF: one feature for each place; the one of token i of the text in row s is at
-    s * W + i % W. New memory is zero, so what was never written is finite."""
+    s * W + i % W. New memory is zero, so places never written are finite."""
 
     def __init__(
         self,

@@ -212,7 +212,7 @@ class BlockDrafter:
         return states_TD.index_select(0, sent[7]).view(num_requests, depth, -1)
 
     def _place(self, asks: Sequence[DraftModelAsk]) -> BlockPlaces:
-        """Behind what is kept of the texts."""
+        """Places of the blocks, after the kept tokens of the texts."""
         num_rows, size = self._network.config.block_size, self._cache.block_size
         contexts = [ask.num_tokens - ask.num_missing - 1 for ask in asks]
         width = -(-(max(contexts) + num_rows) // size)

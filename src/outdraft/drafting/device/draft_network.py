@@ -20,7 +20,7 @@ from outdraft.models.base import StateNetwork
 
 
 class DraftNetwork:
-    """Reads tokens, and says what may follow.
+    """Reads tokens, and gives the logits after them.
 
     Attributes:
         network: reads tokens, or tokens and states.
@@ -47,7 +47,7 @@ class DraftNetwork:
         self.kernels, self.draft = network.kernels, network.draft
 
     def features(self, states: TargetStates) -> Tensor:
-        """[T, F]: what it reads of the target's pass; only if token_shift is 1."""
+        """[T, F]: features of the target's pass that it reads; only if token_shift is 1."""
         assert self._on_states is not None, "a language model reads no states"
         return self._on_states.features(states.hidden_TD, states.tapped_TKD)
 
@@ -73,8 +73,8 @@ class DraftNetwork:
         Args:
             token_ids_T: int64; if token_shift is 1, the tokens after those whose rows the batch
                 names.
-            states_TD: if token_shift is 1, features for the tokens of a text, of drafts what `read`
-                returned for the rows that they continue.
+            states_TD: if token_shift is 1, features for the tokens of a text; for drafts the states
+                that `read` returned for their parents.
         """
         if self._on_states is not None:
             assert states_TD is not None

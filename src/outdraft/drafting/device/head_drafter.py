@@ -54,7 +54,7 @@ class LastHidden:
 
 
 class MedusaDrafter(LevelDrafter):
-    """No head looks at what the others have drafted."""
+    """Drafts with heads that do not read the drafts of other heads."""
 
     state_window = HEAD_WINDOW
     taps: tuple[int, ...] = ()
@@ -81,7 +81,7 @@ class MedusaDrafter(LevelDrafter):
 
 
 class MLPSpeculatorDrafter(LevelDrafter):
-    """Each head reads the draft of the head before it."""
+    """Drafts with heads that each read the draft of the head before."""
 
     state_window = HEAD_WINDOW
     taps: tuple[int, ...] = ()

@@ -65,7 +65,7 @@ class NetworkDrafter:
         return self.network.draft(unread, growth, by_levels)
 
     def start(self, asks: Sequence[DraftModelAsk], unread: UnreadTexts) -> DraftStart:
-        """Read what is left of the texts."""
+        """Read the unread rest of the texts."""
         shift = self.network.token_shift
         contexts = [ask.num_tokens - ask.num_missing - ask.num_skipped - shift for ask in asks]
         states_BD, metadata, contexts_B = self._reader.read(unread, contexts)

@@ -56,8 +56,8 @@ class DeviceDrafter(Protocol):
     def reads_all_hidden(self) -> bool: ...
 
     def keep(self, states: TargetStates) -> None:
-        """The target has computed these; called at the end of steps whose states are kept. If some
-        are not, nothing is drafted for a text before its next ones are."""
+        """Keep these states of the target; called at the end of steps whose states are kept. After
+        a step without, nothing is drafted for a text before its next states are kept."""
         ...
 
     def draft(
@@ -128,7 +128,7 @@ class DeviceProposer:
         All asks are for the same levels.
 
         Args:
-            asks: of all ranks that share the drafter; what comes back is of this rank's.
+            asks: of all ranks that share the drafter; the result has this rank's only.
             token_ids_SL: int64, the texts; [S state rows, L tokens].
             sampling: the parameters of this rank's requests in the same order.
             num_host_rows: rows of the step that the host drafted; live rules count them.

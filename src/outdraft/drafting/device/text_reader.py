@@ -62,7 +62,7 @@ class TextReader:
         Args:
             max_rows: of one pass.
             window: of a network that reads states.
-            mask_state_D: what such a network reads beside mask tokens.
+            mask_state_D: the state that such a network reads beside a mask token.
         """
         self.network, self.cache = network, cache
         self._max_rows = max_rows

@@ -1,4 +1,4 @@
-"""Predicted Outputs: the client says what it expects, and the engine only has to verify it.
+"""Predicted Outputs: the client sends the output that it expects, and the engine verifies it.
 
 A cursor runs along the prediction while the output follows it. Where the output leaves it, the
 output may continue at a few places: the same text may stand elsewhere (found by the longest match
@@ -46,7 +46,7 @@ class _Cursor:
 
 
 class PredictionProposer:
-    """Drafts what the client predicted; see HostProposer.
+    """Drafts from the client's prediction; see HostProposer.
 
     `ask.prediction` is int32 [num_tokens], None for a request without one, and the same at every
     ask for a request.
@@ -94,7 +94,7 @@ def _follow(cursor: _Cursor, token_ids: np.ndarray, num_prompt: int) -> None:
             place += num_right
             cursor.places = [place] if place < len(prediction) else []
             return
-        # Where it goes on if what was wrong merely stands for what was predicted.
+        # The place after them, if wrong tokens only replace predicted ones.
         expected = place + len(new_ids)
     _find(cursor, token_ids[num_prompt:], expected)
     cursor.num_followed = 0
