@@ -5,7 +5,7 @@ import pytest
 from msgspec import structs
 
 from outdraft.control.controller import PLAIN_BURST, Controller
-from outdraft.control.corrections import LONG
+from outdraft.control.corrections import WRONG_STEPS
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
 from outdraft.control.facts import (
     DraftOutcome,
@@ -312,7 +312,7 @@ def test_wrong_costs_are_told_once():
     told = list[str]()
     controller = Controller(table(), 5, lambda: told.append("wrong"))
     facts = StepFacts((request(),))
-    for _ in range(2 * LONG):
+    for _ in range(2 * WRONG_STEPS):
         decision = controller.decide(facts)
         controller.observe(structs.replace(outcome(facts, decision), target_s=3.0))
     assert told == ["wrong"]

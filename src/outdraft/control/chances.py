@@ -55,20 +55,20 @@ class ChangeDetector:
 KEEP = 0.997  # of the labels, for each step that brings new ones: 333 steps count
 LEAN = 6.0  # labels that the level above counts as
 PRIOR = 0.6  # chance of a network's first level before anything was seen
-# The same of a host's first token, by match length: 1, 2-3, 4-7, ... tokens. A token that is
+# Chance of a host's first token, by match length: 1, 2-3, 4-7, ... tokens. A token that is
 # accepted makes the match longer for the next one.
 HOST_PRIORS = 0.25, 0.5, 0.65, 0.75, 0.8, 0.85, 0.9
 PREDICTION_PRIOR = 0.75  # where the client predicts the text, for any match length
 NEWS_LABELS = 4.0  # labels that still count after a change
 MIN_CHANCE, MAX_CHANCE = 0.005, 0.995
-MIN_SURVIVAL = 0.01  # deeper levels are not worth a thought
+MIN_SURVIVAL = 0.01  # deeper levels are left out
 OFFSETS, OFFSETS_WEIGHT = 0.3, 400.0  # deviation of requests' offsets before any ended, in logits,
 OFFSETS_KEEP = 0.97  # and its weight, as of 4 requests with 40 labels; kept for each that ends
 MIN_OFFSETS, MAX_OFFSETS = 0.2, 1.2
 MAX_OFFSET_INFORMATION = 50.0  # about 250 labels; older ones fade
 MAX_OFFSET = 4.0  # logits
 UNSEEN_CHANGE = 1 / 500  # variance of a logit's change in a step that drafts another shape
-SURE_INFORMATION = 12.0  # about a logit, from which it is not hoped to be better; 50 labels
+SURE_INFORMATION = 12.0  # about a logit, from which there is no hope for better; 50 labels
 HORIZON = 128  # tokens over which catching up is paid at least
 LIVE_LABELS = 50  # of a level before its margins say anything
 LIVE_INFORMATION = 100.0  # of a live level; about 500 labels
@@ -146,8 +146,8 @@ class Spread:
     """Difference between requests: the variance of their offsets, by the method of moments
     (DerSimonian and Laird 1986).
 
-    Labels of a request that have the variance V in sum are by e more often right than those of
-    others. On average e * e is V + V * V * the variance of offsets.
+    A request whose labels have the variance V in sum has e more right labels than expected. On
+    average e * e is V + V * V * the variance of offsets.
     """
 
     squares: float = OFFSETS**2 * OFFSETS_WEIGHT
@@ -161,7 +161,7 @@ class Spread:
 
     @property
     def information(self) -> float:
-        """Weight of "no offset": about that of 5 times as many labels."""
+        """Weight of "no offset", as an information: 1 is that of about 5 labels."""
         variance = self.squares / self.weights
         return 1 / max(MIN_OFFSETS**2, min(MAX_OFFSETS**2, variance))
 

@@ -1,4 +1,4 @@
-"""Decides before each step who drafts and how far; learns from each step when it is over.
+"""Decides before each step which sources draft and how far; learns from each finished step.
 
     costs (a measured table, corrected) x chances (faded counts) -> the plan with the most tokens a
     second; hold the decision for some steps; probe what is off.
@@ -23,10 +23,10 @@ MARGIN = 0.01  # gain over plain decoding that is needed to leave it
 HOPE = 0.5  # share of the doubt about chances that drafts begin with
 HOLD_SHARE = 0.01  # of the time, the most that deciding may take
 MAX_HOLD = 32  # steps
-LINGERING = 8  # steps without the network's drafts before it counts as off
+OFF_STEPS = 8  # steps without the network's drafts after which it counts as off
 # Steps that draft between bursts of plain ones: the first time, and at most; and a burst's length.
 FIRST_PLAIN, PLAIN_EVERY, PLAIN_BURST = 32, 256, 2
-SLEEPY = 8  # decisions in a row that refused all offers, after which one holds without a look
+MAX_REFUSALS = 8  # decisions in a row that refused all offers, after which one holds without a look
 SHADOWS = 8  # requests of a step whose unused offers are compared with the text
 LONG_RUN = 1 / 32  # of the latest step in the long run's averages
 
@@ -65,7 +65,7 @@ class Controller:
     def hold(
         self, num_requests: int, prompt_rows: int = 0, *, may_offer: bool = False
     ) -> Decision | None:
-        """The latest decision, if it holds for the step that begins now, which is counted then.
+        """The latest decision, if it holds for the step that begins now; the step is then counted.
 
         It holds for as many steps as make deciding take 1 % of the time, for the same requests.
         Sources of the host that may find drafts look first, but not after many offers in a row that
@@ -73,7 +73,7 @@ class Controller:
         """
         if self._hold <= 0 or num_requests != self._num_requests or prompt_rows:
             return None
-        if may_offer and self._num_refused < SLEEPY:
+        if may_offer and self._num_refused < MAX_REFUSALS:
             return None
         self._hold -= 1
         assert self._standing is not None
@@ -94,7 +94,7 @@ class Controller:
             self._num_refused = 0
         elif facts.has_offers:
             self._num_refused += 1
-        is_open = facts.has_offers and self._num_refused < SLEEPY
+        is_open = facts.has_offers and self._num_refused < MAX_REFUSALS
         if not (is_open or facts.prompt_rows or self.probe.request_ids):
             most = self._deciding_s / (HOLD_SHARE * max(decision.step_s, 1e-9))
             self._hold = max(0, min(MAX_HOLD, int(most)) - 1)
@@ -129,8 +129,8 @@ class Controller:
 
     def network_due_in(self) -> int:
         """Count the steps until the network may draft again; 0 while drafts pay and it makes them,
-        or did a few steps ago."""
-        if self._is_drafting and self.probe.idle_steps < LINGERING:
+        or made them less than OFF_STEPS steps ago."""
+        if self._is_drafting and self.probe.idle_steps < OFF_STEPS:
             return 0
         return max(1, self.probe.due_in)
 
@@ -147,8 +147,8 @@ class Controller:
         plan = self._best(facts, options, prices)
         has_network = any(one.network is not None for one in facts.requests)
         if not plan.picks and has_network and self.chances.are_doubted(facts):
-            # A few unlucky labels do not end it: without drafts there would be hardly any more.
-            # Nor do they keep it from beginning again where it nearly pays.
+            # A few unlucky labels do not end drafting, as there would be few new labels without
+            # drafts. They also do not keep it from beginning again where it nearly pays.
             hope = 1.0 if self._is_drafting else HOPE
             hopeful = [self.chances.options(one, self.costs, hope) for one in facts.requests]
             plan = self._best(facts, hopeful, prices)
@@ -205,23 +205,23 @@ class Controller:
         lengths = [request.context_tokens for request in facts.requests]
         most = min(facts.max_rows, sum([request.most_rows for request in facts.requests]))
         target_N = costs.target_N(count + facts.prompt_rows, 1 + most, sum(lengths), count)
-        alone_s = target_N[0]
+        plain_s = target_N[0]
         if facts.prompt_rows:
-            [alone_s] = costs.target_N(count, 1, sum(lengths), count)
+            [plain_s] = costs.target_N(count, 1, sum(lengths), count)
         network = next((r.network for r in facts.requests if r.network is not None), None)
         pass_N, max_passes, start_s = [0.0, 0.0], 0, 0.0
         if network is not None:
             pass_N = costs.pass_N(network, 1 + count + most, lengths)
             max_passes = costs.drafter(network).max_passes
             start_s = costs.start_s(network, lengths)
-        alone_s += costs.host_s(count)
+        plain_s += costs.host_s(count)
         drafting_s = costs.drafting_s(count)
-        return Prices(count, alone_s, target_N, pass_N, max_passes, start_s, drafting_s)
+        return Prices(count, plain_s, target_N, pass_N, max_passes, start_s, drafting_s)
 
     def _remember(self, prices: Prices, plan: DraftPlan) -> None:
         """Add a step to the long run: its tokens, and those of plain decoding in the same time."""
         key = prices.num_requests.bit_length()
-        step_s = prices.alone_s + plan.added_s
+        step_s = prices.plain_s + plan.added_s
         new = prices.num_requests + plan.tokens, prices.plain_rate * step_s
         old = self._long_run.get(key, new)
         self._long_run[key] = (

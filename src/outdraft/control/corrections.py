@@ -20,12 +20,15 @@ from outdraft.control.costs import CostTable, DrafterCost
 from outdraft.control.facts import StepOutcome
 from outdraft.core.decision import Reason
 
-GAIN = 1 / 12  # of a surprise
-SURPRISE = 0.25  # of a logarithm: the most that counts of one step
-CHANGE = 0.4  # of a surprise, if it is the second one in a row
-OWN_GAIN, NEAR = 1 / 12, 0.7  # of a surprise for its number of rows alone, and for the next number
+GAIN = 1 / 12  # share of a surprise that moves a factor
+MAX_LOG_STEP = 0.25  # most change of a factor's logarithm in one step
+CHANGE_GAIN = 0.4  # the share if it is the second surprise in a row
+OWN_GAIN, NEIGHBOUR_SHARE = (
+    1 / 12,
+    0.7,
+)  # of a surprise for its number of rows alone, and for the next number
 MAX_LOG = math.log(64)  # of a factor, either way
-FAR, LONG = math.log(1.5), 2000  # a factor, and for how many steps in a row: a wrong table
+WRONG_LOG, WRONG_STEPS = math.log(1.5), 2000  # a factor, and steps in a row: a wrong table
 SPAN = 4096  # rows whose times are kept in lists
 
 
@@ -33,7 +36,7 @@ class Factor:
     """Ratio of an actual time to the table's."""
 
     def __init__(self) -> None:
-        self.num_far = 0  # times in a row that it was beyond FAR
+        self.num_wrong = 0  # times in a row that it was beyond WRONG_LOG
         self._log = 0.0
         self._num = 0
         self._large = 0  # surprises in a row, negative: steps were shorter than expected
@@ -48,15 +51,15 @@ class Factor:
             return 0.0
         self._num += 1
         surprise = math.log(actual_s / table_s) - self._log
-        if abs(surprise) <= SURPRISE:
+        if abs(surprise) <= MAX_LOG_STEP:
             self._large = 0
         else:
             self._large = max(1, self._large + 1) if surprise > 0 else min(-1, self._large - 1)
-        cut = max(-SURPRISE, min(SURPRISE, surprise))
+        cut = max(-MAX_LOG_STEP, min(MAX_LOG_STEP, surprise))
         is_change = abs(self._large) > 1
-        self._log += CHANGE * surprise if is_change else max(GAIN, 1 / (1 + self._num)) * cut
+        self._log += CHANGE_GAIN * surprise if is_change else max(GAIN, 1 / (1 + self._num)) * cut
         self._log = max(-MAX_LOG, min(MAX_LOG, self._log))
-        self.num_far = self.num_far + 1 if abs(self._log) > FAR else 0
+        self.num_wrong = self.num_wrong + 1 if abs(self._log) > WRONG_LOG else 0
         return surprise if is_change else cut
 
 
@@ -77,8 +80,10 @@ class Costs:
 
     @property
     def are_wrong(self) -> bool:
-        """Passes have taken much more, or less, than the table says for LONG steps."""
-        return any(one.num_far >= LONG for one in (self._machine, *self._networks.values()))
+        """Passes have taken much more, or less, than the table says for WRONG_STEPS steps."""
+        return any(
+            one.num_wrong >= WRONG_STEPS for one in (self._machine, *self._networks.values())
+        )
 
     def target_N(self, first: int, count: int, context: int, num_requests: int) -> list[float]:
         """Passes of the target of first, first + 1, ... rows, `count` of them."""
@@ -153,10 +158,10 @@ class Costs:
         table_s += self._beside_s(context, len(outcome.facts.requests))
         table_s *= self._own_factors[bucket]
         surprise = self._machine.observe(table_s, outcome.target_s)
-        near = NEAR ** np.abs(np.arange(len(self._own)) - bucket)
+        near = NEIGHBOUR_SHARE ** np.abs(np.arange(len(self._own)) - bucket)
         self._num_own[bucket] += 1
         gain = max(OWN_GAIN, 0.5 / self._num_own[bucket])
-        self._own += (CHANGE if abs(surprise) > SURPRISE else gain) * surprise * near
+        self._own += (CHANGE_GAIN if abs(surprise) > MAX_LOG_STEP else gain) * surprise * near
         self._own_factors = np.exp(self._own).tolist()
 
     def _network(self, network: str) -> float:

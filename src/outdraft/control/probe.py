@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from outdraft.control.facts import StepFacts
 from outdraft.control.search import DraftPlan, Option, Pick, Prices
 
-SHARE = 0.01  # of the time, the most that probes take
+PROBE_SHARE = 0.01  # of the time, the most that probes take
 FIRST_INTERVAL, MIN_INTERVAL = 8, 64  # plain steps before the first probe, and between others
-BURST, LONGEST_BURST = 4, 16  # steps of a probe
+BURST, MAX_BURST = 4, 16  # steps of a probe
 FIRST_DRAFTS = 50  # of the first probe at least, as far as its steps allow
-PROMISING = 0.2  # tokens a step and request beyond the expected, for a probe to go on
+MIN_EXCESS = 0.2  # tokens a step and request beyond the expected, for a probe to go on
 DEPTH = 2  # levels
-PROBED = 4  # requests at most; all of them in the first probe
-PROBE_LABELS = 6.0  # labels that count of those from OLD steps ago; of younger ones more
-OLD = 512  # steps
+MAX_PROBED = 4  # requests at most; all of them in the first probe
+PROBE_LABELS = 6.0  # labels that count of those from OLD_STEPS steps ago; of younger ones more
+OLD_STEPS = 512  # steps
 
 
 class Probe:
@@ -75,7 +75,7 @@ class Probe:
             return None
         self._is_first = is_first
         count = len(facts.requests)
-        ways = ((count, DEPTH),) if is_first else ((PROBED, DEPTH), (count, 1))
+        ways = ((count, DEPTH),) if is_first else ((MAX_PROBED, DEPTH), (count, 1))
         plans = [
             plan
             for most, depth in ways
@@ -88,7 +88,7 @@ class Probe:
         unread = sum(facts.requests[pick.request].unread_tokens for pick in plan.picks)
         lost_s = BURST * (_lost_s(plan, prices) + deciding_s) + catch_up_s(unread)
         lost_s = max(self._lost_s, lost_s)
-        share_steps = math.ceil(lost_s / (SHARE * prices.alone_s))
+        share_steps = math.ceil(lost_s / (PROBE_SHARE * prices.plain_s))
         self.interval = FIRST_INTERVAL if is_first else max(MIN_INTERVAL, share_steps)
         if self.due_in:
             return None
@@ -100,7 +100,7 @@ class Probe:
     @property
     def num_labels(self) -> float:
         """Labels of earlier drafts that count in the probe that begins."""
-        return PROBE_LABELS * max(1.0, OLD / max(1, self.idle_steps))
+        return PROBE_LABELS * max(1.0, OLD_STEPS / max(1, self.idle_steps))
 
     def observe(self, excess: float, lost_s: float) -> None:
         """Count a probe's step: `excess` tokens above the prediction, `lost_s` seconds lost."""
@@ -111,8 +111,8 @@ class Probe:
         self._excess += excess / len(self.request_ids)
         self._lost_s += lost_s
         goes_on = self._num_steps < BURST or (self._is_first and self._num_drafts < FIRST_DRAFTS)
-        goes_on |= self._excess > PROMISING * self._num_steps
-        if not goes_on or self._num_steps >= LONGEST_BURST:
+        goes_on |= self._excess > MIN_EXCESS * self._num_steps
+        if not goes_on or self._num_steps >= MAX_BURST:
             self.end()
 
     def end(self) -> None:

@@ -51,7 +51,7 @@ class Prices(NamedTuple):
 
     Attributes:
         num_requests: R.
-        alone_s: of the step without drafts, its prompts aside.
+        plain_s: of the step without drafts, its prompts aside.
         target_N: the target's pass with 0, 1, ... rows of drafts, up to the most that are allowed.
         pass_N: a network's pass with 0, 1, ... rows.
         max_passes: the network's, for a draft of any depth.
@@ -60,7 +60,7 @@ class Prices(NamedTuple):
     """
 
     num_requests: int
-    alone_s: float
+    plain_s: float
     target_N: Sequence[float]
     pass_N: Sequence[float]
     max_passes: int
@@ -74,7 +74,7 @@ class Prices(NamedTuple):
     @property
     def plain_rate(self) -> float:
         """Tokens a second of plain decoding."""
-        return self.num_requests / self.alone_s
+        return self.num_requests / self.plain_s
 
     def pass_s(self, num_rows: int) -> float:
         """A network's pass; more rows than any plan may have cost as much as the most."""
@@ -116,7 +116,7 @@ class DraftPlan(NamedTuple):
 
     def rate(self, prices: Prices) -> float:
         """Tokens a second."""
-        return (prices.num_requests + self.tokens) / (prices.alone_s + self.added_s)
+        return (prices.num_requests + self.tokens) / (prices.plain_s + self.added_s)
 
     def row_price(self, prices: Prices, rate: float) -> float:
         """Tokens that one more row must bring, at `rate` tokens a second.
@@ -274,7 +274,7 @@ def _best_prefix(
 ) -> tuple[float, int, float, float]:
     """The largest worth of the first levels, how many these are, and seconds: of the network, and
     of all that is added to a plain step."""
-    num_requests, alone_s, target_N, pass_N = prices[:4]
+    num_requests, plain_s, target_N, pass_N = prices[:4]
     max_rows, last, best = len(target_N) - 1, len(pass_N) - 1, (0.0, 0, 0.0, 0.0)
     pass_rows = [0] * (1 + max([one[3] for one in levels]))
     rows, tokens, draft_s, beside_s = 0, 0.0, 0.0, prices.drafting_s - target_N[0]
@@ -294,7 +294,7 @@ def _best_prefix(
         beside_s += fixed_s
         added_s = draft_s + beside_s + target_N[rows]
         if long_run is None:
-            worth = (num_requests + tokens) / (alone_s + added_s)
+            worth = (num_requests + tokens) / (plain_s + added_s)
         else:
             worth = tokens - long_run * added_s
         if worth > best[0]:
