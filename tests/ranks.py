@@ -11,7 +11,7 @@ import torch
 from torch._C._distributed_c10d import HashStore  # torch.distributed does not name it
 
 from outdraft.config.engine import EngineConfig
-from outdraft.core.grammar import AllowedTokens, Drafted
+from outdraft.core.grammar import AllowedTokens, GrammarDrafts
 from outdraft.core.plan import StepPlan, StepResult
 from outdraft.distributed.group import RankGroup, Ranks, RequestShares
 from outdraft.distributed.process_groups import join_ranks
@@ -117,7 +117,7 @@ class Spread:
         self._tell(as_bytes(plan))
         return self._launch(plan)
 
-    def drafted(self, step: LaunchedStep) -> Drafted:
+    def drafted(self, step: LaunchedStep) -> GrammarDrafts:
         return self._drafted(step)
 
     def verify(self, step: LaunchedStep, allowed: AllowedTokens) -> PendingStep:

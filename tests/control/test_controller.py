@@ -5,7 +5,7 @@ import pytest
 from msgspec import structs
 
 from outdraft.control.controller import PLAIN_BURST, Controller
-from outdraft.control.corrections import LONG
+from outdraft.control.corrections import WRONG_STEPS
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
 from outdraft.control.facts import (
     DraftOutcome,
@@ -83,7 +83,7 @@ def test_grants_keep_to_what_is_allowed(seed: int):
                 network="eagle3" if rng.random() < 0.7 else None,
                 shapes=((), (2, 3, 1)),
                 offers=(HostOffer("suffix", int(rng.integers(1, 9)), 4),) * int(rng.integers(2)),
-                lag_tokens=int(rng.integers(3)),
+                unread_tokens=int(rng.integers(3)),
             )
             for i in range(int(rng.integers(1, 5)))
         )
@@ -129,8 +129,8 @@ def test_catching_up_is_priced_by_the_tokens_that_are_left():
     facts = StepFacts((request(network="eagle3"),))
     controller = taught(Controller(table(catch_up_s=0.01), 5), facts, lambda g: g.levels)
     assert controller.decide(facts).grants
-    late = request("late", network="eagle3", lag_tokens=500, max_tokens=6)
-    early = request("early", network="eagle3", lag_tokens=500, max_tokens=2000)
+    late = request("late", network="eagle3", unread_tokens=500, max_tokens=6)
+    early = request("early", network="eagle3", unread_tokens=500, max_tokens=2000)
     assert controller.decide(StepFacts((late,))).grants == ()
     decision = controller.decide(StepFacts((early,)))
     assert decision.grants
@@ -312,7 +312,7 @@ def test_wrong_costs_are_told_once():
     told = list[str]()
     controller = Controller(table(), 5, lambda: told.append("wrong"))
     facts = StepFacts((request(),))
-    for _ in range(2 * LONG):
+    for _ in range(2 * WRONG_STEPS):
         decision = controller.decide(facts)
         controller.observe(structs.replace(outcome(facts, decision), target_s=3.0))
     assert told == ["wrong"]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from outdraft.control.corrections import LONG, SPAN, Costs
+from outdraft.control.corrections import SPAN, WRONG_STEPS, Costs
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost, monotone
 from outdraft.control.facts import DraftOutcome, RequestFacts, StepFacts, StepOutcome
 from outdraft.core.decision import Decision, Grant, Reason
@@ -175,13 +175,13 @@ def test_a_table_is_wrong_if_passes_differ_by_more_than_half_for_long_and_not_fo
         return costs
 
     for factor in (2.5, 1 / 2.5):
-        assert not costs_after(factor, LONG).are_wrong
-        costs = costs_after(factor, LONG + 50)
+        assert not costs_after(factor, WRONG_STEPS).are_wrong
+        costs = costs_after(factor, WRONG_STEPS + 50)
         assert costs.are_wrong
         for _ in range(50):
             costs.observe(step(4, 1.3))
         assert not costs.are_wrong
-    assert not costs_after(1.3, LONG + 50).are_wrong
+    assert not costs_after(1.3, WRONG_STEPS + 50).are_wrong
 
 
 def test_a_step_with_drafts_takes_the_host_longer_by_the_same_share_for_all_requests():

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from outdraft.control.roofline import ROWS as PRIOR_ROWS
-from outdraft.control.roofline import Machine, PassSize, pass_s, prior_table
+from outdraft.control.roofline import MachineLimits, PassSize, pass_s, prior_table
 from outdraft.core.weights import RoutedWeights
 
 # 1 GB/s; 100 Gop/s; a million weights of two bytes: 2 ms to read, 20 us for each row.
-MACHINE = Machine(bandwidth=1e9, peak=1e11)
+MACHINE = MachineLimits(bandwidth=1e9, peak=1e11)
 TARGET = PassSize(2_000_000, 2_000_000, token_bytes=4000, num_layers=10)
 DRAFTER = PassSize(200_000, 200_000, token_bytes=400, num_layers=1)
 ROWS = (1, 64, 100, 200, 1000)
@@ -22,7 +22,7 @@ def test_a_pass_is_bound_by_its_bytes_and_then_by_its_operations():
 
 
 def test_launches_bound_it_from_below_and_calls_come_on_top():
-    machine = Machine(1e9, 1e11, 300e-6, call_s=50e-6)
+    machine = MachineLimits(1e9, 1e11, 300e-6, call_s=50e-6)
     ends = (1, 1000)
     assert TARGET.curve(machine, ends).seconds == pytest.approx([3050e-6, 20050e-6], rel=1e-4)
     assert DRAFTER.curve(machine, ends).seconds[0] == pytest.approx(350e-6)

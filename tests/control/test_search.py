@@ -6,16 +6,16 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from outdraft.control.search import FREE_ROW, Option, Plan, Prices, best_plan
+from outdraft.control.search import FREE_ROW, DraftPlan, Option, Prices, best_plan
 
 
 def falling(rng, count):
     return np.cumprod(rng.uniform(0.2, 1, count)).tolist()
 
 
-def prices_of(target_N, pass_N=(0.0, 0.0), max_passes=63, num_requests=1, alone_s=None, **others):
-    alone_s = target_N[0] if alone_s is None else alone_s
-    return Prices(num_requests, alone_s, list(target_N), list(pass_N), max_passes, **others)
+def prices_of(target_N, pass_N=(0.0, 0.0), max_passes=63, num_requests=1, plain_s=None, **others):
+    plain_s = target_N[0] if plain_s is None else plain_s
+    return Prices(num_requests, plain_s, list(target_N), list(pass_N), max_passes, **others)
 
 
 def random_prices(rng, max_rows, num_requests, *, stairs):
@@ -42,7 +42,7 @@ class Way:
 
     def worth(self, prices: Prices, long_run: float | None) -> float:
         if long_run is None:
-            return (prices.num_requests + self.tokens) / (prices.alone_s + self.added_s)
+            return (prices.num_requests + self.tokens) / (prices.plain_s + self.added_s)
         return self.tokens - long_run * self.added_s
 
 
@@ -76,7 +76,7 @@ def best_by_brute_force(options, prices, long_run):
     return max(way.worth(prices, long_run) for way in found if way is not None)
 
 
-def worth(plan: Plan, prices: Prices, long_run: float | None) -> float:
+def worth(plan: DraftPlan, prices: Prices, long_run: float | None) -> float:
     """That of a plan; what it says of itself is true."""
     way = way_of([(pick.option, pick.levels) for pick in plan.picks], prices)
     assert way is not None
@@ -173,7 +173,7 @@ def test_rows_that_prompts_take_raise_what_one_more_costs():
     target = 1 + 0.6 * np.maximum(0, np.arange(20.0) - 8)
     options = [[Option("eagle3", [0.5], is_network=True)]]
     alone = prices_of(target[1:3], [0, 0.1])
-    beside = prices_of(target[9:11], [0, 0.1], alone_s=1.0)
+    beside = prices_of(target[9:11], [0, 0.1], plain_s=1.0)
     assert best_plan(options, alone).rows == 1
     assert best_plan(options, beside).rows == 0
 

@@ -54,13 +54,13 @@ class Drafter:
 
     Attributes:
         num_layers: 0: heads, each with a product of its own over the vocabulary.
-        lag: rows that it reads less than a text has tokens.
+        token_shift: rows that it reads less than a text has tokens.
     """
 
     num_layers: int
     hidden_size: int
     vocab_size: int
-    lag: int = 0
+    token_shift: int = 0
 
     @classmethod
     def of(cls, family: str, method: str, target: ModelConfig) -> "Drafter":
@@ -69,7 +69,7 @@ class Drafter:
             return cls(0, *sizes)
         if method == "eagle3":  # one layer, and a vocabulary of its own
             raw = json.loads((checkpoint(family, "eagle3") / "config.json").read_text())
-            return cls(1, target.hidden_size, raw["draft_vocab_size"], lag=1)
+            return cls(1, target.hidden_size, raw["draft_vocab_size"], token_shift=1)
         drafter = ModelConfig.from_directory(pair(family).drafter)
         return cls(drafter.num_layers, drafter.hidden_size, drafter.vocab_size)
 
@@ -143,7 +143,7 @@ class Case:
                 if any(group):
                     self.add_drafting(of_draft, drafter, group, rank - first)
             reads = [work for work in plan.works if work.owner == first // draft_size]
-            if num_read := sum(work.num_drafter_reads for work in reads):
+            if num_read := sum(work.num_drafter_new for work in reads):
                 of_draft.add_pass(drafter, num_read, num_read)
             if not works:
                 continue
@@ -168,7 +168,9 @@ class Case:
             for _ in levels:
                 sent.add_turn(len(works) - len(parts[member]), width)
             return
-        unread = [work.num_tokens - drafter.lag - work.num_drafter_computed for work in works]
+        unread = [
+            work.num_tokens - drafter.token_shift - work.num_drafter_computed for work in works
+        ]
         sent.add_pass(drafter, sum(unread), len(works))
         for level, num_above in enumerate((1, *levels[:-1])):
             if sent.is_compiled:  # a chain that has all its drafts is read no more

@@ -105,7 +105,7 @@ def policy(
         sources.append(DraftNetworkConfig(model="m"))
     limits = None
     if drafter_max_len is not None:
-        limits = DrafterLimits(drafter_max_len, drafting, lag_tokens=unread)
+        limits = DrafterLimits(drafter_max_len, drafting, unread_tokens=unread)
     options.setdefault("num_speculative_tokens", 4)
     config = SpeculationConfig(sources=tuple(sources), **options)
     return DraftPolicy(config, proposers, limits, control, max_num_seqs=8)
@@ -198,7 +198,7 @@ def test_facts_say_what_each_request_could_draft():
     a, b, c = facts.requests
     assert a.offers == (HostOffer("suffix", 2, 5, (2, 2)), HostOffer("ngram", 3, 0))
     assert (a.max_tokens, a.max_drafts, a.context_tokens) == (20, 4, 10)
-    assert (a.network, a.shapes, a.lag_tokens) == ("draft_model", ((),), 6)
+    assert (a.network, a.shapes, a.unread_tokens) == ("draft_model", ((),), 6)
     assert b.offers == c.offers == ()
     assert [facts.rule for facts in (a, b, c)] == ["block", "greedy", "drafter_invariant"]
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
-from outdraft.control.roofline import ROWS, Machine, PassSize, prior_table
+from outdraft.control.roofline import ROWS, MachineLimits, PassSize, prior_table
 from outdraft.core.weights import RoutedWeights
 from outdraft.costs.measurement import (
     LAGS,
@@ -24,7 +24,7 @@ from outdraft.runner.dummy_steps import SHORT, DummyStep, PhaseSeconds
 
 NUM_LONG = 1000
 SIZE = PassSize(10**8, 10**8, 10**4, 8)
-PRIOR = prior_table(Machine(1e10, 1e12, call_s=1e-4), SIZE, {"eagle3": (SIZE, 63)})
+PRIOR = prior_table(MachineLimits(1e10, 1e12, call_s=1e-4), SIZE, {"eagle3": (SIZE, 63)})
 COUNTS = (1, 2, 4, 8)
 SECONDS = st.floats(0, 10)
 
@@ -62,7 +62,7 @@ def test_rows_that_nobody_measured_follow_the_prior():
 def test_few_measured_steps_tell_what_many_rows_of_experts_take():
     """The machine is half as fast as the prior says; only the shape of the curve is known."""
     size = PassSize(10**7, 10**6, 0, 1, RoutedWeights(10**9, num_experts=64, per_row=4))
-    prior, truth = size.curve(Machine(1e10, 1e12)), size.curve(Machine(5e9, 5e11))
+    prior, truth = size.curve(MachineLimits(1e10, 1e12)), size.curve(MachineLimits(5e9, 5e11))
     points = {rows: float(truth.at(np.array(rows))) for rows in (1, 2)}
     assert stretched(prior, points).seconds == pytest.approx(truth.seconds)
 
@@ -73,7 +73,7 @@ def test_a_networks_costs_without_noise_are_what_was_true():
         if step.is_network:
             context_s = 1e-7 * (tokens(step) - SHORT * step.num_requests)
             passes = step.num_drafts(0) * (1e-4 * step.num_requests + context_s)
-            draft_s += 8e-4 + passes + 1e-5 * step.lag
+            draft_s += 8e-4 + passes + 1e-5 * step.num_unread
         return draft_s, 1.0, 1.0
 
     steps = drafter_steps(COUNTS, 4, reads_texts=True)
@@ -101,7 +101,7 @@ def test_a_look_at_a_long_text_is_no_part_of_its_passes():
         return 5e-5 + 8e-4 + look_s + pass_s * step.num_drafts(0), 1.0, 1.0
 
     steps = drafter_steps(COUNTS, 4, reads_texts=True, shares_cache=True)
-    assert {step.lag for step in steps} == {0}
+    assert {step.num_unread for step in steps} == {0}
     cost = fitted_drafter(measured_as(steps, truth), COUNTS, NUM_LONG, 4, prior)
     assert cost.context_s == pytest.approx(1e-6)
     assert cost.start_s == pytest.approx(8e-4)
@@ -117,7 +117,7 @@ def test_heads_take_one_pass_and_have_nothing_to_catch_up_with():
     cost = fitted_drafter(measured_as(steps, truth), COUNTS, NUM_LONG, 3, prior)
     assert cost.passes.at(np.array(COUNTS)) == pytest.approx([9e-4] * 4)
     assert (cost.start_s, cost.max_passes) == (0.0, 1)
-    assert not any(step.lag or step.is_long for step in steps)
+    assert not any(step.num_unread or step.is_long for step in steps)
 
 
 class Slow:

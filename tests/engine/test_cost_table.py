@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outdraft.control.costs import CostTable
-from outdraft.control.roofline import Machine
+from outdraft.control.roofline import MachineLimits
 from outdraft.core.errors import ConfigError
 from outdraft.core.plan import StepPlan
 from outdraft.costs.file import (
@@ -82,7 +82,7 @@ def test_the_prior_of_a_model_with_experts_counts_those_that_rows_meet():
     hidden, width, num_layers = target.config.hidden_size, 48, target.config.num_layers
     numbers = num_layers * routed.num_experts * 3 * hidden * width
     assert routed.nbytes == 2 * numbers  # bfloat16 holds these
-    machine = Machine(bandwidth=1e6, peak=1e15)
+    machine = MachineLimits(bandwidth=1e6, peak=1e15)
     found = roofline(llm.config, llm.models, llm.engine.runner, machine).target
     met = routed.per_row / routed.num_experts
     missed_bytes = [(1 - met) ** rows * routed.nbytes for rows in found.rows]

@@ -1,6 +1,6 @@
 """Engines whose runner gets nothing but bytes, and answers with bytes."""
 
-from outdraft.core.grammar import AllowedTokens, Drafted
+from outdraft.core.grammar import AllowedTokens, GrammarDrafts
 from outdraft.core.plan import StepPlan, StepResult
 from outdraft.engine.llm import LLM
 from outdraft.runner.model_runner import LaunchedStep, PendingStep
@@ -42,7 +42,7 @@ class ThroughBytes:
         self.num_readmitted += sum(len(one.token_ids) > one.num_prompt for one in plan.admissions)
         return self._launch(from_bytes(StepPlan, self.plans[-1]))
 
-    def drafted(self, step: LaunchedStep) -> Drafted:
+    def drafted(self, step: LaunchedStep) -> GrammarDrafts:
         drafted = copied(self._drafted(step))
         if drafted.drafts_2BN is not None:
             self.num_drafted += int((drafted.drafts_2BN[0] >= 0).sum())

@@ -153,7 +153,7 @@ class Simulator:
             offers,
             NETWORK if world.network is not None else None,
             shapes=(self.scenario.tree, CHAIN) if self.scenario.tree else (CHAIN,),
-            lag_tokens=min(request.lag, self.scenario.window),
+            unread_tokens=min(request.lag, self.scenario.window),
         )
 
     def _context(self, request: _Request) -> int:

@@ -44,7 +44,7 @@ class SimulatedDevice:
         self.states: dict[tuple[int, int | None, int], Text] = {}
         self.num_gaps = 0
         # Tokens of the text behind the network's last step; by request, its preemptions, its group.
-        self.lag = 1 if drafting.max_kept == -1 else 0
+        self.token_shift = 1 if drafting.max_kept == -1 else 0
         self.rng = rng
         self.block_size = block_size
         self.vocab_size = vocab_size
@@ -62,7 +62,7 @@ class SimulatedDevice:
             if work.drafts is not None and work.drafts.num_model_drafts:
                 request, slot = self._owners[work.slot], self._slots[work.slot]
                 assert slot.gap == request.drafter_gap
-                self.check_drafter(request, slot.block_ids, request.num_tokens - self.lag)
+                self.check_drafter(request, slot.block_ids, request.num_tokens - self.token_shift)
                 self.num_gaps += slot.gap.num_tokens > 0
         written: set[int] = set()
         for work, draft in zip(plan.works, drafted, strict=True):
@@ -115,7 +115,7 @@ class SimulatedDevice:
         table, last = gap.blocks(blocks), -1
         for place in range(num_tokens - gap.num_tokens):
             found = self.drafter[request.owner, self._slot(table, place)]
-            token = len(found) - 1 - self.lag
+            token = len(found) - 1 - self.token_shift
             assert found == text[: len(found)], (request.id, place)
             is_behind = place >= len(gap.before) * self.block_size
             assert token == place + gap.num_tokens if is_behind else token > last
@@ -139,13 +139,13 @@ class SimulatedDevice:
             draft = Draft(tuple(ids), self._parents(number))
             assert max(tree_depths(draft.parents)) <= request.max_drafts
         text = tuple(request.token_ids.tolist())
-        num_read = request.num_tokens - self.lag
+        num_read = request.num_tokens - self.token_shift
         self.check_drafter(request, slot.block_ids, request.num_drafter_computed)
         assert request.num_drafter_computed < num_read, "nothing to draft behind"
-        if self.state_window and not self.lag:
+        if self.state_window and not self.token_shift:
             self._check_state(request, request.num_computed - 1)
         self._read(work, range(request.num_drafter_computed, num_read))
-        if self.lag:
+        if self.token_shift:
             for place in range(request.num_drafter_computed, num_read):
                 self._check_state(request, place)
         table, missing = slot.drafter_block_ids, slot.gap.num_tokens
@@ -160,15 +160,15 @@ class SimulatedDevice:
         text, told = tuple(self._owners[work.slot].token_ids.tolist()), self._slots[work.slot]
         for place in places:
             slot = self._slot(told.drafter_block_ids, place - told.gap.num_tokens)
-            self.drafter[work.owner, slot] = text[: place + 1 + self.lag]
+            self.drafter[work.owner, slot] = text[: place + 1 + self.token_shift]
 
     def _read_chunk(self, work: Work) -> None:
-        if work.num_drafter_reads:
+        if work.num_drafter_new:
             request, slot = self._owners[work.slot], self._slots[work.slot]
             assert request.num_drafter_computed == work.start
             assert slot.gap == request.drafter_gap
-            assert work.num_drafter_reads <= work.num_new
-            end = work.start + work.num_drafter_reads
+            assert work.num_drafter_new <= work.num_new
+            end = work.start + work.num_drafter_new
             self.check_drafter(request, slot.block_ids, work.start)
             self._read(work, range(work.start, end))
 
@@ -179,7 +179,7 @@ class SimulatedDevice:
     def _keep_states(self, work: Work, result: WorkResult) -> None:
         text = (*self._owners[work.slot].token_ids.tolist(), *result.token_ids)
         end = work.start + work.num_new + len(result.accepted_rows)
-        first = max(work.start, end - self.state_window) if self.lag else end - 1
+        first = max(work.start, end - self.state_window) if self.token_shift else end - 1
         for place in range(first, end):
             key = work.owner, work.slot, place % self.state_window
             self.states[key] = text[: place + 1]

@@ -49,10 +49,10 @@ def test_nobody_followed_means_that_no_state_is_kept_and_nothing_read():
     while sched.has_work:
         step = sched.schedule({})
         assert not step.plan.keeps_states
-        assert [work.num_drafter_reads for work in step.works] == [0]
+        assert [work.num_drafter_new for work in step.works] == [0]
         sched.commit(step, plain_results(step))
         assert (one.num_states, one.num_drafter_computed) == (0, 0)
-        assert sched.lag_tokens(one) == 0
+        assert sched.unread_tokens(one) == 0
 
 
 def test_heads_have_no_state_of_a_chunk_without_logits():
@@ -72,11 +72,11 @@ def test_a_prompt_is_read_as_it_passes_by():
     sched.add(request("a", [1] * 20, 6))
     made = run_followed(sched, 3)
     assert [step.works[0].num_new for step in made] == [7, 7, 6]
-    assert [step.works[0].num_drafter_reads for step in made] == [7, 7, 5]
+    assert [step.works[0].num_drafter_new for step in made] == [7, 7, 5]
     [one] = sched.running
     assert (one.num_drafter_computed, one.num_states) == (19, WINDOW)
     assert one.drafter_gap == NO_GAP
-    assert sched.lag_tokens(one) == 0  # the last one is read before the first draft
+    assert sched.unread_tokens(one) == 0  # the last one is read before the first draft
 
 
 def test_a_prompt_that_is_not_read_leaves_the_states_of_its_end():
@@ -86,7 +86,7 @@ def test_a_prompt_that_is_not_read_leaves_the_states_of_its_end():
     step = sched.schedule({}, everybody)
     sched.commit(step, plain_results(step))
     assert step.plan.keeps_states
-    assert step.works[0].num_drafter_reads == 0
+    assert step.works[0].num_drafter_new == 0
     assert (one.num_states, one.num_drafter_computed) == (WINDOW, 0)
     (work,) = sched.schedule({"a": eagle_drafts(1)}, everybody).works
     assert (work.gap.num_tokens, one.num_drafter_computed) == (20 - WINDOW, 20 - WINDOW)
@@ -96,7 +96,7 @@ def test_what_a_draft_follows_from_is_left_to_read():
     sched = eagle(max_num_batched_tokens=9)
     sched.add(request("a", [1] * 10, 6))
     [step] = run_followed(sched, 1)
-    assert step.works[0].num_drafter_reads == 8  # the ninth is read together with the newest
+    assert step.works[0].num_drafter_new == 8  # the ninth is read together with the newest
     step = sched.schedule({"a": eagle_drafts(1)})
     assert step.works[0].num_drafts == 1
 
@@ -134,7 +134,7 @@ def test_after_a_pause_the_drafter_reads_the_window_behind_what_it_has_read():
     sched.commit(step, plain_results(step))
     assert (one.num_tokens, one.num_drafter_computed) == (11, 9)
     run_followed(sched, 20)
-    assert sched.lag_tokens(one) == WINDOW - 1
+    assert sched.unread_tokens(one) == WINDOW - 1
     before = list(sched.table(one).ids)
     sched.schedule({"a": eagle_drafts(1)}, everybody)
     # Tokens 22 to 29 stand behind the two full blocks that were read before: token 22 at place 8.
@@ -157,13 +157,13 @@ def test_a_draft_model_lags_by_all_that_it_has_not_read():
     one = request("a", [1] * 9, 30)
     sched.add(one)
     run_plainly(sched, 3)
-    assert sched.lag_tokens(one) == 12 - 1
+    assert sched.unread_tokens(one) == 12 - 1
     step = sched.schedule({"a": model_drafts(2)})
     assert step.works[0].num_drafts == 2
     sched.commit(step, StepResult((WorkResult((1, 1, 1), (0, 1), (1, 1)),), 3))
-    assert (one.num_tokens, one.num_drafter_computed, sched.lag_tokens(one)) == (15, 13, 0)
+    assert (one.num_tokens, one.num_drafter_computed, sched.unread_tokens(one)) == (15, 13, 0)
     run_plainly(sched, 4)
-    assert sched.lag_tokens(one) == 4
+    assert sched.unread_tokens(one) == 4
 
 
 @pytest.mark.parametrize(("token", "filled"), [(1, 8), (2, 4)])
@@ -225,4 +225,4 @@ def test_prompts_that_are_too_long_for_the_network_are_not_read():
     sched.add(request("a", [1] * 17, 1))
     step = sched.schedule({}, lambda _: False, lambda _: False)
     assert not step.plan.keeps_states
-    assert [work.num_drafter_reads for work in step.works] == [0]
+    assert [work.num_drafter_new for work in step.works] == [0]

@@ -22,7 +22,7 @@ from outdraft.kernels.ops import Kernels, Product
 if TYPE_CHECKING:
     from outdraft.config.engine import EngineConfig
     from outdraft.control.costs import CostCurve, CostTable
-    from outdraft.control.roofline import Machine
+    from outdraft.control.roofline import MachineLimits
     from outdraft.loading.models import LoadedModels
 
 MOST_ROWS = 256  # prompts have more; they are not measured
@@ -76,7 +76,7 @@ def show_costs(console: Console, config: "EngineConfig") -> None:
     console.print(f"kept in {kept}" if kept else f"read from {config.cost_table}", markup=False)
 
 
-def _machine(models: "LoadedModels") -> "tuple[Machine, bool]":
+def _machine(models: "LoadedModels") -> "tuple[MachineLimits, bool]":
     """Limits of this machine, and True if they were measured."""
     from outdraft.costs.prior import default_machine
     from outdraft.kernels.choose import machine_limits

@@ -1,4 +1,4 @@
-"""How likely the target accepts a draft: by level, and by request, match length or live confidence.
+"""Chances that the target accepts a draft, by level and request, match length or live confidence.
 
 A draft is accepted at level i, given that all levels above were, with a chance that is estimated
 from faded counts. A level with few labels leans on the level above it, the first one on a prior:
@@ -38,7 +38,7 @@ class ChangeDetector:
         self._variance = 0.0
 
     def observe(self, excess: float, variance: float) -> bool:
-        """Add a step's labels; true if what was learned before should count less.
+        """Add a step's labels; true if earlier labels should count less.
 
         excess: the sum of labels minus their chances. variance: the sum of chance * (1 - chance).
         """
@@ -55,20 +55,20 @@ class ChangeDetector:
 KEEP = 0.997  # of the labels, for each step that brings new ones: 333 steps count
 LEAN = 6.0  # labels that the level above counts as
 PRIOR = 0.6  # chance of a network's first level before anything was seen
-# The same of a host's first token, by match length: 1, 2-3, 4-7, ... tokens. A token that is
+# Chance of a host's first token, by match length: 1, 2-3, 4-7, ... tokens. A token that is
 # accepted makes the match longer for the next one.
 HOST_PRIORS = 0.25, 0.5, 0.65, 0.75, 0.8, 0.85, 0.9
-PREDICTION_PRIOR = 0.75  # where the client says what the text will be, whatever matches
+PREDICTION_PRIOR = 0.75  # where the client predicts the text, for any match length
 NEWS_LABELS = 4.0  # labels that still count after a change
 MIN_CHANCE, MAX_CHANCE = 0.005, 0.995
-MIN_SURVIVAL = 0.01  # deeper levels are not worth a thought
+MIN_SURVIVAL = 0.01  # deeper levels are left out
 OFFSETS, OFFSETS_WEIGHT = 0.3, 400.0  # deviation of requests' offsets before any ended, in logits,
 OFFSETS_KEEP = 0.97  # and its weight, as of 4 requests with 40 labels; kept for each that ends
 MIN_OFFSETS, MAX_OFFSETS = 0.2, 1.2
 MAX_OFFSET_INFORMATION = 50.0  # about 250 labels; older ones fade
 MAX_OFFSET = 4.0  # logits
 UNSEEN_CHANGE = 1 / 500  # variance of a logit's change in a step that drafts another shape
-SURE_INFORMATION = 12.0  # about a logit, from which it is not hoped to be better; 50 labels
+SURE_INFORMATION = 12.0  # about a logit, from which there is no hope for better; 50 labels
 HORIZON = 128  # tokens over which catching up is paid at least
 LIVE_LABELS = 50  # of a level before its margins say anything
 LIVE_INFORMATION = 100.0  # of a live level; about 500 labels
@@ -122,11 +122,11 @@ class LiveLevel:
 
 @dataclass(slots=True)
 class Offset:
-    """How much easier (above 0) than others a request is to draft for, in logits.
+    """Ease of drafting for a request, in logits; above 0: easier than for others.
 
     Attributes:
         information: begins as that of "no offset".
-        excess, variance: of its labels beyond what others have, in sum.
+        excess, variance: sums of its labels minus their usual chances, and of their variances.
     """
 
     information: float
@@ -143,11 +143,11 @@ class Offset:
 
 @dataclass(slots=True)
 class Spread:
-    """How much requests differ: the variance of their offsets, by the method of moments
+    """Difference between requests: the variance of their offsets, by the method of moments
     (DerSimonian and Laird 1986).
 
-    Labels of a request that have the variance V in sum are by e more often right than those of
-    others. On average e * e is V + V * V * the variance of offsets.
+    A request whose labels have the variance V in sum has e more right labels than expected. On
+    average e * e is V + V * V * the variance of offsets.
     """
 
     squares: float = OFFSETS**2 * OFFSETS_WEIGHT
@@ -161,7 +161,7 @@ class Spread:
 
     @property
     def information(self) -> float:
-        """What "no offset" counts as: about a fifth of as many labels."""
+        """Weight of "no offset", as an information: 1 is that of about 5 labels."""
         variance = self.squares / self.weights
         return 1 / max(MIN_OFFSETS**2, min(MAX_OFFSETS**2, variance))
 
@@ -182,7 +182,7 @@ class Curve:
         self._offsets: dict[str, Offset] = {}
         self._spread = Spread()
         self._change = ChangeDetector()
-        self._chances: list[float] | None = None  # until labels come; what follows is made of them:
+        self._chances: list[float] | None = None  # None: new labels came. Derived from it:
         self._logits: list[float] = []
         self._usual: list[float] = []  # survivals of a request without an offset
         self._unseen = 0.0  # variance of what its logits may have changed by meanwhile
@@ -190,7 +190,7 @@ class Curve:
 
     @property
     def chances(self) -> list[float]:
-        """By level, for a request of which nothing is known."""
+        """By level, for a request without labels."""
         if self._chances is None:
             self._chances, above = [], self._prior
             for labels, right in zip(self._labels, self._right, strict=True):
@@ -225,11 +225,11 @@ class Curve:
 
     @property
     def knows_margins(self) -> bool:
-        """Whether margins say anything about the first level yet."""
+        """Margins have enough labels to say something about the first level."""
         return self._live[0].num_labels >= LIVE_LABELS
 
     def live_stop(self, request_id: str, num_levels: int, price: float, row_cap: int) -> LiveStop:
-        """What the drafter judges its next token by."""
+        """The live rule of a request's chain."""
         _ = self.chances
         if self._stop_parts is None:
             known = [one.num_labels >= LIVE_LABELS for one in self._live]
@@ -244,8 +244,8 @@ class Curve:
         return LiveStop(tuple(weights[:num_levels]), shifted, price, row_cap)
 
     def observe(self, drafts: Iterable[DraftOutcome], *, has_offsets: bool = True) -> float:
-        """Learn from a step's drafts; how much better they fared than predicted, in tokens."""
-        if self._unseen:  # what was learned before says less about it now
+        """Learn from a step's drafts; return the accepted tokens beyond the predicted ones."""
+        if self._unseen:  # earlier labels say less about it now
             keep = 1 / (1 + self._unseen * self._information)
             self._labels = [keep * one for one in self._labels]
             self._right = [keep * one for one in self._right]
@@ -280,7 +280,7 @@ class Curve:
         self._unseen += UNSEEN_CHANGE
 
     def doubt_all(self, num_labels: float) -> None:
-        """Let at most so many labels of each level count, so that the next ones decide."""
+        """Let at most num_labels labels of each level count, so that the next ones decide."""
         for level, labels in enumerate(self._labels):
             if labels > num_labels:
                 self._right[level] *= num_labels / labels
@@ -288,11 +288,11 @@ class Curve:
         self._chances = None
 
     def expect(self, prior: float) -> None:
-        """What the first level leans on is another chance now."""
+        """Change the prior chance that the first level leans on."""
         self._prior, self._chances = prior, None
 
     def forget(self, request_id: str) -> None:
-        """Drop a request that ended; what it says of requests in general stays."""
+        """Drop a request that ended; its effect on the spread stays."""
         if (ended := self._offsets.pop(request_id, None)) is not None:
             self._spread.observe(ended)
 
@@ -342,7 +342,7 @@ class HostCurves:
         return self._curves[self._bucket(match_length)]
 
     def observe(self, match_length: int, drafted: int, accepted: int) -> None:
-        """Learn how far an offer of so many tokens was right."""
+        """Learn how many of an offer's `drafted` tokens were right."""
         if not drafted:
             return
         bucket = self._bucket(match_length)
@@ -364,7 +364,7 @@ class HostCurves:
 
 
 class Chances:
-    """Owns the acceptance curves; makes options of what requests are offered.
+    """Owns the acceptance curves; makes options of the requests' offers.
 
     max_levels: most levels of any draft.
     """
@@ -409,16 +409,16 @@ class Chances:
             hoped = max(hope * doubt, doubt - min(doubts))
             survivals = curve.survivals(request.request_id, request.most_levels(shape), hoped)
             fixed_s = 0.0
-            if request.lag_tokens and survivals:
-                # The steps to come pay for it. Who came so far is expected to come on so far.
-                tokens = min(request.max_tokens, max(HORIZON, 2 * request.lag_tokens))
+            if request.unread_tokens and survivals:
+                # Future steps share this cost: as many are expected as there were so far.
+                tokens = min(request.max_tokens, max(HORIZON, 2 * request.unread_tokens))
                 steps = max(1.0, tokens / (1 + sum(survivals)))
-                fixed_s = costs.catch_up_s(source, request.lag_tokens) / steps
+                fixed_s = costs.catch_up_s(source, request.unread_tokens) / steps
             options.append(Option(source, survivals, shape, is_network=True, fixed_s=fixed_s))
         return options
 
     def observe(self, outcome: StepOutcome) -> float:
-        """Learn from a step; how much better networks fared than predicted, in tokens."""
+        """Learn from a step; return the tokens that networks brought beyond the predicted ones."""
         grants = {grant.request_id: grant for grant in outcome.decision.grants}
         networks = {request.network for request in outcome.facts.requests}
         drafts: dict[CurveKey, list[DraftOutcome]] = {}
@@ -439,7 +439,7 @@ class Chances:
         return excess
 
     def are_doubted(self, facts: StepFacts) -> bool:
-        """Whether a network's chances may be better than few labels say."""
+        """A network has few labels, so its chances may be better than they say."""
         keys = {
             (one.network, one.rule, shape)
             for one in facts.requests
@@ -449,7 +449,7 @@ class Chances:
         return any(self.network(*key).doubt > 0 for key in keys)
 
     def has_drafted(self, request: RequestFacts) -> bool:
-        """Whether the request's network has shown anything of itself."""
+        """The request's network has labels."""
         return any(
             self.network(request.network or "", request.rule, shape).num_steps
             for shape in request.shapes

@@ -1,4 +1,4 @@
-"""Decides before each step who drafts and how far; learns from each step when it is over.
+"""Decides before each step which sources draft and how far; learns from each finished step.
 
     costs (a measured table, corrected) x chances (faded counts) -> the plan with the most tokens a
     second; hold the decision for some steps; probe what is off.
@@ -16,17 +16,17 @@ from outdraft.control.corrections import Costs
 from outdraft.control.costs import CostTable
 from outdraft.control.facts import StepFacts, StepOutcome
 from outdraft.control.probe import Probe
-from outdraft.control.search import PLAIN, Option, Pick, Plan, Prices, best_plan
+from outdraft.control.search import PLAIN, DraftPlan, Option, Pick, Prices, best_plan
 from outdraft.core.decision import Decision, Grant, LiveStop, Reason
 
 MARGIN = 0.01  # gain over plain decoding that is needed to leave it
 HOPE = 0.5  # share of the doubt about chances that drafts begin with
-HOLD_SHARE = 0.01  # of the time, what deciding may take
+HOLD_SHARE = 0.01  # of the time, the most that deciding may take
 MAX_HOLD = 32  # steps
-LINGERING = 8  # steps without the network's drafts before it counts as off
+OFF_STEPS = 8  # steps without the network's drafts after which it counts as off
 # Steps that draft between bursts of plain ones: the first time, and at most; and a burst's length.
 FIRST_PLAIN, PLAIN_EVERY, PLAIN_BURST = 32, 256, 2
-SLEEPY = 8  # decisions in a row that refused all offers, after which one holds without a look
+MAX_REFUSALS = 8  # decisions in a row that refused all offers, after which one holds without a look
 SHADOWS = 8  # requests of a step whose unused offers are compared with the text
 LONG_RUN = 1 / 32  # of the latest step in the long run's averages
 
@@ -35,7 +35,7 @@ class Controller:
     """Chooses lengths by costs and chances.
 
     Args:
-        table: what passes take.
+        table: the times of passes.
         max_levels: most levels of any draft.
         on_wrong_costs: called once if the table turns out to be wrong.
     """
@@ -65,7 +65,7 @@ class Controller:
     def hold(
         self, num_requests: int, prompt_rows: int = 0, *, may_offer: bool = False
     ) -> Decision | None:
-        """The latest decision, if it holds for the step that begins now, which is counted then.
+        """The latest decision, if it holds for the step that begins now; the step is then counted.
 
         It holds for as many steps as make deciding take 1 % of the time, for the same requests.
         Sources of the host that may find drafts look first, but not after many offers in a row that
@@ -73,7 +73,7 @@ class Controller:
         """
         if self._hold <= 0 or num_requests != self._num_requests or prompt_rows:
             return None
-        if may_offer and self._num_refused < SLEEPY:
+        if may_offer and self._num_refused < MAX_REFUSALS:
             return None
         self._hold -= 1
         assert self._standing is not None
@@ -94,7 +94,7 @@ class Controller:
             self._num_refused = 0
         elif facts.has_offers:
             self._num_refused += 1
-        is_open = facts.has_offers and self._num_refused < SLEEPY
+        is_open = facts.has_offers and self._num_refused < MAX_REFUSALS
         if not (is_open or facts.prompt_rows or self.probe.request_ids):
             most = self._deciding_s / (HOLD_SHARE * max(decision.step_s, 1e-9))
             self._hold = max(0, min(MAX_HOLD, int(most)) - 1)
@@ -123,14 +123,14 @@ class Controller:
             self._on_wrong_costs = None
 
     def forget(self, request_id: str) -> None:
-        """Drop what is known of a request that ended."""
+        """Drop the state of a request that ended."""
         self.chances.forget(request_id)
         self._hold = 0
 
     def network_due_in(self) -> int:
         """Count the steps until the network may draft again; 0 while drafts pay and it makes them,
-        or did a few steps ago."""
-        if self._is_drafting and self.probe.idle_steps < LINGERING:
+        or made them less than OFF_STEPS steps ago."""
+        if self._is_drafting and self.probe.idle_steps < OFF_STEPS:
             return 0
         return max(1, self.probe.due_in)
 
@@ -147,8 +147,8 @@ class Controller:
         plan = self._best(facts, options, prices)
         has_network = any(one.network is not None for one in facts.requests)
         if not plan.picks and has_network and self.chances.are_doubted(facts):
-            # A few unlucky labels do not end it: without drafts there would be hardly any more.
-            # Nor do they keep it from beginning again where it nearly pays.
+            # A few unlucky labels do not end drafting, as there would be few new labels without
+            # drafts. They also do not keep it from beginning again where it nearly pays.
             hope = 1.0 if self._is_drafting else HOPE
             hopeful = [self.chances.options(one, self.costs, hope) for one in facts.requests]
             plan = self._best(facts, hopeful, prices)
@@ -167,7 +167,9 @@ class Controller:
             return self._decision(facts, prices, Reason.NETWORK_PROBE, plan)
         return self._decision(facts, prices, Reason.NO_GAIN)
 
-    def _best(self, facts: StepFacts, options: Sequence[Sequence[Option]], prices: Prices) -> Plan:
+    def _best(
+        self, facts: StepFacts, options: Sequence[Sequence[Option]], prices: Prices
+    ) -> DraftPlan:
         """The best plan; PLAIN if it hardly gains and nothing was drafted before."""
         long_run = None
         if facts.has_offers:
@@ -180,7 +182,7 @@ class Controller:
 
     def _probed(
         self, facts: StepFacts, options: Sequence[Sequence[Option]], prices: Prices
-    ) -> Plan | None:
+    ) -> DraftPlan | None:
         is_first = not any(self.chances.has_drafted(one) for one in facts.requests)
         network = next(one.network for one in facts.requests if one.network is not None)
         plan = self.probe.new_plan(
@@ -203,23 +205,23 @@ class Controller:
         lengths = [request.context_tokens for request in facts.requests]
         most = min(facts.max_rows, sum([request.most_rows for request in facts.requests]))
         target_N = costs.target_N(count + facts.prompt_rows, 1 + most, sum(lengths), count)
-        alone_s = target_N[0]
+        plain_s = target_N[0]
         if facts.prompt_rows:
-            [alone_s] = costs.target_N(count, 1, sum(lengths), count)
+            [plain_s] = costs.target_N(count, 1, sum(lengths), count)
         network = next((r.network for r in facts.requests if r.network is not None), None)
         pass_N, max_passes, start_s = [0.0, 0.0], 0, 0.0
         if network is not None:
             pass_N = costs.pass_N(network, 1 + count + most, lengths)
             max_passes = costs.drafter(network).max_passes
             start_s = costs.start_s(network, lengths)
-        alone_s += costs.host_s(count)
+        plain_s += costs.host_s(count)
         drafting_s = costs.drafting_s(count)
-        return Prices(count, alone_s, target_N, pass_N, max_passes, start_s, drafting_s)
+        return Prices(count, plain_s, target_N, pass_N, max_passes, start_s, drafting_s)
 
-    def _remember(self, prices: Prices, plan: Plan) -> None:
-        """Add a step to the long run: tokens, and what plain decoding brings in the time."""
+    def _remember(self, prices: Prices, plan: DraftPlan) -> None:
+        """Add a step to the long run: its tokens, and those of plain decoding in the same time."""
         key = prices.num_requests.bit_length()
-        step_s = prices.alone_s + plan.added_s
+        step_s = prices.plain_s + plan.added_s
         new = prices.num_requests + plan.tokens, prices.plain_rate * step_s
         old = self._long_run.get(key, new)
         self._long_run[key] = (
@@ -228,7 +230,7 @@ class Controller:
         )
 
     def _count(self, decision: Decision) -> None:
-        """Steps since the network drafted in earnest, and since plain ones."""
+        """Count steps since the network drafted for gain, and since plain steps."""
         networks = self.costs.table.drafters
         if not any(grant.source in networks for grant in decision.grants):
             self.probe.idle_steps += 1
@@ -237,9 +239,9 @@ class Controller:
         self._since_plain = self._since_plain + 1 if decision.grants else 0
 
     def _decision(
-        self, facts: StepFacts, prices: Prices, reason: Reason, plan: Plan = PLAIN
+        self, facts: StepFacts, prices: Prices, reason: Reason, plan: DraftPlan = PLAIN
     ) -> Decision:
-        """What a plan means for the engine."""
+        """The decision that the engine acts on, made of a plan."""
         count, costs = prices.num_requests, self.costs
         host_s, target_s = costs.host_s(count), prices.target_N[plan.rows]
         plain_s = host_s + prices.target_N[0]
@@ -248,10 +250,10 @@ class Controller:
             return Decision(reason, (), None, 0.0, target_s, host_s, plain_s, count, 0.0, shadows)
         price = plan.row_price(prices, plan.rate(prices)) if reason is Reason.GAIN else 0.0
         network = next((one.option.source for one in plan.picks if one.option.is_network), "")
-        lag = sum(
-            facts.requests[one.request].lag_tokens for one in plan.picks if one.option.is_network
+        unread = sum(
+            facts.requests[one.request].unread_tokens for one in plan.picks if one.option.is_network
         )
-        catch_up_s = costs.catch_up_s(network, lag) if lag else 0.0
+        catch_up_s = costs.catch_up_s(network, unread) if unread else 0.0
         served = frozenset(one.request for one in plan.picks if not one.option.is_network)
         return Decision(
             reason,
@@ -267,9 +269,11 @@ class Controller:
             catch_up_s,
         )
 
-    def _grants(self, facts: StepFacts, plan: Plan, price: float) -> tuple[Grant, ...]:
+    def _grants(self, facts: StepFacts, plan: DraftPlan, price: float) -> tuple[Grant, ...]:
         has_room = len(plan.picks) * max(one.levels for one in plan.picks) <= facts.max_rows
-        found = list[tuple[Pick, Curve | None, int]]()  # with what tells margins, and the levels
+        found = list[
+            tuple[Pick, Curve | None, int]
+        ]()  # with the curve that reads margins, and levels
         for pick in plan.picks:
             request, option, levels = facts.requests[pick.request], pick.option, pick.levels
             curve = None
@@ -288,7 +292,7 @@ class Controller:
             request, option, stop = facts.requests[pick.request], pick.option, None
             if curve is not None and price > 0 and curve.knows_margins:
                 stop = curve.live_stop(request.request_id, levels, price, row_cap)
-            elif curve is not None:  # margins are told, to learn from
+            elif curve is not None:  # margins are reported, to learn from
                 stop = LiveStop((0.0,) * levels, (0.0,) * levels, price=0.0)
             grants.append(
                 Grant(
@@ -307,7 +311,7 @@ class Controller:
 
 
 def _shadows(facts: StepFacts, served: frozenset[int], turn: int) -> tuple[str, ...]:
-    """Whose unused offers should be compared with the text; the others' turn comes later.
+    """Ids of requests whose unused offers are compared with the text; other ids follow later.
 
     served: places of the requests that take an offer.
     """

@@ -20,20 +20,23 @@ from outdraft.control.costs import CostTable, DrafterCost
 from outdraft.control.facts import StepOutcome
 from outdraft.core.decision import Reason
 
-GAIN = 1 / 12  # of a surprise
-SURPRISE = 0.25  # of a logarithm: the most that counts of one step
-CHANGE = 0.4  # of a surprise, if it is the second one in a row
-OWN_GAIN, NEAR = 1 / 12, 0.7  # of a surprise for its number of rows alone, and for the next number
+GAIN = 1 / 12  # share of a surprise that moves a factor
+MAX_LOG_STEP = 0.25  # most change of a factor's logarithm in one step
+CHANGE_GAIN = 0.4  # the share if it is the second surprise in a row
+OWN_GAIN, NEIGHBOUR_SHARE = (
+    1 / 12,
+    0.7,
+)  # of a surprise for its number of rows alone, and for the next number
 MAX_LOG = math.log(64)  # of a factor, either way
-FAR, LONG = math.log(1.5), 2000  # a factor, and for how many steps in a row: a wrong table
-SPAN = 4096  # rows whose times are kept at hand
+WRONG_LOG, WRONG_STEPS = math.log(1.5), 2000  # a factor, and steps in a row: a wrong table
+SPAN = 4096  # rows whose times are kept in lists
 
 
 class Factor:
-    """How many times as long as the table says something takes."""
+    """Ratio of an actual time to the table's."""
 
     def __init__(self) -> None:
-        self.num_far = 0  # times in a row that it was beyond FAR
+        self.num_wrong = 0  # times in a row that it was beyond WRONG_LOG
         self._log = 0.0
         self._num = 0
         self._large = 0  # surprises in a row, negative: steps were shorter than expected
@@ -43,25 +46,25 @@ class Factor:
         return math.exp(self._log)
 
     def observe(self, table_s: float, actual_s: float) -> float:
-        """Learn from a time, and what the table says of it. Returns what counts of the surprise."""
+        """Learn from a time and the table's. Return the part of the surprise that counts."""
         if table_s <= 0 or actual_s <= 0:
             return 0.0
         self._num += 1
         surprise = math.log(actual_s / table_s) - self._log
-        if abs(surprise) <= SURPRISE:
+        if abs(surprise) <= MAX_LOG_STEP:
             self._large = 0
         else:
             self._large = max(1, self._large + 1) if surprise > 0 else min(-1, self._large - 1)
-        cut = max(-SURPRISE, min(SURPRISE, surprise))
+        cut = max(-MAX_LOG_STEP, min(MAX_LOG_STEP, surprise))
         is_change = abs(self._large) > 1
-        self._log += CHANGE * surprise if is_change else max(GAIN, 1 / (1 + self._num)) * cut
+        self._log += CHANGE_GAIN * surprise if is_change else max(GAIN, 1 / (1 + self._num)) * cut
         self._log = max(-MAX_LOG, min(MAX_LOG, self._log))
-        self.num_far = self.num_far + 1 if abs(self._log) > FAR else 0
+        self.num_wrong = self.num_wrong + 1 if abs(self._log) > WRONG_LOG else 0
         return surprise if is_change else cut
 
 
 class Costs:
-    """Predicts times of steps, in seconds; owns what was learned about a table's errors."""
+    """Predicts times of steps, in seconds; owns the learned errors of a table."""
 
     def __init__(self, table: CostTable) -> None:
         self.table = table
@@ -77,8 +80,10 @@ class Costs:
 
     @property
     def are_wrong(self) -> bool:
-        """Whether passes have long taken much more, or less, than the table says."""
-        return any(one.num_far >= LONG for one in (self._machine, *self._networks.values()))
+        """Passes have taken much more, or less, than the table says for WRONG_STEPS steps."""
+        return any(
+            one.num_wrong >= WRONG_STEPS for one in (self._machine, *self._networks.values())
+        )
 
     def target_N(self, first: int, count: int, context: int, num_requests: int) -> list[float]:
         """Passes of the target of first, first + 1, ... rows, `count` of them."""
@@ -103,11 +108,11 @@ class Costs:
         return [0.0, *[(seconds + beside_s) * factor for seconds in times_N[1:]]]
 
     def start_s(self, network: str, lengths: Iterable[int]) -> float:
-        """What a network's drafts of a step take beside its passes."""
+        """Seconds of a network's drafts in a step, its passes excluded."""
         return self.drafter(network).step_s(lengths) * self._network(network)
 
     def catch_up_s(self, network: str, num_tokens: int) -> float:
-        """Reading so many tokens, beside those of a usual step."""
+        """Seconds to read num_tokens tokens more than in a usual step."""
         if not num_tokens:
             return 0.0
         return self._table_catch_up_s(network, num_tokens) * self._network(network)
@@ -117,7 +122,7 @@ class Costs:
         return self.table.booking_s(num_requests, drafts=False) * self._host.value
 
     def drafting_s(self, num_requests: int) -> float:
-        """What the host takes beyond that in a step in which a request drafts."""
+        """Seconds of the host beyond host_s in a step in which a request drafts."""
         drafting_s = self.table.booking_s(num_requests, drafts=True) * self._drafting_host.value
         return max(0.0, drafting_s - self.host_s(num_requests))
 
@@ -125,11 +130,11 @@ class Costs:
         return self.table.drafters[network]
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Learn from a step. What a network takes beside a prompt is hidden by the prompt."""
+        """Learn from a step. The time of a network beside a prompt cannot be seen."""
         facts, decision = outcome.facts, outcome.decision
         lengths = [request.context_tokens for request in facts.requests]
         is_probe = decision.reason is Reason.NETWORK_PROBE
-        network, pass_rows, lag = self._read(outcome)
+        network, pass_rows, unread = self._read(outcome)
         if not is_probe:
             self._observe_target(outcome, sum(lengths))
             drafts = bool(decision.grants)
@@ -139,12 +144,12 @@ class Costs:
             cost, times_N = self.drafter(network), self._pass_N[network]
             table_s = cost.step_s(lengths) + sum(times_N[min(one, SPAN - 1)] for one in pass_rows)
             table_s += len(pass_rows) * cost.context_s * cost.num_read(lengths)
-            if lag:
-                table_s += self._table_catch_up_s(network, lag)
+            if unread:
+                table_s += self._table_catch_up_s(network, unread)
             self._networks[network].observe(table_s * self._machine.value, outcome.draft_s)
 
     def _observe_target(self, outcome: StepOutcome, context: int) -> None:
-        """Learn what a pass of the target took."""
+        """Learn from the time of a pass of the target."""
         num_rows, target = outcome.num_rows, self.table.target
         bucket = target.bucket(num_rows)
         table_s = (
@@ -153,21 +158,21 @@ class Costs:
         table_s += self._beside_s(context, len(outcome.facts.requests))
         table_s *= self._own_factors[bucket]
         surprise = self._machine.observe(table_s, outcome.target_s)
-        near = NEAR ** np.abs(np.arange(len(self._own)) - bucket)
+        near = NEIGHBOUR_SHARE ** np.abs(np.arange(len(self._own)) - bucket)
         self._num_own[bucket] += 1
         gain = max(OWN_GAIN, 0.5 / self._num_own[bucket])
-        self._own += (CHANGE if abs(surprise) > SURPRISE else gain) * surprise * near
+        self._own += (CHANGE_GAIN if abs(surprise) > MAX_LOG_STEP else gain) * surprise * near
         self._own_factors = np.exp(self._own).tolist()
 
     def _network(self, network: str) -> float:
         return self._networks[network].value * self._machine.value
 
     def _read(self, outcome: StepOutcome) -> tuple[str, list[int], int]:
-        """Which network drafted ("": none did), rows of each of its passes, and tokens that it read
+        """The network that drafted ("": none), rows of each of its passes, and tokens that it read
         to catch up."""
         requests = {request.request_id: request for request in outcome.facts.requests}
         grants = {grant.request_id: grant for grant in outcome.decision.grants}
-        network, pass_rows, lag = "", list[int](), 0
+        network, pass_rows, unread = "", list[int](), 0
         for draft in outcome.drafts:
             grant = grants[draft.request_id]
             if grant.source not in self.table.drafters:
@@ -175,11 +180,11 @@ class Costs:
             network = grant.source
             passes = min(self.drafter(network).max_passes, draft.num_passes)
             if not outcome.is_held:  # the first step of a decision caught up
-                lag += requests[draft.request_id].lag_tokens
+                unread += requests[draft.request_id].unread_tokens
             pass_rows += [0] * (passes - len(pass_rows))
             for level in range(passes):
                 pass_rows[level] += grant.shape[level - 1] if grant.shape and level else 1
-        return network, pass_rows, lag
+        return network, pass_rows, unread
 
     def _table_catch_up_s(self, network: str, num_tokens: int) -> float:
         return float(self.drafter(network).catch_up.at(np.array(num_tokens)))

@@ -1,4 +1,4 @@
-"""What a step costs, as it was measured: passes of the target and of networks, and the host.
+"""Measured costs of a step: passes of the target and of networks, and the host.
 
 Tables are frozen and travel as JSON. While the engine runs, corrections.py corrects what they say.
 """
@@ -55,7 +55,7 @@ class CostCurve:
             raise ConfigError(f"times must not be negative, got {self.seconds[0]}")
 
     def at(self, num_rows: np.ndarray) -> np.ndarray:
-        """Seconds of so many rows, of the same shape; 0 rows take no time.
+        """Seconds by number of rows, of the same shape; 0 rows take no time.
 
         Beyond the table time grows as from its first point to its last.
         """
@@ -69,7 +69,7 @@ class CostCurve:
         return np.where(np.asarray(num_rows) > 0, times, 0.0)
 
     def bucket(self, num_rows: int) -> int:
-        """Which measured point stands for so many rows."""
+        """The index of the measured point that stands for num_rows rows."""
         return min(bisect_left(self.rows, num_rows), len(self.rows) - 1)
 
     def edge(self, num_rows: int) -> int | None:
@@ -81,17 +81,17 @@ class CostCurve:
 
 @dataclass(frozen=True, slots=True)
 class DrafterCost:
-    """What a network takes.
+    """Seconds that a network takes.
 
     Attributes:
         passes: one pass by its rows; a chain has a row for each request.
-        catch_up: reading so many settled tokens that it has not seen.
+        catch_up: reading, by the number of settled tokens that it has not read.
         start_s: more in each step in which it drafts, for however many requests.
         context_s: more for each token of the contexts, in each pass.
         max_passes: most passes of a draft, however deep it is.
         max_context: most tokens of a text that a pass attends to; None: all.
         look_s: more in each step in which it drafts, for each token of texts that are longer than
-            that: it looks for what is attended to in all of them.
+            that: it looks for the attended blocks in all of them.
     """
 
     passes: CostCurve
@@ -108,7 +108,7 @@ class DrafterCost:
         return sum(lengths) if most is None else sum(min(length, most) for length in lengths)
 
     def step_s(self, lengths: Iterable[int]) -> float:
-        """What it takes once in a step in which it drafts, for texts of these lengths."""
+        """Seconds beside passes in a step in which it drafts, for texts of these lengths."""
         most = self.max_context
         if most is None or self.look_s == 0:
             return self.start_s
@@ -117,7 +117,7 @@ class DrafterCost:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """What this machine takes for this pair of models.
+    """Seconds that this machine takes for this pair of models.
 
     Attributes:
         target: a pass of the target by its rows, those of one request with an empty context, and
@@ -139,7 +139,7 @@ class CostTable:
     host_draft_s: float = 0.0
 
     def booking_s(self, num_requests: int, *, drafts: bool) -> float:
-        """The host's time in a step; `drafts`: somebody drafts. Without searches for offers."""
+        """The host's time in a step; `drafts`: a request drafts. Without searches for offers."""
         host_s = self.host_s + self.host_request_s * max(0, num_requests - 1)
         return host_s * (1 + self.host_draft_s / self.host_s) if drafts and self.host_s else host_s
 
@@ -148,7 +148,7 @@ class CostTable:
 
     @classmethod
     def from_json(cls, text: str) -> "CostTable":
-        """What `to_json` wrote.
+        """Read a table that `to_json` wrote.
 
         Raises:
             ConfigError: it is no such table.

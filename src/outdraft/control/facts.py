@@ -1,4 +1,4 @@
-"""What the engine tells the controller before and after a step: plain data.
+"""Facts for the controller before and after a step: plain data.
 
 A request says which sources could draft for it now; core/decision.py is the answer.
 Times are seconds, lengths are tokens, a level is a depth of a draft (the first one is 1).
@@ -10,7 +10,7 @@ from outdraft.core.decision import CHAIN, Decision, Shape
 
 
 class HostOffer(Struct, frozen=True):
-    """A draft that a source of the host has at hand, for which nothing was drawn.
+    """A draft that a source of the host has; it was not drawn from probabilities.
 
     Attributes:
         length: levels, at least 1; no more than the request may have of this source.
@@ -34,12 +34,12 @@ class RequestFacts(Struct, frozen=True):
         max_tokens: most tokens still to come, at least 1.
         max_drafts: most rows of a network's draft that it may have; 0: it must not draft.
         context_tokens: tokens that its newest token attends to.
-        offers: what sources of the host have for it.
+        offers: drafts that sources of the host have for it.
         network: the network that may draft for it.
         rule: how its drafts are verified; acceptance is learned for each rule apart.
-        shapes: what the network can draft, the configured one first; one for all drafts of a step.
+        shapes: of the network's drafts, the configured one first; all drafts of a step have one.
         max_chain: most levels of its chains.
-        lag_tokens: settled tokens that the network has not read, beyond those of a usual step.
+        unread_tokens: settled tokens that the network has not read, beyond those of a usual step.
         can_stop: whether the network ends a chain by its own confidence.
     """
 
@@ -51,7 +51,7 @@ class RequestFacts(Struct, frozen=True):
     network: str | None = None
     rule: str = ""
     shapes: tuple[Shape, ...] = (CHAIN,)
-    lag_tokens: int = 0
+    unread_tokens: int = 0
     can_stop: bool = True
     max_chain: int = 1 << 30
 
@@ -101,7 +101,7 @@ class StepFacts(Struct, frozen=True):
 
 
 class DraftOutcome(Struct, frozen=True):
-    """How a granted draft fared.
+    """The outcome of a granted draft.
 
     Attributes:
         drafted: levels that were verified.
@@ -134,12 +134,12 @@ class StepOutcome(Struct, frozen=True):
     """One step when it is over.
 
     Attributes:
-        facts: what the decision was made for.
-        decision: what the engine acted on.
+        facts: the input of the decision.
+        decision: the one that the engine acted on.
         num_rows: rows that the target read, prompts included.
         num_tokens: tokens that were emitted.
-        draft_s, target_s, host_s: what each phase took; catching up is part of drafting.
-        deciding_s: what it took to look for offers, to decide, and to learn from the step before;
+        draft_s, target_s, host_s: time of each phase; catching up is part of drafting.
+        deciding_s: time to look for offers, to decide, and to learn from the step before;
             no part of `host_s`.
         is_held: the decision was made some steps earlier, and so were the facts.
     """

@@ -8,12 +8,12 @@ from outdraft.core.decision import Decision, Grant, Reason
 
 
 class LengthPolicy(Protocol):
-    """Is told facts before a step and the outcome after it."""
+    """Gets facts before a step and its outcome after it."""
 
     def hold(
         self, num_requests: int, prompt_rows: int = 0, *, may_offer: bool = False
     ) -> Decision | None:
-        """An earlier decision that is good for the step that begins now; None: decide anew.
+        """An earlier decision that holds for the step that begins now; None: decide again.
 
         Args:
             num_requests: those that sample in this step.
@@ -33,12 +33,12 @@ class LengthPolicy(Protocol):
         ...
 
     def forget(self, request_id: str) -> None:
-        """Drop what is known of a request that ended; unknown ids are fine."""
+        """Drop the state of a request that ended; unknown ids are fine."""
         ...
 
     def network_due_in(self) -> int:
-        """Count the steps until a network may draft again, as far as is known; 0 while it does in
-        earnest, and reads prompts as they pass by."""
+        """Count the steps until a network may draft again, as far as is known; 0 while it drafts
+        for gain, and reads prompts in the step that computes them."""
         ...
 
 
@@ -59,7 +59,7 @@ class FixedLength:
     def hold(
         self, num_requests: int, prompt_rows: int = 0, *, may_offer: bool = False
     ) -> Decision | None:
-        """Plain decoding holds for ever; drafts are decided anew in each step."""
+        """Plain decoding always holds; drafts are decided again in each step."""
         return None if self.num_drafts else PLAIN
 
     def decide(self, facts: StepFacts) -> Decision:

@@ -1,10 +1,10 @@
-"""What passes take at least, from bytes and operations: costs before anything was measured.
+"""Least times of passes, from bytes and operations: costs before anything is measured.
 
 A pass reads every weight once, whatever its rows are, and multiplies each row with every weight.
 It reads those experts that some row meets: more rows, drafted ones too, meet more of them.
 Reading and multiplying overlap, so the longer one counts ("LLM Inference Unveiled", arXiv
-2402.16363); near the ridge neither reaches its peak. Where a device is told what to do layer by
-layer, a pass takes at least the launches of its kernels. What the kernels of a layer take to begin
+2402.16363); near the ridge neither reaches its peak. Where kernels are launched layer by layer,
+a pass takes at least the time of these launches. The time for the kernels of a layer to begin
 and to end comes on top, and so do the host's part of a pass and reading keys and values: bytes of a
 token divided by the bandwidth, for each token of the contexts.
 """
@@ -23,7 +23,7 @@ ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 204
 def overlapped(
     reading_s: np.ndarray | float, multiplying_s: np.ndarray | float
 ) -> np.ndarray | float:
-    """Seconds of both at once: the longer one, and a fifth more where they are equal."""
+    """Seconds of both at once: the longer one, and 19 % more where they are equal."""
     return (reading_s**4 + multiplying_s**4) ** 0.25
 
 
@@ -40,8 +40,8 @@ def pass_s(
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """What a machine does at most.
+class MachineLimits:
+    """The most that a machine does.
 
     Attributes:
         bandwidth: bytes a second from the memory that holds the weights.
@@ -64,7 +64,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class PassSize:
-    """What a pass of a network reads and computes.
+    """Bytes that a pass of a network reads, and its operations.
 
     Attributes:
         weight_bytes: read once, whatever the number of rows; without those of experts.
@@ -79,7 +79,7 @@ class PassSize:
     num_layers: int
     routed: RoutedWeights | None = None
 
-    def curve(self, machine: Machine, rows: Sequence[int] = ROWS) -> CostCurve:
+    def curve(self, machine: MachineLimits, rows: Sequence[int] = ROWS) -> CostCurve:
         """Passes without contexts."""
         multiplying_s = np.array(rows) * (self.row_operations / machine.peak)
         num_bytes = np.full(len(rows), float(self.weight_bytes))
@@ -91,18 +91,18 @@ class PassSize:
 
 
 def prior_table(
-    machine: Machine,
+    machine: MachineLimits,
     target: PassSize,
     drafters: dict[str, tuple[PassSize, int]] | None = None,
     rows: Sequence[int] = ROWS,
 ) -> CostTable:
-    """Costs of a pair of models that nobody has measured.
+    """Costs of a pair of models that was not measured.
 
-    Catching up rides in a pass that is made anyway: it takes what its rows add to that.
+    Catching up is part of a pass that is made anyway: it costs only its rows' share.
 
     Args:
-        drafters: by name, what a pass of each takes, and the most passes of a draft.
-        rows: where the curves have points.
+        drafters: by name, the size of a pass, and the most passes of a draft.
+        rows: the points of the curves.
     """
     found: dict[str, DrafterCost] = {}
     for name, (size, max_passes) in (drafters or {}).items():

@@ -1,4 +1,4 @@
-"""Which drafts of a step bring the most tokens a second.
+"""The drafts of a step that bring the most tokens a second.
 
 A step of R requests brings R + F tokens, F accepted drafts expected, and takes T seconds. The plan
 with the largest (R + F) / T is searched. Where offers of the host come and go, time is worth what
@@ -25,10 +25,10 @@ class Option(NamedTuple):
     """One way in which a request could draft.
 
     Attributes:
-        survivals: by level, the chance that at least so many levels are accepted; never rising.
+        survivals: by level, the chance that it and all levels above are accepted; never rising.
         shape: rows of each level; CHAIN: one each.
         is_network: its levels take passes.
-        fixed_s: seconds that using it costs at all: its share of catching up.
+        fixed_s: fixed cost, seconds: its share of catching up.
     """
 
     source: str
@@ -47,11 +47,11 @@ class Option(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """What a step's drafts cost, in seconds.
+    """Costs of a step's drafts, in seconds.
 
     Attributes:
         num_requests: R.
-        alone_s: of the step without drafts, its prompts aside.
+        plain_s: of the step without drafts, its prompts aside.
         target_N: the target's pass with 0, 1, ... rows of drafts, up to the most that are allowed.
         pass_N: a network's pass with 0, 1, ... rows.
         max_passes: the network's, for a draft of any depth.
@@ -60,7 +60,7 @@ class Prices(NamedTuple):
     """
 
     num_requests: int
-    alone_s: float
+    plain_s: float
     target_N: Sequence[float]
     pass_N: Sequence[float]
     max_passes: int
@@ -74,7 +74,7 @@ class Prices(NamedTuple):
     @property
     def plain_rate(self) -> float:
         """Tokens a second of plain decoding."""
-        return self.num_requests / self.alone_s
+        return self.num_requests / self.plain_s
 
     def pass_s(self, num_rows: int) -> float:
         """A network's pass; more rows than any plan may have cost as much as the most."""
@@ -82,7 +82,7 @@ class Prices(NamedTuple):
 
 
 class Pick(NamedTuple):
-    """A request's part of a plan: its place in the batch, an option, and how many levels."""
+    """A request's part of a plan: its place in the batch, an option, and a number of levels."""
 
     request: int
     option: Option
@@ -93,14 +93,14 @@ class Pick(NamedTuple):
         return sum(self.option.survivals[: self.levels])
 
 
-class Plan(NamedTuple):
+class DraftPlan(NamedTuple):
     """Drafts of a step.
 
     Attributes:
         depth: levels that networks may reach.
         rows: of all drafts.
         tokens: F.
-        draft_s: passes of the network, and what it takes beside them.
+        draft_s: passes of the network, and its other time.
         added_s: T minus the plain step's: drafting, more rows of the target, the host, and shares
             of catching up.
         is_trimmed: levels of networks' chains were left out for their survival.
@@ -116,10 +116,10 @@ class Plan(NamedTuple):
 
     def rate(self, prices: Prices) -> float:
         """Tokens a second."""
-        return (prices.num_requests + self.tokens) / (prices.alone_s + self.added_s)
+        return (prices.num_requests + self.tokens) / (prices.plain_s + self.added_s)
 
     def row_price(self, prices: Prices, rate: float) -> float:
-        """What one more row must bring, in tokens, at so many tokens a second.
+        """Tokens that one more row must bring, at `rate` tokens a second.
 
         The smallest survival that was taken, if others were left out; else the cost of the last
         half of the rows, and 0 if that is next to nothing.
@@ -137,12 +137,12 @@ class Plan(NamedTuple):
         return price if price >= FREE_ROW else 0.0
 
 
-PLAIN = Plan()
+PLAIN = DraftPlan()
 
 
 def best_plan(
     options: Sequence[Sequence[Option]], prices: Prices, long_run: float | None = None
-) -> Plan:
+) -> DraftPlan:
     """The best plan, PLAIN if none is better than that.
 
     options: by request; each takes one of its options or none. long_run: g; None: the plan's own.
@@ -171,13 +171,13 @@ def best_plan(
 
 
 def _row_s(prices: Prices, count: int) -> float:
-    """Seconds that a row costs, on average over the first rows of so many requests."""
+    """Mean seconds of a row, over the first 2 rows of each of `count` requests."""
     rows = min(2 * count, prices.max_rows)
     return (prices.target_N[rows] - prices.target_N[0]) / rows
 
 
 def _value(option: Option, row_price: float, pass_price: float, rate: float) -> float:
-    """Tokens that the option brings beyond what its rows and passes cost, at most."""
+    """Most tokens that the option brings, minus the price of its rows and passes."""
     value = most = 0.0
     for level, survival in enumerate(option.survivals):
         value += survival - row_price * option.rows_at(level)
@@ -189,7 +189,7 @@ def _value(option: Option, row_price: float, pass_price: float, rate: float) -> 
 def _densities(option: Option, rate: float) -> Sequence[float]:
     """Tokens a row by level, averaged where they would rise: slopes of the concave hull.
 
-    What the option costs at all is taken from its first level.
+    The option's fixed cost is taken from its first level.
     """
     if not option.shape and not option.fixed_s:
         return option.survivals
@@ -205,7 +205,7 @@ def _densities(option: Option, rate: float) -> Sequence[float]:
 
 # One level of one request's draft: minus its tokens a row, the owner's place, the level; its pass,
 # from 1 on (0: none); its rows, and those that its pass reads, which are the rows of the level
-# above (0: the pass is another level's); its tokens, and what using the draft costs at all.
+# above (0: the pass is another level's); its tokens, and the fixed cost of the draft.
 # Sorted, levels with the most tokens a row come first, and a draft's levels in order.
 _Level = tuple[float, int, int, int, int, int, float, float]
 
@@ -229,7 +229,7 @@ def _levels(chosen: Sequence[tuple[int, Option]], prices: Prices, rate: float) -
 
 def _best_of(
     chosen: Sequence[tuple[int, Option]], prices: Prices, rate: float, long_run: float | None
-) -> tuple[float, Plan] | None:
+) -> tuple[float, DraftPlan] | None:
     """The best plan if each request has one option: every number of passes with every number of
     levels."""
     levels = _levels(chosen, prices, rate)
@@ -258,7 +258,7 @@ def _best_of(
         counts[one[1]] += 1
     picks = [Pick(*at, count) for at, count in zip(chosen, counts, strict=True) if count]
     depth = max([one.levels for one in picks if one.option.is_network], default=0)
-    return worth, Plan(
+    return worth, DraftPlan(
         tuple(picks),
         depth,
         sum([one[4] for one in taken]),
@@ -274,7 +274,7 @@ def _best_prefix(
 ) -> tuple[float, int, float, float]:
     """The largest worth of the first levels, how many these are, and seconds: of the network, and
     of all that is added to a plain step."""
-    num_requests, alone_s, target_N, pass_N = prices[:4]
+    num_requests, plain_s, target_N, pass_N = prices[:4]
     max_rows, last, best = len(target_N) - 1, len(pass_N) - 1, (0.0, 0, 0.0, 0.0)
     pass_rows = [0] * (1 + max([one[3] for one in levels]))
     rows, tokens, draft_s, beside_s = 0, 0.0, 0.0, prices.drafting_s - target_N[0]
@@ -294,7 +294,7 @@ def _best_prefix(
         beside_s += fixed_s
         added_s = draft_s + beside_s + target_N[rows]
         if long_run is None:
-            worth = (num_requests + tokens) / (alone_s + added_s)
+            worth = (num_requests + tokens) / (plain_s + added_s)
         else:
             worth = tokens - long_run * added_s
         if worth > best[0]:

@@ -37,9 +37,9 @@ class DrafterGap(Struct, array_like=True, frozen=True):
     def widened(
         self, num_read: int, start: int, block_ids: Sequence[int], block_size: int
     ) -> "DrafterGap":
-        """The drafter has read so far, and goes on at `start`, not before `num_read`.
+        """The gap of a drafter that has read num_read tokens and goes on at `start` >= num_read.
 
-        What it has read stays as far as it fills blocks.
+        Only the full blocks of those num_read tokens stay.
         """
         num_full = (num_read - self.num_tokens) // block_size
         before = tuple(self.blocks(block_ids)[:num_full])
@@ -50,7 +50,7 @@ NO_GAP = DrafterGap()
 
 
 class TokenRules(Struct, array_like=True, frozen=True, kw_only=True):
-    """How the tokens of one request are chosen, and what is told of them.
+    """Rules for choosing the tokens of one request, and for reporting on them.
 
     Attributes:
         seed: the noise key of every choice.
@@ -59,9 +59,9 @@ class TokenRules(Struct, array_like=True, frozen=True, kw_only=True):
         stop_ids: the tokens that min_tokens forbids; () if it is 0.
         bad_words: token ids of each word, none of them empty.
         allowed_token_ids: (): all.
-        has_grammar: what its grammar allows comes with each step.
-        logprobs, prompt_logprobs: how many at each position; None: none, 0: of the token alone.
-        is_traced: log-probabilities of drafted tokens are told too.
+        has_grammar: a mask of its allowed tokens comes with each step.
+        logprobs, prompt_logprobs: number at each position; None: none, 0: of the token alone.
+        is_traced: log-probabilities of drafted tokens are reported too.
     """
 
     seed: int
@@ -100,7 +100,7 @@ def token_rules(
     stop_token_ids: Iterable[int] = (),
     bad_words_ids: Sequence[Sequence[int]] = (),
 ) -> TokenRules:
-    """The part of a request's parameters that the runner needs, with what follows from them.
+    """The part of a request's parameters that the runner needs, and values derived from them.
 
     Args:
         seed: the resolved one.
@@ -133,7 +133,7 @@ def token_rules(
 class Admission(Struct, array_like=True, frozen=True, eq=False):
     """A request gets a slot, and has it until the slot's next admission.
 
-    The slot has no blocks yet, and its drafter no gap: works tell them.
+    The slot has no blocks yet, and its drafter no gap: works name them.
 
     Attributes:
         slot: row of the device's state.

@@ -25,13 +25,13 @@ def ending(code: int) -> str:
 
 
 def assignment() -> Any:
-    """What the other process has pickled for this one; from then on the end of stdin, however it
-    comes, ends this process. Signals are for the other one to judge."""
+    """Read the assignment that the parent process pickled. From then on the end of stdin ends this
+    process. Signals are ignored: the parent handles them."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    told = pickle.load(sys.stdin.buffer)
+    assigned = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
-    return told
+    return assigned
 
 
 def _end_with(stdin: BinaryIO) -> None:

@@ -1,4 +1,4 @@
-"""What was decided about a step, and why: it steers the engine, and is shown to those who watch."""
+"""A step's decision and its reason: they steer the engine and appear in metrics and traces."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -24,18 +24,18 @@ class Reason(StrEnum):
 
 
 class LiveStop(Struct, array_like=True, frozen=True):
-    """Where a chain that a network drafts ends: a rule that is made of finished steps.
+    """A rule that ends a network's chain early; its numbers come from finished steps.
 
     Level i is drafted if all levels above it were, and if the product of
 
         sigmoid(weights[j] * margin_j + biases[j])    over the levels j <= i
 
     is at least the price. The margin of a level is the distance between its two largest logits as
-    the level's token is drawn from them: behind all that a request's parameters change, temperature
+    the level's token is drawn from them: after all that a request's parameters change, temperature
     and cuts included (at temperature 0 there is neither), but before any noise. It is at most
-    MAX_MARGIN, which it is too where only one token has mass. A network with a head for it tells
+    MAX_MARGIN, and equal to it where only one token has mass. A network with a head for it gives
     log-odds instead, from the row of the level and the token above it. Either is known before the
-    token is drawn, and what was decided is never taken back. That makes such lengths exact: see
+    token is drawn, and a decision is never taken back. That makes such lengths exact: see
     docs/design/0012.
 
     Attributes:
@@ -62,15 +62,15 @@ class LiveStop(Struct, array_like=True, frozen=True):
 
 
 class Grant(Struct, frozen=True):
-    """What one request may draft in this step.
+    """The drafts that one request may make in this step.
 
     Attributes:
-        levels: how deep. The live rule may end a network's chain earlier.
-        rows: how many rows at most: what the scheduler reserves.
+        levels: most levels. The live rule may end a network's chain earlier.
+        rows: most rows; the scheduler reserves them.
         expected_tokens: accepted drafts that it is expected to bring.
         match_length: tokens of the text that a source of the host found again.
         rule: how it is verified; acceptance is learned for each rule apart.
-        stop: the live rule; None: draft all levels, and tell no margins.
+        stop: the live rule; None: draft all levels, and report no margins.
     """
 
     request_id: str
@@ -85,7 +85,7 @@ class Grant(Struct, frozen=True):
 
 
 class Decision(Struct, frozen=True):
-    """How a step speculates, and why.
+    """The plan of a step's speculation, and its reason.
 
     Attributes:
         grants: of requests that draft, in batch order; the others draft nothing.
@@ -95,9 +95,9 @@ class Decision(Struct, frozen=True):
         plain_s: predicted time of the step without drafts; 0: nothing is predicted.
         tokens: predicted number of tokens, those of plain decoding included.
         gain: predicted tokens a second against plain decoding, minus 1, prompts left aside.
-        shadows: ids of requests whose unused offers should be compared with the text to come.
-        catch_up_s: the part of draft_s in which networks read the tokens that they lag after: if
-            the decision holds for several steps, the first one alone takes it.
+        shadows: ids of requests; their unused offers are to be compared with the coming text.
+        catch_up_s: the part of draft_s in which networks read tokens that they have not read. If
+            the decision holds for several steps, only the first one takes it.
     """
 
     reason: Reason
@@ -122,7 +122,7 @@ class Decision(Struct, frozen=True):
 
 
 class AlarmKind(StrEnum):
-    """What may be wrong with a source of drafts."""
+    """The possible faults of a source of drafts."""
 
     ACCEPTANCE_FELL = "acceptance_fell"
     NEVER_DRAFTS = "never_drafts"
@@ -135,7 +135,7 @@ class Alarm:
 
     Attributes:
         is_on: whether it begins.
-        evidence: what it rests on, as a sentence.
+        evidence: the figures that it rests on, as a sentence.
     """
 
     kind: AlarmKind

@@ -43,7 +43,7 @@ class TreeShape:
         return self.depth == self.num_rows
 
     def with_room_for(self, num_rows: int) -> "TreeShape":
-        """Its first levels, as few as have so many rows; all of them if none have."""
+        """Its fewest first levels with at least num_rows rows; all levels if it has fewer rows."""
         ends = list(accumulate(self.levels))
         depth = 1 + bisect_left(ends, num_rows)
         return self if depth >= self.depth else TreeShape(self.levels[:depth])
@@ -63,11 +63,11 @@ class TreeShape:
 
 
 MAX_DRAFTS = 63  # rows of a draft fit in the bits of one int64 ancestor mask
-MAX_MARGIN = 10.0  # between two logits; wider ones count as so much
+MAX_MARGIN = 10.0  # between two logits; wider ones count as this
 
 # Newest tokens of a text whose states of the target are kept for a network that reads them. A step
 # settles MAX_DRAFTS + 1 of a text at most, and all of them must find room; a window of two such
-# steps always holds more than one. Behind 16 states EAGLE-3 accepts nine tenths of what it accepts
+# steps always holds more than one. With 16 states EAGLE-3 accepts 90 % of what it accepts
 # with the whole text (docs/log.md).
 STATE_WINDOW = 2 * (MAX_DRAFTS + 1)
 
@@ -75,7 +75,7 @@ HEAD_WINDOW = 1  # states of a text that heads draft with: the newest one
 
 
 class DraftSource(StrEnum):
-    """Who guessed a token."""
+    """The source of a drafted token."""
 
     PREDICTION = "prediction"
     SUFFIX = "suffix"
@@ -170,8 +170,8 @@ class DraftAsk(Struct, frozen=True):
         token_ids: int32 [num_tokens], prompt and output so far, newest last; a view, not to be
             kept across calls.
         max_tokens: rows that the scheduler can afford, at least 1.
-        num_prompt: how many of the tokens are the prompt.
-        prediction: int32 [num_tokens], what the client expects the output to be; None: nothing.
+        num_prompt: number of prompt tokens.
+        prediction: int32 [num_tokens], the output that the client expects; None: unknown.
     """
 
     request_id: str

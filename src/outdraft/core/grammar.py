@@ -1,4 +1,4 @@
-"""Grammars: what the engine asks of one, and the masks of a step.
+"""Grammars: the interface of a matcher, and the masks of a step.
 
 The runner reports what the network drafted, which the scheduler needs for the masks of these rows.
 Both cross between processes: they are numbers and arrays only.
@@ -15,8 +15,8 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Drafted:
-    """What the plan does not say of the drafts that are verified.
+class GrammarDrafts:
+    """The drafts that a step verifies, as far as the plan does not have them.
 
     Attributes:
         num_drafts: rows of each request that samples; a live rule may have left out some.
@@ -30,13 +30,13 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AllowedTokens:
-    """What the grammars of a step allow.
+    """The tokens that the grammars of a step allow.
 
     Attributes:
         masks_RW: int32; bit v % 32 of word v // 32 stands for token v. All ones in the rows of
             requests without a grammar.
-        ends_2E: int64; places (request, draft) of drafts behind which nothing may be emitted, as
-            there is no mask for that.
+        ends_2E: int64; places (request, draft) of drafts after which nothing may be emitted, as
+            no mask can say that.
     """
 
     masks_RW: np.ndarray
@@ -44,7 +44,7 @@ class AllowedTokens:
 
 
 class GrammarMatcher(Protocol):
-    """Where one sequence stands in its grammar. It depends on the sequence's output alone."""
+    """The state of one sequence in its grammar. It depends on the sequence's output alone."""
 
     @property
     def is_finished(self) -> bool:
@@ -72,6 +72,6 @@ class GrammarMatcher(Protocol):
         Returns:
             The ends, rows of 1 to N. They can be reached, but nothing is known that may follow
             them: the output is complete there, or the grammar is too complex from there on. So
-            nothing may be emitted behind the token of an end in this step.
+            nothing may be emitted after the token of an end in this step.
         """
         ...

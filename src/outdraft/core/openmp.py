@@ -1,4 +1,4 @@
-"""How threads of OpenMP wait for each other."""
+"""The wait of OpenMP threads for each other."""
 
 from collections.abc import MutableMapping
 

@@ -1,4 +1,4 @@
-"""A request's results with vLLM's names, the source of each token, and what a step added.
+"""A request's results with vLLM's names, the source of each token, and the gain of a step.
 
 Deltas are plain values: they cross the wire as they are.
 """
@@ -17,11 +17,11 @@ Item = TypeVar("Item")
 
 
 class TokenOrigin(StrEnum):
-    """Where a token comes from: the target's own choice, or a draft that it accepted."""
+    """The origin of a token: the target's own choice, or a draft that it accepted."""
 
     PLAIN = "plain"  # nothing was drafted in that step
     RECOVERED = "recovered"  # the target's choice where it rejected a draft
-    BONUS = "bonus"  # the target's choice behind a draft that it accepted whole
+    BONUS = "bonus"  # the target's choice after a draft that it accepted whole
     PREDICTION = "prediction"
     SUFFIX = "suffix"
     NGRAM = "ngram"
@@ -47,16 +47,16 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class DraftTrace:
-    """One step of a sequence: what was drafted, and what was accepted."""
+    """One step of a sequence: its drafts, and those that were accepted."""
 
     sources: tuple[str, ...]  # of each drafted token; empty: nothing was drafted
     drafted_ids: tuple[int, ...]  # in the order of the draft's rows
     parents: tuple[int, ...]  # as in core.draft.Draft
     accepted_rows: tuple[int, ...]  # rows of the draft, from the root down
     num_emitted: int  # tokens of the output that the step brought
-    # how long the engine's step took, all its requests included
+    # of the engine's step, all its requests included
     seconds: float = field(default=0.0, compare=False)
-    # natural logarithm of the target's raw probability of each drafted token behind its parent;
+    # natural logarithm of the target's raw probability of each drafted token after its parent;
     # empty unless the request asked for log-probabilities too
     drafted_logprobs: tuple[float, ...] = ()
     # tokens that it was granted before the step was planned
@@ -71,8 +71,8 @@ class StepCounts:
 
     Attributes:
         num_tokens: of the output that it brought.
-        drafted, accepted: tokens by source; empty: nothing was drafted. What was accepted behind
-            the end of the text does not count.
+        drafted, accepted: tokens by source; empty: nothing was drafted. Drafts that were accepted
+            after the end of the text do not count.
     """
 
     num_tokens: int
@@ -90,7 +90,7 @@ class CompletionOutput:
         finish_reason: "stop", "length", "abort", "error", or None while running.
         stop_reason: the stop string or stop token id that ended it, if one did.
         trace: its steps, if the request asked for them.
-        error: what went wrong, if finish_reason is "error".
+        error: the cause, if finish_reason is "error".
     """
 
     index: int
@@ -107,13 +107,13 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class SpeculationMetrics:
-    """How speculation fared for one request; field names and formulas are vLLM's.
+    """One request's speculation in numbers; field names and formulas are vLLM's.
 
     A step counts as a speculative one if it verified at least one draft.
     """
 
     num_spec_tokens: int  # most drafts a step, as configured
-    lossless: bool = True  # False: the engine was told to accept what is plausible
+    lossless: bool = True  # False: configured to accept what is plausible
     per_step_drafted: list[int] = field(default_factory=list)
     per_step_accepted: list[int] = field(default_factory=list)
     drafted_by_source: dict[str, int] = field(default_factory=dict)
@@ -162,12 +162,12 @@ class SpeculationMetrics:
 
     @property
     def acceptance_histogram(self) -> list[int]:
-        """How many speculative steps accepted 0, 1, 2, ... drafts."""
+        """Numbers of speculative steps that accepted 0, 1, 2, ... drafts."""
         return _histogram(self.per_step_accepted, self.num_spec_tokens)
 
     @property
     def acceptance_histogram_by_draft_length(self) -> dict[int, list[int]]:
-        """The same, per number of drafts of the step."""
+        """Histograms of accepted drafts, by the number of drafts of the step."""
         pairs = list(zip(self.per_step_drafted, self.per_step_accepted, strict=True))
         return {
             length: _histogram([a for d, a in pairs if d == length], length)
@@ -177,7 +177,7 @@ class SpeculationMetrics:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times in seconds of the monotonic clock; None for what has not happened yet."""
+    """Times in seconds of the monotonic clock; None: not yet."""
 
     arrival_s: float
     speculative_decoding: SpeculationMetrics
@@ -213,7 +213,7 @@ class RequestOutput:
 
     @property
     def error(self) -> str | None:
-        """What went wrong in the first of its sequences that failed."""
+        """The error of its first sequence that failed."""
         return next((one.error for one in self.outputs if one.error is not None), None)
 
     def snapshot(self) -> "RequestOutput":
@@ -247,7 +247,7 @@ def _histogram(values: list[int], highest: int) -> list[int]:
 
 
 class SequenceDelta(Struct, frozen=True):
-    """What one of a request's n sequences gained in a step.
+    """The gain of one of a request's n sequences in a step.
 
     Attributes:
         origins: one per token of token_ids.
@@ -257,7 +257,7 @@ class SequenceDelta(Struct, frozen=True):
         trace: if the request asked for it.
         finish_reason: a core.request.FinishReason, if the sequence ended.
         stop_reason: the stop token that ended it, if one did. The engine knows no stop strings.
-        error: what went wrong, if it ended with FinishReason.ERROR.
+        error: the cause, if it ended with FinishReason.ERROR.
     """
 
     index: int
@@ -272,7 +272,7 @@ class SequenceDelta(Struct, frozen=True):
 
 
 class RequestDelta(Struct, frozen=True):
-    """What one request gained in a step; times and counts are those of the whole request so far."""
+    """The gain of one request in a step; times and counts cover the whole request so far."""
 
     request_id: str
     sequences: tuple[SequenceDelta, ...]  # those that gained tokens, or failed

@@ -1,4 +1,4 @@
-"""The messages of one step: what to compute, and what came of it.
+"""The messages of one step: its plan and its result.
 
 A plan and its result cross between processes: see docs/design/0013.
 
@@ -17,16 +17,16 @@ NO_DRAFT = Draft()
 
 
 class ModelDrafting(Struct, array_like=True, frozen=True):
-    """What the engine must know of how a network drafts.
+    """A network's way of drafting, as far as the engine must know it.
 
     Attributes:
         source: the source that its drafts count for.
         levels: rows of a tree by level; the network chooses which row continues which. (): it
             drafts a chain.
-        max_kept: for how many accepted drafts behind the text the network's own cache is valid
-            after the step. None: for all drafts but the last (a language model's chain). 0: for the
-            text only (heads, mask tokens). -1: not even for the newest token, which is read
-            together with a state that the target has yet to compute (EAGLE).
+        max_kept: number of accepted drafts after the text for which the network's own cache is
+            valid after the step. None: all drafts but the last (a language model's chain). 0: no
+            draft (heads, mask tokens). -1: not even the newest token, which is read together with
+            a state that the target has yet to compute (EAGLE).
     """
 
     source: DraftSource = DraftSource.MODEL
@@ -38,7 +38,7 @@ class ModelDrafting(Struct, array_like=True, frozen=True):
         return len(self.levels) > 0
 
     def most_drafts(self, num_tokens: int) -> int:
-        """Most drafts that are useful if no more than so many tokens can be accepted."""
+        """Most drafts that are useful if at most num_tokens tokens can be accepted."""
         return sum(self.levels[:num_tokens]) if self.is_tree else num_tokens
 
 
@@ -46,7 +46,7 @@ MODEL_CHAIN = ModelDrafting()
 
 
 class DraftChoice(Struct, array_like=True, frozen=True):
-    """How one request speculates in this step.
+    """One request's speculation in this step.
 
     It is a draft from the host, or a number of drafts that a network makes on the device at the
     start of the step.
@@ -77,16 +77,16 @@ class DraftChoice(Struct, array_like=True, frozen=True):
         return self.num_model_drafts > 0 and self.model.is_tree
 
     def most_drafts(self, num_tokens: int) -> int:
-        """As ModelDrafting.most_drafts, of this choice."""
+        """Most drafts of this choice that are useful if at most num_tokens can be accepted."""
         return self.model.most_drafts(num_tokens) if self.is_device_tree else num_tokens
 
     @property
     def max_kept(self) -> int:
-        """How far the network's cache may reach behind the text's end, in accepted drafts."""
+        """Most accepted drafts after the text that the network's cache may keep."""
         return len(self) - 1 if self.model.max_kept is None else self.model.max_kept
 
     def truncated(self, num_tokens: int) -> "DraftChoice | None":
-        """The choice with at most so many drafts, None if nothing is left."""
+        """The choice with at most num_tokens drafts; None: no draft is left."""
         if num_tokens >= len(self) > 0:
             return self
         if num_tokens <= 0:
@@ -101,7 +101,7 @@ class DraftChoice(Struct, array_like=True, frozen=True):
 
 
 class StepRoom(Struct, frozen=True):
-    """What the next step leaves for drafts, as far as is known before it is planned.
+    """The room of the next step for drafts, as far as it is known before planning.
 
     Attributes:
         prompt_rows: rows of tokens before the newest ones; the prefix cache may save some.
@@ -117,19 +117,19 @@ class StepRoom(Struct, frozen=True):
 class Work(NamedTuple):
     """One request's part of a step.
 
-    Blocks are told as news: how many of those that the slot has stay, and which follow. With them
-    they cover all rows of the work.
+    Only changes of blocks are sent: the number of the slot's blocks that stay, and the ids that
+    follow. Together they cover all rows of the work.
 
     Attributes:
         slot: of the request.
         start: tokens of the text that were computed before.
         num_new: tokens of the text that are computed now.
         samples: the newest token is among them, so the step yields at least one token more.
-        drafts: what is verified behind them; None unless the work samples.
+        drafts: verified after them; None unless the work samples.
         num_drafter_computed: tokens of the text that the drafter has read, if it drafts now.
-        gap: of the drafter; None: as it was told before.
-        num_drafter_reads: of the new tokens, from the first one on, right behind the step.
-        owner: the draft group that drafts for the request, and whose ranks verify it.
+        gap: of the drafter; None: it has not changed.
+        num_drafter_new: new tokens, from the first one on, that the drafter reads after the pass.
+        owner: the draft group that drafts for the request; its ranks verify the drafts.
     """
 
     slot: int
@@ -141,7 +141,7 @@ class Work(NamedTuple):
     new_block_ids: tuple[int, ...] = ()
     num_drafter_computed: int = 0
     gap: DrafterGap | None = None
-    num_drafter_reads: int = 0
+    num_drafter_new: int = 0
     owner: int = 0
 
     @property
@@ -200,9 +200,9 @@ class WorkResult(Struct, frozen=True):
         drafted_parents: its shape, as in Draft.
         logprobs: one entry per emitted token, if the request asked.
         prompt_logprobs: one entry per prompt position computed now whose next token is known.
-        drafted_logprobs: the target's log-probability of each drafted token behind its parent, if
+        drafted_logprobs: the target's log-probability of each drafted token after its parent, if
             the request asked for log-probabilities and for a trace.
-        is_finite: False: the target's logits behind the text are no numbers to choose by (NaN,
+        is_finite: False: the target's logits after the text are no numbers to choose by (NaN,
             infinite or all -inf).
         margins: one for each level of the network that a live rule looked at: one more
             than were drafted if the rule, or its cap on rows, ended the draft. None: no such rule.
@@ -227,12 +227,12 @@ def drafted_levels(choice: DraftChoice, result: WorkResult) -> int:
 
 
 class PhaseTimes(Struct, frozen=True):
-    """Where the device's part of a step went, in seconds.
+    """Seconds of the device's phases of a step.
 
     Attributes:
-        verify_s: the target's pass, and choosing by it where that needs nothing but its logits.
-        sample_s: choosing otherwise, and all that follows until ids are on their way.
-        keep_s: of sample_s, what keeping the target's states for a drafter takes. Where the pass
+        verify_s: the target's pass, and choosing where that needs only its logits.
+        sample_s: choosing otherwise, and the rest until the copy of ids has begun.
+        keep_s: the part of sample_s that keeps the target's states for a drafter. Where the pass
             chooses, it also finds their places.
         is_first: something was made ready that later steps find: a kernel, a graph of a GPU.
     """
@@ -245,7 +245,7 @@ class PhaseTimes(Struct, frozen=True):
 
     @property
     def plain_target_s(self) -> float:
-        """What the target takes where no drafter has to be able to go on."""
+        """Seconds of the target if no states are kept for a drafter."""
         return self.verify_s + self.sample_s - self.keep_s
 
 
@@ -265,14 +265,14 @@ class StepStats(Struct, frozen=True):
     """One step in numbers.
 
     Attributes:
-        accepted_at: how many requests accepted a draft at depth i + 1.
+        accepted_at: number of requests that accepted a draft at depth i + 1.
         drafted_by_source, accepted_by_source: tokens.
         drafts_by_source: drafts.
         host_s: the step's time outside the device's phases.
         draft_lengths: drafted tokens of each request that sampled; 0: it had no draft.
         granted_lengths: tokens that each of them was granted before the step was planned; memory,
             or a chain's live rule, may have left fewer.
-        draft_levels: of each verified draft: who drafted first, its levels, those accepted.
+        draft_levels: of each verified draft: its first source, its levels, those accepted.
         decision: None: there was nothing to decide.
         alarms: that began or ended with this step.
     """

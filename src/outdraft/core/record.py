@@ -1,4 +1,4 @@
-"""Values that are made anew in each step."""
+"""Values that each step makes."""
 
 from dataclasses import dataclass, field
 from typing import TypeVar, dataclass_transform
@@ -8,9 +8,9 @@ Kind = TypeVar("Kind")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def record(kind: type[Kind]) -> type[Kind]:
-    """A dataclass whose fields nobody sets again.
+    """A dataclass whose fields never change.
 
     Only the type checker says so. A frozen dataclass refuses it at run time too, but takes three
-    times as long to make, and a step of a small model makes twenty of them.
+    times as long to make, and a step of a small model makes 20 of them.
     """
     return dataclass(slots=True, unsafe_hash=True)(kind)

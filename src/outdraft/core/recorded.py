@@ -76,7 +76,7 @@ class RecordedRequest(
         may_draft: False: its client wanted plain decoding.
         method: the one source that its client wanted.
         num_speculative_tokens: most drafts that its client wanted.
-        prediction_token_ids: what its client expected the output to be.
+        prediction_token_ids: the output that its client expected.
         tree: rows by level of the drafts of the engine's network; empty: chains.
     """
 

@@ -31,7 +31,7 @@ class RequestStatus(StrEnum):
 
 
 def block_salt(cache_salt: str | None) -> bytes:
-    """Is part of the names of a text's blocks, so only texts of the same salt share blocks."""
+    """A part of the hashes of a text's blocks: only texts of the same salt share blocks."""
     if cache_salt is None:
         return b""
     return blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()
@@ -43,19 +43,19 @@ class Request:
     Attributes:
         token_ids: int32 [num_tokens], prompt and output so far.
         num_computed: tokens whose keys and values the target has in the cache.
-        num_drafter_computed: the same for the drafter's layers, less the gap; may lag behind.
-        drafter_gap: what the drafter lacks of the tokens before those.
-        told_gap: the gap that the runner knows of.
-        num_drafter_usual: tokens that the drafter has to read if it drafts in every step.
+        num_drafter_computed: the same for the drafter's layers, less the gap; may be smaller.
+        drafter_gap: the tokens before those that the drafter lacks.
+        sent_gap: the gap that was last sent to the runner.
+        num_usual_unread: tokens left for the drafter to read if it drafts in every step.
         num_states: of the newest computed tokens the drafter can find the target's states.
         slot: row of the device-resident state while running, else None.
         owner: the draft group that drafts for it while it runs.
         seed: the noise key of every choice of this request.
         wants_drafts: the client leaves it to the engine to draft; it never changes.
-        prediction_ids: int32 [num_tokens], what the client expects the output to be; may be empty.
-        grammar: what the output must keep to; None: to nothing.
+        prediction_ids: int32 [num_tokens], the output that the client expects; may be empty.
+        grammar: limits the output; None: nothing does.
         may_draft: False: the next step verifies no drafts, which may have spoilt the last one.
-        error: what went wrong, of a request that ended with FinishReason.ERROR.
+        error: the cause, of a request that ended with FinishReason.ERROR.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class Request:
         self.num_tokens = self.num_prompt
         self.num_computed = 0
         self.num_drafter_computed = 0
-        self.drafter_gap = self.told_gap = NO_GAP
-        self.num_drafter_usual = 1
+        self.drafter_gap = self.sent_gap = NO_GAP
+        self.num_usual_unread = 1
         self.num_states = 0
         self.num_cached = 0  # prompt tokens found in the prefix cache at first admission
         self.num_preemptions = 0
@@ -126,7 +126,7 @@ class Request:
         return max(0, self.max_total - self.num_tokens - 1)
 
     def admission(self) -> Admission:
-        """What the runner is told when the request gets its slot."""
+        """The message to the runner when the request gets its slot."""
         assert self.slot is not None, f"request {self.id} has no slot"
         rules = token_rules(
             self.params,
@@ -137,7 +137,7 @@ class Request:
         return Admission(self.slot, self.token_ids.copy(), self.num_prompt, rules)
 
     def failed(self) -> FinishReason | None:
-        """Why nothing may be added to the output, as far as its grammar can say."""
+        """FinishReason.ERROR if the grammar has failed, so that no token may follow; else None."""
         if self.grammar is None or self.grammar.failure is None:
             return None
         self.error = self.grammar.failure
@@ -172,7 +172,7 @@ class ScheduledStep(NamedTuple):
 
 
 class BookedWork(NamedTuple):
-    """What came of one request's part of a step.
+    """The outcome of one request's part of a step.
 
     Attributes:
         added: the tokens that were really added to the request's output.

@@ -1,4 +1,4 @@
-"""How one request wants its tokens chosen, with vLLM's names and meanings."""
+"""Sampling parameters of one request, with vLLM's names and meanings."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,14 @@ MAX_INT64 = 2**63 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationParams:
-    """What one request asks of speculation; the engine's configuration is the upper bound.
+    """One request's wishes for speculation; the engine's configuration is the upper bound.
 
     Attributes:
         enabled: False for plain decoding.
         method: None for the engine's own choice, or the name of one source that the engine was
             configured with.
         num_speculative_tokens: drafts a step, None for the engine's number.
-        trace: tell what was drafted in every step.
+        trace: report the drafts of every step.
     """
 
     enabled: bool = True
@@ -84,7 +84,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
-    prediction: str | Sequence[int] | None = None  # what the output is expected to be
+    prediction: str | Sequence[int] | None = None  # the expected output
     structured: StructuredOutput | None = None
     structured_outputs: StructuredOutputsParams | None = None  # vLLM's form of `structured`
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
@@ -99,8 +99,8 @@ class SamplingParams:
         if self.structured_outputs is not None:
             structured = self.structured_outputs.structured_output()
             if self.structured not in (None, structured):
-                told = "structured and structured_outputs ask for different forms"
-                raise RequestError(told, "structured_outputs")
+                message = "structured and structured_outputs ask for different forms"
+                raise RequestError(message, "structured_outputs")
             object.__setattr__(self, "structured", structured)
         for name, bound in (("repetition_penalty", "above 0"), ("top_p", "above 0 and at most 1")):
             if getattr(self, name) <= 0:

@@ -1,4 +1,4 @@
-"""What form an output must have: as the engine takes it, and as vLLM writes it."""
+"""The form that an output must have: as the engine takes it, and as vLLM writes it."""
 
 import json
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ StructuredKind = Literal["json_object", "json_schema", "regex", "grammar", "choi
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
-    """What a model may write before an output of a given form: any text up to `end`.
+    """Text that a model may write before an output of a given form: any text up to `end`.
 
-    `start`: how such a text begins; without it the form begins at once. None: there is such a
+    `start`: the beginning of such a text; without it the form begins at once. None: there is such a
     text always, and the prompt has begun it.
     """
 
@@ -99,7 +99,7 @@ class StructuredOutputsParams:
         self.structured_output()
 
     def structured_output(self) -> StructuredOutput:
-        """The same as the engine takes it."""
+        """The form as the engine takes it."""
         asked = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(asked) != 1:
             found = f"got {', '.join(asked)}" if asked else "got none"
@@ -128,7 +128,7 @@ KINDS: dict[str, StructuredKind] = {
 def form_of(
     field: str, kind: StructuredKind, value: Any, disable_any_whitespace: bool | None = None
 ) -> StructuredOutput:
-    """The form that a field asks for; what is said of white space in JSON means nothing elsewhere.
+    """The form that a field asks for; the flag for white space matters for JSON only.
 
     Raises:
         RequestError: it is wrong; the field is named.
@@ -148,8 +148,8 @@ def _text(kind: StructuredKind, value: Any) -> Any:
     if kind == "choice":
         texts = [] if isinstance(value, str) or not isinstance(value, Sequence) else list(value)
         if not texts or not all(isinstance(text, str) for text in texts):
-            told = f"a choice must be a list of texts, got {value!r:.100}"
-            raise RequestError(told, "structured")
+            message = f"a choice must be a list of texts, got {value!r:.100}"
+            raise RequestError(message, "structured")
         return json.dumps(texts)
     if kind != "json_schema" or isinstance(value, str):
         return value

@@ -7,7 +7,7 @@ import numpy as np
 
 
 class WeightFormat(StrEnum):
-    """How the weight of a product is kept."""
+    """The storage format of a weight."""
 
     PLAIN = "plain"  # as it came
     FLOAT32 = "float32"
@@ -36,7 +36,7 @@ class WeightFormat(StrEnum):
 
     @property
     def group_inputs(self) -> int:
-        """How many inputs share a scale, or are a block of a GGUF file; 0: all."""
+        """Number of inputs that share a scale or form a block of a GGUF file; 0: all."""
         assert self is not WeightFormat.MIXED, "its parts have groups of their own"
         if self.is_blocks:
             return 256 if self.endswith(("_k", "_xs")) else 32
@@ -46,17 +46,17 @@ class WeightFormat(StrEnum):
 
     @property
     def is_int8(self) -> bool:
-        """Whether codes have 8 bits."""
+        """Codes have 8 bits."""
         return self.startswith("int8")
 
     @property
     def has_zero(self) -> bool:
-        """Whether a group has a zero point."""
+        """A group has a zero point."""
         return self.endswith("-zero")
 
     @property
     def is_blocks(self) -> bool:
-        """Whether the weight stays in the blocks of a GGUF file."""
+        """The weight stays in the blocks of a GGUF file."""
         return self in BLOCK_FORMATS or self is WeightFormat.MIXED
 
 
@@ -65,18 +65,18 @@ BLOCK_FORMATS = tuple(one for one in WeightFormat if one.startswith(("q", "iq"))
 
 
 def shard_width(number: int, size: int) -> int:
-    """What each of `size` ranks has of so many things; the last has what is left."""
+    """Items of each of `size` ranks; the last rank has the rest."""
     return -(-number // size)
 
 
 def can_spread(number: int, size: int) -> bool:
-    """Whether something is left for the last rank."""
+    """At least 1 item is left for the last rank."""
     return shard_width(number, size) * (size - 1) < number
 
 
 def distinct_experts(num_experts: int, per_row: int, num_rows: np.ndarray) -> np.ndarray:
-    """How many experts of a layer so many rows meet together, on average, if they are routed evenly
-    and independently: E (1 - (1 - K / E)^r). Rows of one text often share experts, and meet fewer.
+    """Mean number of a layer's experts that num_rows rows meet, if they are routed evenly and
+    independently: E (1 - (1 - K / E)^r). Rows of one text often share experts, and meet fewer.
     """
     return num_experts * (1 - (1 - per_row / num_experts) ** np.asarray(num_rows, float))
 
@@ -86,7 +86,7 @@ class RoutedWeights:
     """The weights of all experts of a network.
 
     Attributes:
-        nbytes: those of all experts of all layers.
+        nbytes: of all experts of all layers.
         num_experts: of each layer that has any, and
         per_row: those that a row meets.
     """
@@ -96,6 +96,6 @@ class RoutedWeights:
     per_row: int
 
     def bytes_read(self, num_rows: np.ndarray) -> np.ndarray:
-        """By a step of so many rows, on average."""
+        """Mean bytes that a step of num_rows rows reads."""
         share = distinct_experts(self.num_experts, self.per_row, num_rows) / self.num_experts
         return self.nbytes * share

@@ -25,7 +25,7 @@ LAGS = (16, 64, 256)  # tokens
 DEPTH = 4  # levels of a measured chain
 
 PLAIN, LONG_TEXT = DummyStep(1, 1), DummyStep(1, 1, is_long=True)
-LAGGING = [DummyStep(1, 2, is_network=True, is_long=True, lag=lag) for lag in (0, *LAGS)]
+LAGGING = [DummyStep(1, 2, is_network=True, is_long=True, num_unread=lag) for lag in (0, *LAGS)]
 Measured = dict[DummyStep, PhaseSeconds]  # without the steps that there was no time for
 
 
@@ -172,7 +172,9 @@ def fitted_drafter(
         num_more = prior.num_read([num_long]) - prior.num_read([SHORT])
         context_s = max(0.0, long_s - short_s - look_s) / num_passes / max(1, num_more)
     catch_up, usual_s = prior.catch_up, own_s(LAGGING[0])
-    lag_s = {step.lag: seconds for step in LAGGING[1:] if (seconds := own_s(step)) is not None}
+    lag_s = {
+        step.num_unread: seconds for step in LAGGING[1:] if (seconds := own_s(step)) is not None
+    }
     if usual_s is not None and lag_s:
         least = min(lag_s)
         more_s = {lag: max(0.0, seconds - usual_s) for lag, seconds in lag_s.items()}

@@ -6,7 +6,7 @@ import torch
 
 from outdraft.config.engine import EngineConfig
 from outdraft.control.costs import CostTable
-from outdraft.control.roofline import ROWS, Machine, PassSize, prior_table
+from outdraft.control.roofline import ROWS, MachineLimits, PassSize, prior_table
 from outdraft.kv.cache import KVCache
 from outdraft.loading.methods import LoadedDrafter
 from outdraft.loading.models import LoadedModels
@@ -15,7 +15,7 @@ from outdraft.models.shape import ModelShape
 from outdraft.runner.parallel_runner import StepRunner
 
 # Moderate machines, for where none was measured.
-CPU = Machine(
+CPU = MachineLimits(
     bandwidth=20e9,
     peak=100e9,  # of one thread
     call_s=60e-6,
@@ -23,7 +23,7 @@ CPU = Machine(
     host_request_s=20e-6,
     host_draft_s=80e-6,
 )
-GPU = Machine(
+GPU = MachineLimits(
     bandwidth=1.5e12,
     peak=2e14,
     launch_s=60e-6,
@@ -35,7 +35,7 @@ GPU = Machine(
 
 
 def roofline(
-    config: EngineConfig, models: LoadedModels, runner: StepRunner, machine: Machine
+    config: EngineConfig, models: LoadedModels, runner: StepRunner, machine: MachineLimits
 ) -> CostTable:
     """Make the prior of an engine from control/roofline.py."""
     rows = [count for count in ROWS if count <= config.scheduler.max_num_batched_tokens]
@@ -57,7 +57,7 @@ def roofline(
     return replace(table, drafters=reading_less)
 
 
-def default_machine(device: torch.device) -> Machine:
+def default_machine(device: torch.device) -> MachineLimits:
     """Assume a moderate machine."""
     if device.type != "cpu":
         return GPU

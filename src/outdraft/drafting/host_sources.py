@@ -1,4 +1,4 @@
-"""What the sources of the host have for each request: drafts at hand, before anyone decides."""
+"""Drafts that the sources of the host have for each request, before the decision."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ class HostSources:
     def drafts(self, requests: Sequence[Request], num_running: int) -> dict[str, Drafts]:
         """Drafts of requests that may have some, by request id; those without are left out.
 
-        num_running: how many requests run, or may begin to run in this step.
+        num_running: number of requests that run, or may begin to run in this step.
         """
         found = self._predicted(requests, num_running)
         if not self._proposers:
@@ -49,14 +49,14 @@ class HostSources:
         return found
 
     def may_find(self, requests: Sequence[Request]) -> bool:
-        """Whether a look for drafts may find any; it is cheaper than the look."""
+        """A look for drafts may find some; this check is cheaper than the look."""
         return bool(self._proposers) or any(len(one.prediction_ids) for one in requests)
 
     def finish(self, request: Request) -> None:
         """A request ended: the proposers drop its state, and learn from its text if it is whole.
 
         Later drafts, which a trace shows to their client, may repeat what was learned. So nothing
-        is learned from a text with a salt, which nobody else is to know of.
+        is learned from a text with a salt, which is private.
         """
         is_shared = request.finish_reason is not FinishReason.ABORT and not request.block_salt
         text = request.token_ids if is_shared else None
@@ -88,7 +88,7 @@ class HostSources:
 
 
 def offer(source: DraftSource, draft: Draft) -> HostOffer:
-    """What the controller needs to know of a draft."""
+    """The facts about a draft that the controller needs."""
     if draft.is_chain:
         return HostOffer(source, len(draft), draft.match_length, CHAIN)
     shape = draft.level_sizes()
@@ -107,7 +107,7 @@ def most_draft_rows(config: SpeculationConfig, max_num_seqs: int) -> int:
 
 
 def wished_drafts(number: int, request: Request) -> int:
-    """So many drafts, or as many as the request asks for if these are fewer."""
+    """The smaller one of `number` and the number of drafts that the request asks for."""
     wish = request.params.speculation.num_speculative_tokens
     return number if wish is None else min(number, wish)
 
@@ -117,12 +117,12 @@ def has_prediction(request: Request) -> bool:
 
 
 def may_use(request: Request, source: DraftSource) -> bool:
-    """Whether the request leaves the choice to the engine, or names this source."""
+    """The request leaves the choice to the engine, or names this source."""
     return request.params.speculation.method in (None, str(source))
 
 
 def verification_rule(config: SpeculationConfig, params: SamplingParams) -> str:
-    """How the drafts of a request are verified; acceptance is learned for each rule apart."""
+    """The rule that verifies a request's drafts; acceptance is learned for each rule apart."""
     if params.is_greedy:
         return "greedy"
     if params.seed is not None:

@@ -1,4 +1,4 @@
-"""What is possible for a request, whatever anyone decides: as facts for control."""
+"""Limits of each request, independent of decisions: facts for control."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from outdraft.drafting.host_sources import (
 
 @dataclass(frozen=True, slots=True)
 class DrafterLimits:
-    """What the policy needs to know about the network that drafts.
+    """Limits of the network that drafts.
 
     Attributes:
         max_len: most tokens of a text, the drafts included.
@@ -30,17 +30,17 @@ class DrafterLimits:
             no chains at all.
         max_drafts: most drafts in one step, and
         max_chain: of a chain.
-        lag_tokens: tokens that it would have to read now beyond those of a usual step.
+        unread_tokens: tokens that it would have to read now beyond those of a usual step.
         most_drawn: drafts of a step that may be drawn from probabilities, as if all requests that
             it drafts for had as many; None: any number.
         ends_live: a chain that a live rule ends takes fewer passes and rows. False: the host has to
-            plan all of them, and to end a chain would only lose what it may bring.
+            plan all of them, and to end a chain would only lose accepted tokens.
     """
 
     max_len: int
     drafting: ModelDrafting = MODEL_CHAIN
     max_drafts: int = MAX_DRAFTS
-    lag_tokens: Callable[[Request], int] = lambda request: 0
+    unread_tokens: Callable[[Request], int] = lambda request: 0
     chain: ModelDrafting | None = None
     max_chain: int = MAX_DRAFTS
     ends_live: bool = True
@@ -55,11 +55,11 @@ class DrafterLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What never changes about a request.
+    """The facts about a request that never change.
 
     Attributes:
         max_drafts: most drafts in a step, of any source but a prediction; 0: it never drafts.
-        network: whether the network may draft for it.
+        network: the network may draft for it.
     """
 
     max_drafts: int
@@ -87,22 +87,22 @@ class KnownRequests:
         return wished_drafts(most, request)
 
     def may_draft(self, request: Request) -> bool:
-        """Whether anybody may draft for it now."""
+        """A source may draft for it now."""
         return request.may_draft and request.max_drafts > 0 and self._known(request).max_drafts > 0
 
     def network_may_draft(self, request: Request) -> bool:
-        """Whether the network may draft for it now or later."""
+        """The network may draft for it now or later."""
         if not self.may_draft(request) or not self.network_can_read(request):
             return False
         return self._known(request).network
 
     def network_can_read(self, request: Request) -> bool:
-        """Whether its text is not too long for the network."""
+        """Its text is not too long for the network."""
         assert self._drafter is not None
         return request.num_tokens < self._drafter.max_len
 
     def fits(self, request: Request, num_drafts: int) -> bool:
-        """Whether the network may draft so much for it now."""
+        """The network may draft num_drafts tokens for it now."""
         assert self._drafter is not None
         if request.num_tokens + num_drafts > self._drafter.max_len:
             return False
@@ -110,23 +110,22 @@ class KnownRequests:
         return known.network and num_drafts <= known.max_drafts and request.max_drafts > 0
 
     def draws(self, request_id: str) -> bool:
-        """Whether the network draws drafts of a running request from probabilities that
-        verification must know."""
+        """The network draws the request's drafts, and verification needs their probabilities."""
         known, network = self._by_id.get(request_id), self._config.network
         if known is None or network is None or not network.samples:
             return False
         return known.rule not in ("greedy", "drafter_invariant")
 
     def facts(self, request: Request, drafts: Drafts) -> RequestFacts:
-        """What control is told. drafts: of the host, at hand."""
+        """A request's facts for control. drafts: of the host."""
         known, drafter = self._known(request), self._drafter
         most = known.max_drafts if request.may_draft and request.max_drafts > 0 else 0
-        network, lag = None, 0
+        network, unread = None, 0
         if drafter is not None and known.network:
             end = request.num_tokens + min(most, request.max_drafts)
             if end <= drafter.max_len:
                 network, most = str(drafter.drafting.source), min(most, drafter.max_drafts)
-            lag = drafter.lag_tokens(request)
+            unread = drafter.unread_tokens(request)
         return RequestFacts(
             request.id,
             request.max_total - request.num_tokens,
@@ -136,7 +135,7 @@ class KnownRequests:
             network,
             known.rule,
             drafter.shapes if drafter is not None else (CHAIN,),
-            lag,
+            unread,
             can_stop=drafter is not None and drafter.ends_live and CHAIN in drafter.shapes,
             max_chain=drafter.max_chain if drafter is not None else 0,
         )

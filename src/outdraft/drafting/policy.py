@@ -1,8 +1,8 @@
-"""Between the engine and what decides: requests become facts, decisions become draft choices.
+"""Translates for the controller: requests become facts, decisions become draft choices.
 
 `control` decides who drafts in a step and how far. What a request, the configuration or the batch
-forbids, it never sees as possible. After the step it is told how the drafts fared and what each
-phase took; offers of the host that were not used are compared with the text that came.
+forbids, it never sees as possible. After the step it gets the drafts' outcomes and the time of
+each phase; offers of the host that were not used are compared with the text that came.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,19 +24,19 @@ from outdraft.drafting.host_sources import Drafts, HostSources
 from outdraft.drafting.known_requests import DrafterLimits, KnownRequests
 from outdraft.drafting.shadows import Shadows
 
-# Before a network may draft, the target's states are kept for so many steps, for it to read. With
-# 16 of them EAGLE-3 accepts nine tenths of what it accepts with the whole text (docs/log.md).
+# Steps before a network may draft in which the target's states are kept for it to read. With 16
+# of them EAGLE-3 accepts 90 % of what it accepts with the whole text (docs/log.md).
 WARM_UP_STEPS = 16
 
 Booked = Sequence[BookedWork]  # as Scheduler.commit returns it
 
 
-class _Step(Struct, frozen=True):
-    """What was decided for a step, or for several.
+class _DecidedStep(Struct, frozen=True):
+    """A decision for one step, or for several.
 
     Attributes:
-        choices: what each request verifies.
-        deciding_s: what it took to look for offers and to decide.
+        choices: the drafts that each request verifies.
+        deciding_s: time to look for offers and to decide.
         is_held: it was decided for an earlier step.
     """
 
@@ -54,7 +54,7 @@ class DraftPolicy:
         control: decides; may be exchanged while no request runs.
         decided: about the newest step, without its grants, which `granted` says; None: nothing was
             to decide.
-        granted: what each request of that step was to verify.
+        granted: the drafts that each request of that step was to verify.
     """
 
     def __init__(
@@ -72,15 +72,15 @@ class DraftPolicy:
         self._known = KnownRequests(config, drafter)
         self._translator = Translator(drafter, self._known)
         self._shadows = Shadows()
-        self._running: _Step | None = None  # what the step that runs was decided by
-        self._newest: _Step | None = None  # what was decided last, which may be held
+        self._running: _DecidedStep | None = None  # the decision of the step that runs
+        self._newest: _DecidedStep | None = None  # the latest decision, which may be held
         self._learning_s = 0.0  # from the latest step
         self.decided: Decision | None = None
         self.granted: dict[str, DraftChoice] = {}
 
     @property
     def sources(self) -> tuple[DraftSource, ...]:
-        """Who may draft, the preferred one first; empty without speculation."""
+        """Sources that may draft, the preferred one first; empty without speculation."""
         if not self.config.sources:
             return ()
         return DraftSource.PREDICTION, *self.config.methods
@@ -100,7 +100,7 @@ class DraftPolicy:
     def choose(
         self, requests: Sequence[Request], num_running: int, room: StepRoom
     ) -> dict[str, DraftChoice]:
-        """Say what each request verifies in the next step; one without an entry does not draft.
+        """The drafts that each request verifies in the next step; without an entry it has none.
 
         Args:
             requests: those with one token left to compute, in batch order.
@@ -137,7 +137,7 @@ class DraftPolicy:
             self._cast_shadows(requests, decision, drafts)
         self.decided, self.granted = _shown(decision), self._translator.choices(decision, drafts)
         deciding_s = perf_counter() - started_s
-        self._running = _Step(facts, decision, self.granted, deciding_s)
+        self._running = _DecidedStep(facts, decision, self.granted, deciding_s)
         self._newest = self._running
         return self.granted
 
@@ -149,7 +149,7 @@ class DraftPolicy:
         may_offer: bool = False,
         looking_s: float = 0.0,
     ) -> bool:
-        """Whether an earlier decision is good for the step. `looking_s`: the host found nothing."""
+        """Use an earlier decision if it holds for the step. `looking_s`: the host found nothing."""
         decision = self.control.hold(len(requests), room.prompt_rows, may_offer=may_offer)
         if decision is None:
             return False
@@ -164,7 +164,7 @@ class DraftPolicy:
         self, requests: Sequence[Request], choices: dict[str, DraftChoice]
     ) -> dict[str, DraftChoice]:
         """A network's choices without those for texts that have become too long for it, and for
-        requests that came later and may not draft so much."""
+        later requests that may not draft that many tokens."""
         unfit = {
             request.id
             for request in requests
@@ -176,24 +176,24 @@ class DraftPolicy:
         return {id_: choice for id_, choice in choices.items() if id_ not in unfit}
 
     def may_follow(self, num_running: int) -> bool:
-        """Whether the network should be able to draft for any request in one of the next steps."""
+        """The network should be able to draft in one of the next steps."""
         if not self._has_network or self._is_disabled(num_running):
             return False
         return self.control.network_due_in() <= WARM_UP_STEPS
 
     def reads_prompts(self) -> bool:
-        """Whether a network that reads states should read prompts as they pass by.
+        """A network that reads states should read prompts in the step that computes them.
 
         That takes as long as several steps. Else it begins with the states of the newest tokens.
         """
         return self.control.network_due_in() == 0
 
     def follows(self, request: Request) -> bool:
-        """Whether it should for this one, if it should for any."""
+        """If `may_follow`: the network should be able to draft for this request."""
         return self._known.network_may_draft(request)
 
     def may_read(self, request: Request) -> bool:
-        """Whether the network can read this one's prompt, whether or not it may draft for it."""
+        """The network can read the request's prompt, even if it may not draft for it."""
         return self._known.network_can_read(request)
 
     def observe(self, booked: Booked, stats: StepStats) -> None:
@@ -238,7 +238,7 @@ class DraftPolicy:
 
     def _outcome(
         self,
-        step: _Step,
+        step: _DecidedStep,
         ran: dict[str, BookedWork],
         stats: StepStats,
         shadows: tuple[ShadowOutcome, ...],
@@ -277,7 +277,7 @@ class DraftPolicy:
 
 
 def _shown(decision: Decision, *, is_held: bool = False) -> Decision:
-    """What metrics and traces show of a decision. is_held: it was made for an earlier step."""
+    """The part of a decision that metrics show. is_held: it was made for an earlier step."""
     draft_s = decision.draft_s - (decision.catch_up_s if is_held else 0.0)
     return replace(decision, grants=(), shadows=(), draft_s=draft_s, catch_up_s=0.0)
 
@@ -290,7 +290,7 @@ class Translator:
         self._known = known
 
     def choices(self, decision: Decision, drafts: Mapping[str, Drafts]) -> dict[str, DraftChoice]:
-        """Say what each request verifies; `drafts`: at hand, by request."""
+        """The drafts that each request verifies; `drafts`: the host's, by request."""
         return self._with_room(
             {
                 grant.request_id: self._choice(grant, drafts.get(grant.request_id, {}))

@@ -1,4 +1,4 @@
-"""Drafts that were not verified, compared with the text that came: what they would have brought.
+"""Drafts that were not verified, compared with the text that came: their acceptance if verified.
 
 They cost no rows. Each draft waits until the text has left it or has reached its end.
 """
@@ -29,7 +29,7 @@ class _Shadow:
     accepted: int = 0
 
     def follow(self, request: Request) -> bool:
-        """Read the tokens that are new; true if more of them can tell nothing."""
+        """Read the new tokens; true if later ones cannot change the outcome."""
         for token_id in request.token_ids[self.num_read :].tolist():
             self.num_read += 1
             row = _child(self.draft, self.row, token_id)
@@ -63,7 +63,7 @@ class Shadows:
         self._waiting.setdefault(request.id, []).append(shadow)
 
     def observe(self, requests: Iterable[Request]) -> tuple[ShadowOutcome, ...]:
-        """What became of drafts now that these texts have grown."""
+        """Outcomes of the drafts whose texts have come."""
         outcomes: list[ShadowOutcome] = []
         for request in requests:
             left: list[_Shadow] = []

@@ -80,7 +80,9 @@ def build_engine(
     policy = DraftPolicy(
         speculation,
         host_proposers(speculation.sources, models.kernels),
-        _drafter_limits(speculation.network, target, drafter, own.proposer, scheduler.lag_tokens),
+        _drafter_limits(
+            speculation.network, target, drafter, own.proposer, scheduler.unread_tokens
+        ),
         _control(config, models, runner),
         config.scheduler.max_num_seqs,
     )
@@ -129,7 +131,7 @@ def _drafter_limits(
     target: LanguageModel,
     drafter: LoadedDrafter | None,
     proposer: DeviceProposer | None,
-    lag_tokens: Callable[[Request], int],
+    unread_tokens: Callable[[Request], int],
 ) -> DrafterLimits | None:
     if config is None or drafter is None or proposer is None:
         return None
@@ -138,7 +140,7 @@ def _drafter_limits(
         min(config.max_model_len or longest, longest),
         proposer.drafting,
         max_drafts=proposer.max_drafts,
-        lag_tokens=lag_tokens,
+        unread_tokens=unread_tokens,
         chain=proposer.chain,
         max_chain=proposer.max_chain,
         ends_live=host_sees(target.device),

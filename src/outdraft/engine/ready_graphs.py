@@ -18,7 +18,7 @@ from outdraft.runner.parallel_runner import StepRunner
 
 MOST_S = 15.0
 MOST_REQUESTS, MOST_DRAFTS = 32, 8
-ALL_READ = -1  # a network's lag after a step whose last draft was not accepted
+ALL_READ = -1  # num_unread after a step whose last draft was not accepted
 _logger = logging.getLogger(__name__)
 
 
@@ -80,8 +80,8 @@ def _grown(
         return
     # A network that reads states reads accepted tokens except the newest, whose successor is not
     # there yet. Others read the newest 1 or 2.
-    for lag in range(1, most + 1) if proposer.drafter.state_window else (ALL_READ,):
-        yield DummyStep(count, 2 * count, is_network=True, lag=lag)
+    for num_unread in range(1, most + 1) if proposer.drafter.state_window else (ALL_READ,):
+        yield DummyStep(count, 2 * count, is_network=True, num_unread=num_unread)
     if proposer.drafting.is_tree:
         yield DummyStep(count, count * (1 + proposer.max_drafts), is_network=True, is_tree=True)
 

@@ -27,7 +27,7 @@ from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.head_drafter import MedusaDrafter, MLPSpeculatorDrafter
 from outdraft.drafting.device.network_drafter import NetworkDrafter
 from outdraft.drafting.device.parallel_drafting import ParallelDrafter, mask_token_id
-from outdraft.drafting.device.proposer import DeviceProposer, Drafter
+from outdraft.drafting.device.proposer import DeviceDrafter, DeviceProposer
 from outdraft.drafting.device.self_drafter import SPARSE_WINDOW, SelfDrafter
 from outdraft.drafting.device.translated_model import DraftModel, TranslatedModel, VocabularyMap
 from outdraft.drafting.host.ngram import NgramProposer
@@ -241,7 +241,7 @@ def device_proposer(
     network = config.speculation.network
     assert network is not None, "a drafter without a configuration"
     loaded, num_seqs = drafter.network, config.scheduler.max_num_seqs
-    drafting: Drafter
+    drafting: DeviceDrafter
     if isinstance(loaded, MedusaHeads):
         drafting = MedusaDrafter(loaded, num_seqs, kernels)
     elif isinstance(loaded, MLPSpeculator):

@@ -296,7 +296,7 @@ def _drafter_limits(
         config.max_model_len or max_model_len + MAX_DRAFTS,
         ModelDrafting(source, levels, max_kept),
         max_drafts=most,
-        lag_tokens=scheduler.lag_tokens,
+        unread_tokens=scheduler.unread_tokens,
     )
 
 

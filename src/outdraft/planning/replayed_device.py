@@ -105,8 +105,8 @@ class ReplayedDevice:
             if level < cost.max_passes:
                 seconds += float(cost.passes.at(np.array(rows))) + cost.context_s * context
             level += 1
-        lag = sum(drafter.lag_tokens(request) for request, _ in drafting)
-        return seconds + float(cost.catch_up.at(np.array(lag)))
+        unread = sum(drafter.unread_tokens(request) for request, _ in drafting)
+        return seconds + float(cost.catch_up.at(np.array(unread)))
 
     def _verify(self, work: Work, text: ReplayedText) -> WorkResult:
         if not work.samples:

@@ -1,4 +1,4 @@
-"""Joins the drafts of a step: those of the host, and those of the network.
+"""Joins the drafts of a step: the host's and the network's.
 
 A live rule may end a network's draft early, before rows are laid out: `as_drafted` leaves them out.
 
@@ -53,15 +53,15 @@ def spread_rows(states_RD: Tensor, rows_R: Tensor, num_rows: int) -> Tensor:
 
 
 def chunk_reads(works: Sequence[Work], slots: Slots) -> list[ChunkRead]:
-    """What a drafter reads of the works now."""
+    """Chunks of the works that a drafter reads now."""
     reads: list[ChunkRead] = []
     first = 0
     for work in works:
-        if work.num_drafter_reads:
+        if work.num_drafter_new:
             slot = slots[work.slot]
             text = DraftModelAsk(
                 state_row=work.slot,
-                num_tokens=work.start + work.num_drafter_reads + 1,  # it reads ahead
+                num_tokens=work.start + work.num_drafter_new + 1,  # it reads ahead
                 num_computed=work.start,
                 num_drafts=0,
                 block_ids=slot.drafter_block_ids,
@@ -112,7 +112,7 @@ def as_drafted(plan: StepPlan, drafts: DraftBatch) -> StepPlan:
 
 
 def host_drafts(works: Sequence[Work], device: torch.device) -> DraftBatch:
-    """Those of the host."""
+    """The host's drafts of the works, on the device."""
     if not any(work.drafts and len(work.drafts.draft) for work in works):
         return DraftBatch.empty(len(works), device)
     drafts = [NO_DRAFT if work.drafts is None else work.drafts.draft for work in works]
@@ -181,5 +181,5 @@ def _is_sampled(is_sampled_BK: Tensor | None, token_ids_BK: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _none_sampled(shape: torch.Size, device: torch.device) -> Tensor:
-    """bool [B, K]; nobody writes to it."""
+    """bool [B, K]; read only."""
     return torch.zeros(shape, dtype=torch.bool, device=device)

@@ -25,17 +25,17 @@ MOST_FIRST_TIMES = 4  # of a step, in which something is made ready
 
 
 class DummyStep(NamedTuple):
-    """What to run. Drafts are spread over the requests that are not idle.
+    """A step to run. Drafts are spread over the requests that are not idle.
 
     Attributes:
         num_rows: newest tokens and drafts.
         is_network: the network drafts; else the drafts are the host's.
         is_tree: the network drafts a tree, else a chain.
         is_long: one request with a long text; else the texts are short.
-        lag: tokens that the network has not read, beyond the two of a step after one whose drafts
-            were all accepted. -1: one token is left.
+        num_unread: tokens that the network has not read, beyond the 2 of a step after one whose
+            drafts were all accepted. -1: 1 token is left.
         num_idle: requests at the end that have no drafts.
-        tells_margins: the network says how sure it is of each level.
+        tells_margins: the network reports the margin of each level.
     """
 
     num_requests: int
@@ -43,7 +43,7 @@ class DummyStep(NamedTuple):
     is_network: bool = False
     is_tree: bool = False
     is_long: bool = False
-    lag: int = 0
+    num_unread: int = 0
     num_idle: int = 0
     tells_margins: bool = False
 
@@ -63,7 +63,7 @@ class PhaseSeconds(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Text:
+class _DummyText:
     """A made-up text."""
 
     admission: Admission
@@ -115,20 +115,21 @@ class DummySteps:
         ]
         needed = -(-min(length, self.num_long + 1 + MOST_DRAFTS) // size)
         self._long = [self._text(self.num_long, 0, range(needed))]
-        self._admitted: dict[int, _Text] = {}  # by slot
-        for layer in runner.cache.layers:  # memory that nobody has written is read too fast
+        self._admitted: dict[int, _DummyText] = {}  # by slot
+        for layer in runner.cache.layers:  # memory that was never written is read too fast
             for cached in (layer.k_PSGC, layer.v_PSGE):
                 cached[: -(-self.num_long // size)].fill_(0.01)
 
     def fits(self, step: DummyStep) -> bool:
-        """Whether there is room for it."""
+        """There is room for it."""
         texts = self._long if step.is_long else self._short[: step.num_requests]
         if len(texts) < step.num_requests:
             return False
         text = texts[0]
         length = min(len(text.block_ids) * self._runner.cache.block_size, self._max_len)
         has_room = text.num_tokens + step.num_drafts(0) < length
-        return has_room and step.num_rows <= self._max_rows and text.num_tokens >= 2 + step.lag
+        has_unread = text.num_tokens >= 2 + step.num_unread
+        return has_room and step.num_rows <= self._max_rows and has_unread
 
     def run(self, step: DummyStep) -> PhaseSeconds:
         """Run it once, after everything is ready that is made ready once."""
@@ -164,7 +165,7 @@ class DummySteps:
                 blocks = 0, text.block_ids
             choice = self._choice(step, index)
             # After a usual step a network reads the newest token and at most the one before.
-            num_read = text.num_tokens - 2 - step.lag
+            num_read = text.num_tokens - 2 - step.num_unread
             start = text.num_tokens - 1
             owner = index % self._runner.num_draft_groups
             work = Work(slot, start, 1, True, choice, *blocks, num_read)
@@ -191,7 +192,7 @@ class DummySteps:
         vocab_size = self._runner.model.config.vocab_size
         return [(7 * place + 1009 * text) % vocab_size for place in range(count)]
 
-    def _text(self, num_tokens: int, slot: int, block_ids: range) -> _Text:
+    def _text(self, num_tokens: int, slot: int, block_ids: range) -> _DummyText:
         ids = np.array(self._ids(num_tokens, slot), dtype=np.int32)
         rules = TokenRules(seed=slot, temperature=self._temperature)
-        return _Text(Admission(slot, ids, num_tokens, rules), tuple(block_ids))
+        return _DummyText(Admission(slot, ids, num_tokens, rules), tuple(block_ids))

@@ -1,8 +1,8 @@
-"""What crosses between runner and scheduler in a step in which outputs keep to grammars.
+"""Messages between runner and scheduler in a step in which outputs keep to grammars.
 
 Masks are made on the host, which knows its own drafts; those of the network are on the device. They
-are copied only if one of the requests that the network drafts for has a grammar. Whoever asks for
-them waits for the drafting, not for the target's pass, which the device begins meanwhile.
+are copied only if one of the requests that the network drafts for has a grammar. A reader of the
+copy waits for the drafting, not for the target's pass, which the device begins meanwhile.
 
 Dimension key: B requests that sample, N drafts of one, R rows whose logits are needed, W int32
 words of a mask of one bit per token.
@@ -57,18 +57,18 @@ def copy_of_drafted(works: Sequence[Work], slots: Slots, drafts: DraftBatch) -> 
 
 @dataclass(frozen=True, slots=True)
 class GrammarMasks:
-    """What the grammars of a step allow, on the device.
+    """The tokens that the grammars of a step allow, on the device.
 
     Attributes:
-        masks_RW: int32, as in AllowedTokens.
-        is_end_BN: bool; nothing may be emitted behind this draft. None: there is no such draft.
+        masks_RW: int32; see AllowedTokens.
+        is_end_BN: bool; nothing may be emitted after this draft. None: there is no such draft.
     """
 
     masks_RW: Tensor
     is_end_BN: Tensor | None
 
     def part(self, part: RequestPart) -> "GrammarMasks":
-        """Those of some requests."""
+        """The masks of some requests."""
         is_end_BN = None if self.is_end_BN is None else self.is_end_BN[part.requests]
         return GrammarMasks(self.masks_RW[part.rows], is_end_BN)
 

@@ -18,7 +18,7 @@ from outdraft.kernels.data.scores import Scores, concatenated
 from outdraft.kernels.ops import Kernels
 from outdraft.runner.state import RequestSlot, Slots
 
-PROMPT_ROWS = 32  # whose logits exist at the same time at most
+PROMPT_ROWS = 32  # most rows of logits at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class LogprobRows:
 
 
 def wants_logprobs(slots: Sequence[RequestSlot]) -> bool:
-    """Whether a request asked for those of its output."""
+    """A request asked for log-probabilities of its output."""
     return any(slot.rules.logprobs is not None for slot in slots)
 
 
@@ -57,7 +57,7 @@ def emitted_logprobs(
     """One row for each place of an emitted token, padding included; None if no request asked.
 
     A request with a trace also has a row for each place of a drafted token: the log-probability
-    that the target gave it behind its parent.
+    that the target gave it after its parent.
 
     Args:
         num_top: K.
@@ -69,7 +69,7 @@ def emitted_logprobs(
     places = [drafts.width * (1 + one.is_traced) + 1 for one in rules]
     kept = [a * (2 * drafts.width + 1) + np.arange(count) for a, count in enumerate(places)]
     rows_B, kept_J = to_device([np.array(asking), np.concatenate(kept)], logits_RV.device)
-    # The i-th emitted token was chosen behind the i-th row of the accepted path, root first.
+    # The i-th emitted token was chosen after the i-th row of the accepted path, root first.
     path_BN1 = torch.nn.functional.pad(verdict.rows_BN[rows_B] + 1, (1, 0)).clamp_min(0)
     parents_BN = torch.where(drafts.is_draft_BN, drafts.parents_BN, 0)[rows_B]
     behind = torch.cat([path_BN1, parents_BN], dim=1)
@@ -87,7 +87,7 @@ def emitted_logprobs(
 def concatenated_rows(
     parts: Sequence[LogprobRows | None], sizes: Sequence[int]
 ) -> LogprobRows | None:
-    """Those of all parts of a step's requests; None if no request asked.
+    """Join the rows of all parts of a step's requests; None if no request asked.
 
     Args:
         sizes: requests of each part.
@@ -112,7 +112,7 @@ def prompt_logprobs(
     """One row for each prompt position computed now whose next token is in the prompt.
 
     Args:
-        scored: as `ScoreTokens`, from hidden states [R, D].
+        scored: does the work of `ScoreTokens`, from hidden states [R, D].
         num_rows: that are scored at the same time.
     """
     counts = [_num_prompt_rows(work, slots[work.slot]) for work in works]
@@ -137,7 +137,7 @@ def prompt_logprobs(
 
 
 def wants_prompt_logprobs(works: Sequence[Work], slots: Slots) -> bool:
-    """Whether `prompt_logprobs` reads states of these rows."""
+    """`prompt_logprobs` reads states of these rows."""
     return any(_num_prompt_rows(work, slots[work.slot]) for work in works)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import Span, metadata_of
-from outdraft.core.grammar import AllowedTokens, Drafted
+from outdraft.core.grammar import AllowedTokens, GrammarDrafts
 from outdraft.core.plan import PhaseTimes, StepPlan, StepResult, Work
 from outdraft.drafting.device.asks import TargetStates
 from outdraft.drafting.device.proposer import DeviceProposer
@@ -72,48 +72,11 @@ from outdraft.runner.verified_parts import (
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.verification.verifier import Verifier
 
-
-class PhaseClock:
-    """Marks in the order they were set; `times` after the device has passed them all.
-
-    On a GPU the marks are events that are read after the step has been collected, so taking the
-    time never waits for the device.
-    """
-
-    def __init__(self, device: torch.device, first_times: FirstTimes) -> None:
-        """`first_times`: of the kernels, told to be a part of the step if some come to pass."""
-        # The stream is asked for once: to look for it takes longer than to record an event.
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._marks: list[Any] = []  # seconds, or events of a GPU
-        self._first_times, self._number_before = first_times, first_times.number
-        self._is_first = False
-
-    def mark(self) -> None:
-        """A phase begins: drafting, the target's pass, what follows it, and of that, maybe, keeping
-        states; or the last one is over."""
-        if self._stream is None:
-            self._marks.append(time.perf_counter())
-        else:
-            self._marks.append(self._stream.record_event(torch.cuda.Event(enable_timing=True)))
-        self._is_first = self._first_times.number != self._number_before
-
-    def times(self) -> PhaseTimes:
-        """The phases between the marks."""
-        between = operator.sub if self._stream is None else _event_seconds
-        draft_s, verify_s, sample_s, *kept = map(between, self._marks[1:], self._marks)
-        keep_s = sum(kept)
-        return PhaseTimes(draft_s, verify_s, sample_s + keep_s, keep_s, self._is_first)
-
-
-def _event_seconds(stop: torch.cuda.Event, start: torch.cuda.Event) -> float:
-    return start.elapsed_time(stop) / 1000
-
-
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def inferring(method: Method) -> Method:
-    """As `torch.inference_mode()` where the caller is not in it: to enter takes 10 us of a step."""
+    """Enter `torch.inference_mode()`, but only if the caller is not in it: entering takes 10 us."""
     entering = torch.inference_mode()(method)
 
     @functools.wraps(method)
@@ -122,86 +85,6 @@ def inferring(method: Method) -> Method:
         return (method if is_in else entering)(*arguments, **options)
 
     return cast(Method, run)
-
-
-@dataclass(frozen=True)
-class TargetPass:
-    """The target's forward pass over all rows of a step, laid out as `spans`.
-
-    Attributes:
-        states_of: whose hidden states are there.
-        choice: None: it is not made yet.
-    """
-
-    read: StepRead
-    spans: Sequence[Span]
-    states_of: StatesOf
-
-    @property
-    def choice(self) -> Choice | None:
-        return self.read.choice
-
-    @cached_property
-    def rows(self) -> PlacedRows:
-        return self.read.place()
-
-    @property
-    def texts(self) -> StepTexts:
-        return StepTexts(*self.rows.extra)
-
-    @property
-    def metadata(self) -> AttentionMetadata:
-        return metadata_of(self.rows, self.spans)
-
-    @property
-    def hidden_TD(self) -> Tensor | None:
-        """Hidden states of all rows, if they are there."""
-        return self.read.states_RD if self.states_of is StatesOf.ALL_ROWS else None
-
-    @cached_property
-    def logit_hidden_RD(self) -> Tensor:
-        """Hidden states of the rows whose logits are needed."""
-        states_RD = self.read.states_RD
-        assert states_RD is not None
-        if self.states_of is StatesOf.ALL_ROWS:
-            return with_logits(states_RD, self.rows.logit_rows_R)
-        return states_RD
-
-
-class LaunchedStep(NamedTuple):
-    """A step whose rows the target reads; its tensors may not be computed yet.
-
-    Attributes:
-        plan: with the rows that the target reads.
-        works, slots: those that sample, and their slots in the same order.
-        drafts, sampling: of the works that sample; None: there are none.
-        own_drafts: of those that are verified here, with what they were drawn from.
-        drafted: the network's drafts, if a grammar must know them.
-        prompt: log-probabilities of prompts.
-    """
-
-    plan: StepPlan
-    works: Sequence[Work]
-    slots: Sequence[RequestSlot]
-    target: TargetPass
-    drafts: DraftBatch | None
-    own_drafts: DraftBatch | None
-    sampling: SamplingBatch | None
-    drafted: DraftedCopy | None
-    prompt: LogprobRows | None
-    clock: PhaseClock
-
-
-class PendingStep(Struct, frozen=True):
-    """A step that was launched and verified; its tensors may not be computed yet.
-
-    Attributes:
-        plan: with the rows that the target reads.
-    """
-
-    plan: StepPlan
-    copies: StepCopies
-    clock: PhaseClock
 
 
 class ModelRunner:
@@ -232,10 +115,10 @@ class ModelRunner:
         return 1
 
     @inferring
-    def launch(self, plan: StepPlan) -> PendingStep | LaunchedStep:
+    def launch(self, plan: StepPlan) -> "PendingStep | LaunchedStep":
         """Issue a whole step and the copy of its results; it waits for nothing.
 
-        If a token that is chosen must keep to a grammar, it stops behind the target's pass, and
+        If a token that is chosen must keep to a grammar, it stops after the target's pass, and
         `verify` issues the rest.
         """
         clock = PhaseClock(self.device, self.model.kernels.first_times)
@@ -267,38 +150,24 @@ class ModelRunner:
             return step
         return self._verify(step, None)
 
-    def drafted(self, step: LaunchedStep) -> Drafted:
-        """What masks must be made for. Waits for the network if it drafts where a grammar is."""
+    def drafted(self, step: "LaunchedStep") -> GrammarDrafts:
+        """Drafts that masks must be made for. Waits for the network if it drafts for a grammar."""
         drafts_2BN = step.drafted.wait() if step.drafted is not None else None
-        return Drafted(tuple(work.num_drafts for work in step.works), drafts_2BN)
+        return GrammarDrafts(tuple(work.num_drafts for work in step.works), drafts_2BN)
 
     @inferring
-    def verify(self, step: LaunchedStep, allowed: AllowedTokens) -> PendingStep:
+    def verify(self, step: "LaunchedStep", allowed: AllowedTokens) -> "PendingStep":
         """Issue the rest of a step with grammars, and the copy of its results."""
         assert step.drafts is not None
         return self._verify(step, masks_of(allowed, step.drafts))
 
-    def collect(self, pending: PendingStep) -> StepResult:
+    def collect(self, pending: "PendingStep") -> StepResult:
         """Wait for a step: its one host synchronisation."""
         works = work_results(pending.plan, pending.copies)
         return StepResult(works, pending.plan.num_rows, pending.clock.times())
 
-    def _verify(self, step: LaunchedStep, masks: GrammarMasks | None) -> PendingStep:
-        plan, drafts, sampling = step.plan, step.drafts, step.sampling
-        verified: VerifiedRows | None = None
-        emitted: LogprobRows | None = None
-        if drafts is not None and sampling is not None:
-            verified, emitted = self._verified(step, drafts, sampling, masks)
-            self._keep(verified.choice, drafts, step.target)
-        if plan.keeps_states:
-            step.clock.mark()
-            self._keep_states(plan.works, step.target, verified)
-        step.clock.mark()
-        copies = to_host(verified, emitted, step.prompt, self.device)
-        return PendingStep(plan, copies, step.clock)
-
     def _take_news(self, plan: StepPlan) -> None:
-        """Keep what the plan tells about its requests."""
+        """Keep the plan's news of its requests."""
         for admission in plan.admissions:
             self._slots[admission.slot] = RequestSlot(admission)
         self.state.admit(plan.admissions)
@@ -340,7 +209,7 @@ class ModelRunner:
         return drafts, drafts
 
     def _chooser(self, sampling: SamplingBatch) -> Chooser | None:
-        """How the target's pass chooses at once; None: that needs more than logits and texts."""
+        """The rule for a pass that also chooses; None: it needs more than logits and texts."""
         rule = Rule.MATCH if sampling.is_plain_greedy else self.verifier.rule
         if rule is None or not sampling.has_penalties_at_most:
             return None
@@ -348,7 +217,7 @@ class ModelRunner:
 
     def _forward(
         self, plan: StepPlan, drafts: DraftBatch | None, chooser: Chooser | None
-    ) -> TargetPass:
+    ) -> "TargetPass":
         works = plan.works
         spans, facts = step_spans(works, self._slots, self.state.row_len)
         states_of = StatesOf.NO_ROW if chooser else StatesOf.ROWS_WITH_LOGITS
@@ -375,9 +244,29 @@ class ModelRunner:
         read = self.model.step(task, by_parts)
         return TargetPass(read, spans, states_of)
 
+    def _scored(self, hidden_RD: Tensor, chosen_R: Tensor, num_top: int) -> Scores:
+        """Score tokens by the logits of hidden states [R, D]; see `ScoreTokens`."""
+        logits_RV = self.model.logits(hidden_RD)
+        return self.model.kernels.score_tokens(logits_RV, chosen_R, num_top)
+
+    def _verify(self, step: "LaunchedStep", masks: GrammarMasks | None) -> "PendingStep":
+        plan, drafts, sampling = step.plan, step.drafts, step.sampling
+        verified: VerifiedRows | None = None
+        emitted: LogprobRows | None = None
+        if drafts is not None and sampling is not None:
+            verified, emitted = self._verified(step, drafts, sampling, masks)
+            self._keep(verified.choice, drafts, step.target)
+        if plan.keeps_states:
+            step.clock.mark()
+            assert self.proposer is not None, "no drafter reads the states"
+            self.proposer.drafter.keep(self._states(plan.works, step.target, verified))
+        step.clock.mark()
+        copies = to_host(verified, emitted, step.prompt, self.device)
+        return PendingStep(plan, copies, step.clock)
+
     def _verified(
         self,
-        step: LaunchedStep,
+        step: "LaunchedStep",
         drafts: DraftBatch,
         sampling: SamplingBatch,
         masks: GrammarMasks | None,
@@ -397,7 +286,7 @@ class ModelRunner:
         verdict, is_finite_R, emitted = joined(made)
         return VerifiedRows(DeviceChoice(verdict, is_finite_R), drafts), emitted
 
-    def _keep(self, choice: Choice, drafts: DraftBatch, target: TargetPass) -> None:
+    def _keep(self, choice: Choice, drafts: DraftBatch, target: "TargetPass") -> None:
         """Write the emitted tokens to the texts, and accepted branches to where texts are read."""
         if target.choice is None:
             texts = target.texts
@@ -409,15 +298,8 @@ class ModelRunner:
         source_BN = source_BN.masked_fill(verdict.rows_BN < 0, -1)
         self.cache.compact(source_BN.flatten(), rows.draft_slots_BN.flatten())
 
-    def _keep_states(
-        self, works: Sequence[Work], target: TargetPass, verified: VerifiedRows | None
-    ) -> None:
-        """Give the drafter the states of what is part of a text now."""
-        assert self.proposer is not None, "nobody reads the states"
-        self.proposer.drafter.keep(self._states(works, target, verified))
-
     def _states(
-        self, works: Sequence[Work], target: TargetPass, verified: VerifiedRows | None
+        self, works: Sequence[Work], target: "TargetPass", verified: VerifiedRows | None
     ) -> TargetStates:
         assert self.proposer is not None
         hidden_TD, tapped_TKD = target.hidden_TD, target.read.tapped_TKD
@@ -440,7 +322,118 @@ class ModelRunner:
         reads = chunk_reads(works, self._slots)
         return TargetStates(hidden_TD, tapped_TKD, *places, self.state.token_ids_SL, reads)
 
-    def _scored(self, hidden_RD: Tensor, chosen_R: Tensor, num_top: int) -> Scores:
-        """As `ScoreTokens`, behind the hidden states."""
-        logits_RV = self.model.logits(hidden_RD)
-        return self.model.kernels.score_tokens(logits_RV, chosen_R, num_top)
+
+class LaunchedStep(NamedTuple):
+    """A step whose rows the target reads; its tensors may not be computed yet.
+
+    Attributes:
+        plan: with the rows that the target reads.
+        works, slots: those that sample, and their slots in the same order.
+        drafts, sampling: of the works that sample; None: there are none.
+        own_drafts: of those that are verified here, with the probabilities they were drawn from.
+        drafted: the network's drafts, if a grammar must know them.
+        prompt: log-probabilities of prompts.
+    """
+
+    plan: StepPlan
+    works: Sequence[Work]
+    slots: Sequence[RequestSlot]
+    target: "TargetPass"
+    drafts: DraftBatch | None
+    own_drafts: DraftBatch | None
+    sampling: SamplingBatch | None
+    drafted: DraftedCopy | None
+    prompt: LogprobRows | None
+    clock: "PhaseClock"
+
+
+class PendingStep(Struct, frozen=True):
+    """A step that was launched and verified; its tensors may not be computed yet.
+
+    Attributes:
+        plan: with the rows that the target reads.
+    """
+
+    plan: StepPlan
+    copies: StepCopies
+    clock: "PhaseClock"
+
+
+@dataclass(frozen=True)
+class TargetPass:
+    """The target's forward pass over all rows of a step, laid out as `spans`.
+
+    Attributes:
+        states_of: the rows that have hidden states.
+        choice: None: it is not made yet.
+    """
+
+    read: StepRead
+    spans: Sequence[Span]
+    states_of: StatesOf
+
+    @property
+    def choice(self) -> Choice | None:
+        return self.read.choice
+
+    @cached_property
+    def rows(self) -> PlacedRows:
+        return self.read.place()
+
+    @property
+    def texts(self) -> StepTexts:
+        return StepTexts(*self.rows.extra)
+
+    @property
+    def metadata(self) -> AttentionMetadata:
+        return metadata_of(self.rows, self.spans)
+
+    @property
+    def hidden_TD(self) -> Tensor | None:
+        """Hidden states of all rows, if they are there."""
+        return self.read.states_RD if self.states_of is StatesOf.ALL_ROWS else None
+
+    @cached_property
+    def logit_hidden_RD(self) -> Tensor:
+        """Hidden states of the rows whose logits are needed."""
+        states_RD = self.read.states_RD
+        assert states_RD is not None
+        if self.states_of is StatesOf.ALL_ROWS:
+            return with_logits(states_RD, self.rows.logit_rows_R)
+        return states_RD
+
+
+class PhaseClock:
+    """Marks in the order they were set; `times` after the device has passed them all.
+
+    On a GPU the marks are events that are read after the step has been collected, so taking the
+    time never waits for the device.
+    """
+
+    def __init__(self, device: torch.device, first_times: FirstTimes) -> None:
+        """`first_times`: of the kernels; a step is marked as first if their number grows in it."""
+        # The stream is looked up once: that takes longer than to record an event.
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._marks: list[Any] = []  # seconds, or events of a GPU
+        self._first_times, self._number_before = first_times, first_times.number
+        self._is_first = False
+
+    def mark(self) -> None:
+        """Begin a phase, or end the last one: drafting, the target's pass, the rest, and maybe
+        keeping states."""
+        if self._stream is None:
+            self._marks.append(time.perf_counter())
+        else:
+            self._marks.append(self._stream.record_event(torch.cuda.Event(enable_timing=True)))
+        self._is_first = self._first_times.number != self._number_before
+
+    def times(self) -> PhaseTimes:
+        """The phases between the marks."""
+        between = operator.sub if self._stream is None else _event_seconds
+        draft_s, verify_s, sample_s, *kept = map(between, self._marks[1:], self._marks)
+        keep_s = sum(kept)
+        return PhaseTimes(draft_s, verify_s, sample_s + keep_s, keep_s, self._is_first)
+
+
+def _event_seconds(stop: torch.cuda.Event, start: torch.cuda.Event) -> float:
+    return start.elapsed_time(stop) / 1000

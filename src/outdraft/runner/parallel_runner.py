@@ -1,4 +1,4 @@
-"""The runner of rank 0 where several ranks compute: the others are told what it does itself."""
+"""The runner of rank 0 where several ranks compute: it sends its own work to the others."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from typing import NoReturn, Protocol
 import torch
 
 from outdraft.core.errors import PartedError
-from outdraft.core.grammar import AllowedTokens, Drafted
+from outdraft.core.grammar import AllowedTokens, GrammarDrafts
 from outdraft.core.plan import StepPlan, StepResult
 from outdraft.distributed.group import RankGroup
 from outdraft.runner.model_runner import LaunchedStep, ModelRunner, PendingStep
@@ -19,27 +19,29 @@ class SameSteps:
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         self._group, self._device = group, device
-        self._told = blake2b(digest_size=8)
+        self._received = blake2b(digest_size=8)
         self._num_steps = 0
 
     def add(self, data: bytes) -> None:
-        """What this rank was told for the step."""
-        self._told.update(data)
+        """Count a message that this rank received for the step."""
+        self._received.update(data)
 
     def check(self, result: StepResult) -> None:
         """At the end of the step.
 
         Raises:
-            PartedError: on all ranks, as one of them was told or chose something else.
+            PartedError: on all ranks, if one of them received or chose something else.
         """
         chose = blake2b(digest_size=8)
         for one in result.works:
             ids = one.token_ids, one.accepted_rows, one.drafted_ids, one.drafted_parents
             chose.update(repr(ids).encode())
-        own = [int.from_bytes(one.digest(), "little", signed=True) for one in (self._told, chose)]
+        own = [
+            int.from_bytes(one.digest(), "little", signed=True) for one in (self._received, chose)
+        ]
         digests_t2 = self._group.gather(torch.tensor(own, device=self._device))
         self._num_steps += 1
-        self._told = blake2b(digest_size=8)
+        self._received = blake2b(digest_size=8)
         for what, digests in zip(("was told", "chose"), digests_t2.T.tolist(), strict=True):
             others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
             if others:
@@ -54,7 +56,7 @@ class OtherRanks(Protocol):
     """The other ranks, for rank 0."""
 
     def send(self, message: StepPlan | AllowedTokens) -> bytes:
-        """Have them do a step, or the rest of one; what was sent.
+        """Send them a step, or the rest of one, to compute; return the bytes sent.
 
         Raises:
             RanksError: one of them cannot.
@@ -65,17 +67,17 @@ class OtherRanks(Protocol):
         """End them all after an error that rank 0 met in a step.
 
         Raises:
-            RanksError: with who is to blame.
+            RanksError: names the rank at fault.
         """
         ...
 
 
 class ParallelRunner:
-    """As ModelRunner. Whatever goes wrong in a step, on any rank, is the end of all ranks: they
-    cannot know how far the others came.
+    """Runs the steps of a ModelRunner on all ranks. An error in a step, on any rank, ends all
+    ranks: they cannot know how far the others came.
 
     Attributes:
-        own: of this rank.
+        own: the runner of this rank.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class ParallelRunner:
         self._same_steps = same_steps
 
     def launch(self, plan: StepPlan) -> PendingStep | LaunchedStep:
-        """As ModelRunner.launch, on all ranks.
+        """Launch a step on all ranks.
 
         Raises:
             RanksError: the engine has to end, as from the other methods.
@@ -98,19 +100,19 @@ class ParallelRunner:
             self._tell(plan)
             return self.own.launch(plan)
 
-    def drafted(self, step: LaunchedStep) -> Drafted:
-        """As ModelRunner.drafted: this rank knows what all have drafted."""
+    def drafted(self, step: LaunchedStep) -> GrammarDrafts:
+        """Drafts of all ranks that masks must be made for."""
         with self._together():
             return self.own.drafted(step)
 
     def verify(self, step: LaunchedStep, allowed: AllowedTokens) -> PendingStep:
-        """As ModelRunner.verify, on all ranks."""
+        """Issue the rest of a step with grammars, on all ranks."""
         with self._together():
             self._tell(allowed)
             return self.own.verify(step, allowed)
 
     def collect(self, pending: PendingStep) -> StepResult:
-        """As ModelRunner.collect: this rank knows what all have verified."""
+        """Wait for a step; the results are those of all ranks."""
         with self._together():
             result = self.own.collect(pending)
             if self._same_steps is not None:

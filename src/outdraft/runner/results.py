@@ -20,7 +20,7 @@ from outdraft.runner.logprobs import LogprobRows
 
 
 class VerifiedRows(Struct, frozen=True):
-    """What was decided about the drafts of a step.
+    """The verdicts on the drafts of a step.
 
     Attributes:
         choice: of all requests, however they choose. A row is finite if the target's raw logits
@@ -37,7 +37,7 @@ class StepCopies(Struct, frozen=True):
     Attributes:
         packed: on a GPU, one int64 tensor on the host, floats as their bits; else the tensors.
         shapes: of the tensors in order, if they are packed.
-        known: what else was decided, where the host knows it: it is not among the tensors.
+        known: the rest of the verdicts, if the host knows it: then it is not among the tensors.
         has_margins: live rules' margins are among them.
         arrived: set on a GPU when the copy is complete.
     """
@@ -80,7 +80,7 @@ def to_host(
     packed = torch.cat([nothing, *(_as_int64(tensor).flatten() for tensor in tensors)])
     host = torch.empty(packed.shape, dtype=torch.int64, pin_memory=True)
     host.copy_(packed, non_blocking=True)
-    arrived = torch.cuda.Event()  # also where nothing is copied: the clock is read behind it
+    arrived = torch.cuda.Event()  # also where nothing is copied: the clock is read after it
     arrived.record()
     return StepCopies([host], shapes, known, *rest, arrived)
 
@@ -117,8 +117,8 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
         emitted, accepted, drafted, parents = [rows[place] for rows in verdicts]
         num_drafts = work.num_drafts
         drafted_ids, rows = _leading(drafted[:num_drafts]), _leading(accepted)
-        # Each token was chosen behind the root or behind an accepted draft: those from the first
-        # row on that gave nothing to choose by mean nothing.
+        # Each token was chosen after the root or after an accepted draft. From the first row
+        # without finite logits on, tokens mean nothing.
         num_valid = len(rows) + 1
         if not are_finite:
             path = (0, *(row + 1 for row in rows))
@@ -145,7 +145,7 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
 
 
 class _Extras(NamedTuple):
-    """What few steps have, each in the order of the works that sample; None: this step has none.
+    """Results that few steps have, in the order of the works that sample; None: there are none.
 
     Attributes:
         prompts: in the order of all works.
@@ -160,7 +160,7 @@ _NO_EXTRAS = _Extras()
 
 
 def _extras(copies: StepCopies, tensors: Sequence[Tensor]) -> _Extras:
-    """`tensors`: those behind what was verified."""
+    """Unpack the tensors after those of the verdicts."""
     if not tensors:
         return _NO_EXTRAS
     arrays = (one.numpy() for one in tensors)  # in this order:
@@ -184,7 +184,7 @@ def _unpack(copies: StepCopies) -> list[Tensor]:
 
 
 def _margins(margins_BL: np.ndarray) -> list[tuple[float, ...] | None]:
-    """Those of each request; None: it has no rule."""
+    """The margins of each request; None: it has no rule."""
     if margins_BL.dtype == np.int64:  # the bits of what travelled in one piece
         margins_BL = margins_BL.view(np.float64).astype(np.float32)
     found = [tuple([one for one in row if one == one]) for row in margins_BL.tolist()]
@@ -197,7 +197,7 @@ def _leading(row: Sequence[int]) -> tuple[int, ...]:
 
 
 def _log_rows(counts: Sequence[int], arrays: Iterator[np.ndarray]) -> list[list[TokenLogprobs]]:
-    """Those of each work, of the next five arrays."""
+    """The log-probabilities of each work, from the next 5 arrays."""
     token_ids, logprobs, ranks, top_ids, top_logprobs = itertools.islice(arrays, 5)
     if logprobs.dtype == np.int64:  # the bits of what travelled in one piece
         logprobs, top_logprobs = logprobs.view(np.float64), top_logprobs.view(np.float64)

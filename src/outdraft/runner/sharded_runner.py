@@ -56,7 +56,7 @@ from outdraft.verification.verifier import Verifier
 
 
 class ShardedRunner(ModelRunner):
-    """As ModelRunner, of one rank; all ranks must be given the same plans and masks."""
+    """The ModelRunner of one rank; all ranks must be given the same plans and masks."""
 
     def __init__(
         self,
@@ -68,13 +68,12 @@ class ShardedRunner(ModelRunner):
         *,
         ranks: Ranks,
     ) -> None:
-        """`ranks`: over which the model and the proposer's network are spread."""
+        """`ranks`: the model and the proposer's network are spread over them."""
         super().__init__(model, cache, state, verifier, proposer)
         self.ranks = ranks
 
     @property
     def num_draft_groups(self) -> int:
-        """As of ModelRunner."""
         return self.ranks.num_draft_groups
 
     def _drafts(
@@ -105,7 +104,7 @@ class ShardedRunner(ModelRunner):
     def _made(
         self, works: Sequence[Work], slots: Sequence[RequestSlot], by_rank: Sequence[Sequence[int]]
     ) -> ModelDrafts | None:
-        """What this rank's draft group drafts for the works that this rank verifies; None: the
+        """Drafts of this rank's draft group for the works that this rank verifies; None: the
         group drafts nothing.
 
         Args:
@@ -131,7 +130,7 @@ class ShardedRunner(ModelRunner):
         return self.proposer.propose(asks, texts_SL, sampling, host_rows, requests)
 
     def _chooser(self, sampling: SamplingBatch) -> Chooser | None:
-        """Ranks share out what needs more than the likeliest tokens."""
+        """The pass chooses for greedy requests only; else the ranks share out the choices."""
         return super()._chooser(sampling) if sampling.is_plain_greedy else None
 
     def _verified(
@@ -199,7 +198,7 @@ class ShardedRunner(ModelRunner):
         return made
 
     def _own(self, step: LaunchedStep, shares: Shares, masks: GrammarMasks | None) -> PartToVerify:
-        """The requests that this rank verifies, with what was drafted for them."""
+        """The requests that this rank verifies, with their drafts."""
         assert step.own_drafts is not None
         own = shares.ranks[self.ranks.target.rank]
         own_B, own_R = to_device([np.array(own, dtype=np.int64), shares.rows_of(own)], self.device)
@@ -215,7 +214,7 @@ class ShardedRunner(ModelRunner):
     def _states(
         self, works: Sequence[Work], target: TargetPass, verified: VerifiedRows | None
     ) -> TargetStates:
-        """Those of the requests that this rank drafts for."""
+        """States of the requests that this rank drafts for."""
         states = super()._states(works, target, verified)
         return owned_states(states, works, self.ranks.draft_group)
 

@@ -1,4 +1,4 @@
-"""Which rank does what in a step, and how integers of all ranks become one again.
+"""The shares of the ranks in a step, and the join of their integers.
 
 A draft group drafts for the requests that it owns. Its ranks choose the drafts and verify them,
 each a part: the rank has what the drafts were drawn from. All of it follows from the plan, so that
@@ -73,14 +73,14 @@ class Shares:
 
 
 def back_in_order(places: Sequence[int], device: torch.device) -> Tensor:
-    """int64: what puts rows, which came in the order of `places`, back in theirs."""
+    """int64: the indices that sort rows, given in the order of `places`, by place."""
     (order,) = to_device([np.argsort(np.array(places, dtype=np.int64))], device)
     return order
 
 
 @dataclass(frozen=True, slots=True)
 class DraftedColumns:
-    """How drafts travel: one row of integers for each request.
+    """The layout of drafts that travel: one row of integers for each request.
 
     Attributes:
         width: K.
@@ -126,7 +126,7 @@ class DraftedColumns:
         return torch.cat(parts, dim=1)
 
     def unpacked(self, rows_MC: Tensor) -> ModelDrafts:
-        """The drafts, without what they were drawn from."""
+        """The drafts, without the probabilities that they were drawn from."""
         sizes = [self.width, self.width, 1, self.num_levels]
         ids_MK, parents_MK, numbers_M1, bits_ML = rows_MC.split(sizes, dim=1)
         margins_ML = bits_ML.contiguous().view(torch.float64).float()
@@ -197,7 +197,7 @@ def owned_states(states: TargetStates, works: Sequence[Work], owner: int) -> Tar
 
 
 def _padded_places(num_rows: Sequence[int], width: int) -> np.ndarray:
-    """int64 [R]: where flat rows stand in a table with width + 1 rows for each request."""
+    """int64 [R]: places of flat rows in a table with width + 1 rows for each request."""
     places = [b * (width + 1) + np.arange(count) for b, count in enumerate(num_rows)]
     return np.concatenate(places) if places else np.zeros(0, dtype=np.int64)
 

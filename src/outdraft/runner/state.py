@@ -34,7 +34,7 @@ class StepTexts(NamedTuple):
     prompt_lens_B: Tensor
 
     def of(self, requests: slice) -> "StepTexts":
-        """Those of some of them."""
+        """The texts of some of the requests."""
         return StepTexts(*[column_B[requests] for column_B in self])
 
 
@@ -45,12 +45,12 @@ def committed_paths(
     sampling: SamplingBatch,
     grammar_RW: Tensor | None = None,
 ) -> Paths:
-    """What was committed before the rows of a step.
+    """The committed paths before the rows of a step.
 
     Args:
         texts_SL: the device state.
         longest: tokens of the longest text.
-        grammar_RW: as in `Paths`.
+        grammar_RW: see `Paths`.
     """
     history_BL: Tensor | None = None
     if sampling.needs_history:
@@ -67,7 +67,7 @@ class RequestSlot:
         row: the row.
         token_ids: int32; the text at the admission. What came later is on the device only.
         block_ids: int32, the request's blocks; they cover the rows of its newest work.
-        gap: what the drafter lacks of the text.
+        gap: the tokens of the text that the drafter lacks.
     """
 
     __slots__ = ("block_ids", "gap", "num_prompt", "row", "rules", "token_ids")
@@ -122,7 +122,7 @@ class DeviceState:
             self.token_ids_SL[admission.slot, : len(text)] = sent
 
     def append(self, state_rows_B: Tensor, starts_B: Tensor, token_ids_BN: Tensor) -> None:
-        """Write emitted tokens (padded with -1) behind the first starts_B of each text."""
+        """Write emitted tokens (padded with -1) after the first starts_B of each text."""
         self._kernels.append_token_ids(
             self.token_ids_SL, state_rows_B, starts_B, token_ids_BN.contiguous()
         )

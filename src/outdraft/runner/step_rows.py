@@ -1,4 +1,4 @@
-"""Which rows a step computes: their tokens, their places, and which of them need logits.
+"""The rows that a step computes: their tokens, their places, and those that need logits.
 
 Dimension key: B requests that sample in this step, N most drafts of one of them, T rows,
 R rows whose logits are needed, S state rows, L tokens, W works.
@@ -87,7 +87,7 @@ def read_by_parts(model: LanguageModel, verifier: Verifier, task: StepTask) -> S
 
 
 def with_logits(states_TD: Tensor, logit_rows_R: Tensor) -> Tensor:
-    """[R, D]: those of the states of all rows whose logits are needed."""
+    """[R, D]: the states of the rows whose logits are needed."""
     if len(logit_rows_R) == len(states_TD):
         return states_TD
     # Indexing by a tensor would wake OpenMP threads, which then keep the cores of ours.
@@ -95,7 +95,7 @@ def with_logits(states_TD: Tensor, logit_rows_R: Tensor) -> Tensor:
 
 
 def _shaped(placed: PlacedRows, task: StepTask, kernels: Kernels) -> PlacedRows:
-    """The same rows, with positions and ancestors that follow from the drafts' parents."""
+    """Replace the rows' positions and ancestors by those that follow from the drafts' parents."""
     assert task.drafts is not None
     parents_BN, draft_index_T = task.drafts.parents_BN.contiguous(), placed.draft_index_T
     positions_T, ancestors_T = kernels.shape_rows(
@@ -128,7 +128,7 @@ def _choice(
         own_RD = states_RD if part is None else states_RD[part.rows]
         choosing = _Choosing(model, verifier, paths)
         verdict, is_finite_R = choose(choosing, own_RD, *own[:2], own[2].num_tokens_B)
-        if part is not None:  # what a graph makes holds until its next call
+        if part is not None:  # the results of a graph hold until its next call
             verdict, is_finite_R = verdict.widened(drafts.width).copied(), is_finite_R.clone()
         made.append((verdict, is_finite_R))
     if len(made) == 1:
@@ -139,10 +139,10 @@ def _choice(
 
 @dataclass(frozen=True, slots=True)
 class _Choosing:
-    """As `ops.Choosing`.
+    """Chooses tokens by states; implements `ops.Choosing`.
 
     Attributes:
-        paths: None: nobody looks at texts.
+        paths: None: no rule reads texts.
     """
 
     model: LanguageModel

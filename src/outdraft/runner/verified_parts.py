@@ -36,16 +36,16 @@ def step_parts(
 
 
 def logit_rows_of(model: LanguageModel, states_XD: Tensor) -> int:
-    """Rows of the model's logits that exist at the same time, behind states like these."""
+    """Rows of the model's logits that exist at the same time, after states like these."""
     dtype = torch.promote_types(states_XD.dtype, torch.float32)
     return most_logit_rows(model.vocabulary.num_tokens, dtype, states_XD.device)
 
 
 class Verified(NamedTuple):
-    """What was decided on a part.
+    """The verdict on a part.
 
     Attributes:
-        is_finite_R: as in `Choice`.
+        is_finite_R: see `Choice`.
         emitted: None: no request of the part asked.
     """
 
@@ -106,7 +106,7 @@ class PartVerifier(NamedTuple):
 
 
 def joined(parts: Sequence[Verified]) -> Verified:
-    """What was decided on the requests of all parts, in order."""
+    """Join the verdicts on all parts, in order."""
     if len(parts) == 1:
         return parts[0]
     sizes = [len(one.verdict.num_emitted_B) for one in parts]

@@ -1,4 +1,4 @@
-"""What the drafter has read of each running text, and what it can still read.
+"""Counts of the tokens that the drafter has read of each running text, and can still read.
 
 A language model needs ids only: it reads whatever it lacks when it drafts next. A drafter that
 reads the target's states can only read where they are kept: of the newest tokens. It reads prompts
@@ -20,7 +20,7 @@ from outdraft.kv.block_pool import NO_TOKEN, BlockPool
 
 class DrafterBooks:
     """Keeps the drafter's counts of every request: `num_drafter_computed`, `drafter_gap`,
-    `num_drafter_usual` and `num_states`."""
+    `num_usual_unread` and `num_states`."""
 
     def __init__(
         self,
@@ -33,26 +33,26 @@ class DrafterBooks:
     ) -> None:
         """
         Args:
-            state_window: of so many tokens of a text the target's states are kept; 0: the drafter
-                needs none.
-            reads_ahead: what the drafter keeps for a token depends on the token behind it (EAGLE).
+            state_window: number of a text's newest tokens whose states of the target are kept; 0:
+                the drafter needs none.
+            reads_ahead: what the drafter keeps for a token depends on the token after it (EAGLE).
                 Else one that reads states keeps nothing for a token (heads).
             shares_cache: it reads the target's own cache, which lacks the newest token only.
         """
         assert state_window > 0 or not reads_ahead, "nothing to read ahead with"
         self.state_window = state_window
         self._pool, self._block_size = pool, block_size
-        self._lag = 1 if reads_ahead else 0
+        self._token_shift = 1 if reads_ahead else 0
         self._shares_cache = shares_cache
 
-    def lag_tokens(self, request: Request) -> int:
+    def unread_tokens(self, request: Request) -> int:
         """Tokens that the drafter would read now beyond those of a usual step."""
-        if self._shares_cache or (self.state_window and not self._lag):
+        if self._shares_cache or (self.state_window and not self._token_shift):
             return 0  # heads draft with the newest state alone
-        unread = request.num_tokens - self._lag - request.num_drafter_computed
-        if self._lag:
+        unread = request.num_tokens - self._token_shift - request.num_drafter_computed
+        if self._token_shift:
             unread = min(unread, request.num_states)
-        return max(0, unread - request.num_drafter_usual)
+        return max(0, unread - request.num_usual_unread)
 
     def worth_taking(self, known: list[int]) -> list[int]:
         """The blocks of a cached prefix that a request which will draft takes.
@@ -61,15 +61,15 @@ class DrafterBooks:
         of fewer tokens, acceptance would be lower than without the cache.
         """
         num_newest = -(-self.state_window // self._block_size)
-        newest = known[-num_newest:] if self._lag else []
+        newest = known[-num_newest:] if self._token_shift else []
         if not newest or any(map(self._pool.has_drafter_read, newest)):
             return known
         return known[:-num_newest]
 
     def admit(self, request: Request, known: Sequence[int]) -> None:
         """The request starts with these blocks of the prefix cache, whose states are gone."""
-        request.told_gap = NO_GAP
-        if not self._lag:
+        request.sent_gap = NO_GAP
+        if not self._token_shift:
             self._skip_filled(request, known)
             return
         filled = tuple(b for i, b in enumerate(known) if self._is_filled(request, i, b))
@@ -91,7 +91,7 @@ class DrafterBooks:
     def drop(self, request: Request) -> None:
         """All that was kept for the request is gone."""
         request.num_drafter_computed = request.num_states = 0
-        request.num_drafter_usual = 1
+        request.num_usual_unread = 1
         request.drafter_gap = NO_GAP
 
     def change_owner(self, request: Request, group: int) -> None:
@@ -101,19 +101,19 @@ class DrafterBooks:
 
     def gap_news(self, request: Request) -> DrafterGap | None:
         """The gap, if the runner does not know it; it does then."""
-        if request.drafter_gap is request.told_gap:
+        if request.drafter_gap is request.sent_gap:
             return None
-        request.told_gap = request.drafter_gap
-        return request.told_gap
+        request.sent_gap = request.drafter_gap
+        return request.sent_gap
 
     def chunk_reads(self, request: Request, work: Work, block_ids: Sequence[int]) -> int:
-        """How many tokens of a prompt's chunk the drafter reads at once: `num_drafter_reads`.
+        """Number of tokens of a prompt's chunk that the drafter reads at once: `num_drafter_new`.
 
         Others may take the blocks over from the next step on, and find no states then. The token
-        before the newest one is left: what the drafter drafts follows from what it reads last.
+        before the newest one is left: the drafter drafts from the last token that it reads.
         """
         num_tokens = request.num_tokens + (1 if work.samples else 0)
-        count = min(work.num_new, num_tokens - 2 - work.start) if self._lag else 0
+        count = min(work.num_new, num_tokens - 2 - work.start) if self._token_shift else 0
         if count > 0:
             self._go_on_at(request, work.start, block_ids)
         return max(0, count)
@@ -130,30 +130,30 @@ class DrafterBooks:
             return choice
         if request.num_states == 0:
             return None
-        if self._lag:
+        if self._token_shift:
             self._go_on_at(request, request.num_computed - request.num_states, block_ids)
         return choice
 
     def advance(
         self, request: Request, work: Work, num_accepted: int, *, keeps_states: bool
     ) -> None:
-        """Count what the drafter has read in a step; before its tokens are added to the text."""
+        """Count the tokens that the drafter read in a step; call it before the text grows."""
         if work.drafts is not None and work.drafts.num_model_drafts:
             kept = min(num_accepted, work.drafts.max_kept)
             request.num_drafter_computed = request.num_tokens + kept
-            request.num_drafter_usual = num_accepted + 1 - self._lag - kept
-        elif work.num_drafter_reads:
-            request.num_drafter_computed = work.start + work.num_drafter_reads
+            request.num_usual_unread = num_accepted + 1 - self._token_shift - kept
+        elif work.num_drafter_new:
+            request.num_drafter_computed = work.start + work.num_drafter_new
         num_kept = work.num_new + num_accepted
         num_states = request.num_states + num_kept
-        if not self._lag and not work.samples:
+        if not self._token_shift and not work.samples:
             num_states = 0  # heads read states that have logits
-        elif not self._lag and num_kept > 1:
+        elif not self._token_shift and num_kept > 1:
             num_states = 1  # of each step they keep the last one
         request.num_states = min(num_states, self.state_window) if keeps_states else 0
 
-    def spoil(self, request: Request) -> None:
-        """A step kept states that are no part of the text, in the places of others."""
+    def drop_states(self, request: Request) -> None:
+        """Forget the states: a step has overwritten them with those of a refused step."""
         request.num_states = 0
 
     def mark_filled(
@@ -161,12 +161,12 @@ class DrafterBooks:
     ) -> None:
         """Others may use the blocks that the drafter has filled since `computed` was counted.
 
-        `valid`: so many tokens of the cache belong to the text.
+        `valid`: number of cached tokens that belong to the text.
         """
         size = self._block_size
         if request.drafter_gap.num_tokens % size:
             return  # its keys are not in the places of their tokens
-        valid = min(request.num_drafter_computed, valid, request.num_tokens - self._lag)
+        valid = min(request.num_drafter_computed, valid, request.num_tokens - self._token_shift)
         for block in range(computed // size, valid // size):
             ahead = self._token_behind(request, block)
             self._pool.mark_drafter_filled(block_ids[block], ahead, request.owner)
@@ -182,7 +182,7 @@ class DrafterBooks:
             request.num_drafter_computed = start
 
     def _skip_filled(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Count what the drafter has read for another request in blocks that both requests hold."""
+        """Count tokens that the drafter read for another request, in blocks that both hold."""
         block = request.num_drafter_computed // self._block_size
         num_full = request.num_computed // self._block_size
         while block < num_full and self._is_filled(request, block, block_ids[block]):
@@ -195,8 +195,8 @@ class DrafterBooks:
         return self._pool.is_drafter_filled(block, ahead, request.owner)
 
     def _token_behind(self, request: Request, block: int) -> int:
-        """What the drafter's layers of a block depend on beside the text up to its end."""
-        if not self._lag:
+        """The token after a block, if the drafter's layers of the block depend on it."""
+        if not self._token_shift:
             return NO_TOKEN
         return int(request.token_ids[(block + 1) * self._block_size])
 
@@ -209,8 +209,8 @@ class Move(NamedTuple):
 
 
 def freest_groups(running: Sequence[Request], num_groups: int, request: Request) -> list[int]:
-    """Where a request may go: of the groups that own the fewest requests those that own the fewest
-    of its kind, those that want drafts or those that want none."""
+    """Groups that a request may go to: of those with the fewest requests, those with the fewest of
+    its kind (requests that want drafts, or requests that want none)."""
     alike = [one for one in running if one.wants_drafts == request.wants_drafts]
     counts = _counts(running, num_groups), _counts(alike, num_groups)
     loads = list(zip(*counts, strict=True))

@@ -1,7 +1,7 @@
-"""Decides what every step computes, and books what came of it.
+"""Plans the rows of every step, and books its results.
 
 A request has tokens that are not computed yet: a whole prompt, a part of it, or only its newest
-token. Drafts are rows behind these tokens. All requests share one budget of rows. There is no
+token. Drafts are rows after these tokens. All requests share one budget of rows. There is no
 prefill phase and no decode phase, and no plain or speculative mode.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 from outdraft.config.engine import CacheConfig, SchedulerConfig
 from outdraft.core.admission import Admission
 from outdraft.core.errors import CapacityError, RequestError
-from outdraft.core.grammar import AllowedTokens, Drafted
+from outdraft.core.grammar import AllowedTokens, GrammarDrafts
 from outdraft.core.plan import DraftChoice, StepPlan, StepResult, StepRoom, Work
 from outdraft.core.request import BookedWork, FinishReason, Request, RequestStatus, ScheduledStep
 from outdraft.drafting.policy import DraftPolicy
@@ -119,7 +119,7 @@ class Scheduler:
         return [request for request in self.running if request.num_uncomputed == 1]
 
     def room(self) -> StepRoom:
-        """What `schedule` will have left for drafts if it preempts nobody."""
+        """The room that `schedule` leaves for drafts if it preempts no request."""
         budget = self.config.max_num_batched_tokens
         num_needed = num_slack = prompt_rows = 0
         for request in self.running:
@@ -137,9 +137,9 @@ class Scheduler:
             prompt_rows += min(self.waiting[0].num_tokens, budget)
         return StepRoom(prompt_rows, max(0, budget), max(0, free_slots))
 
-    def lag_tokens(self, request: Request) -> int:
+    def unread_tokens(self, request: Request) -> int:
         """Tokens that the drafter would read now beyond those of a usual step."""
-        return self._books.lag_tokens(request)
+        return self._books.unread_tokens(request)
 
     def schedule(
         self,
@@ -152,9 +152,9 @@ class Scheduler:
         `choices` maps request ids to what they would like to verify. A choice is cut to what the
         budget and the pool allow: drafts never preempt a request.
 
-        `follows`: whether a drafter that reads states should be able to draft for a request in one
-        of the next steps; None: for nobody. If so for any, the states of the step are kept.
-        `reads`: whether it may read a request's prompt as it passes by; None: nobody's. With a
+        `follows`: a drafter that reads states should be able to draft for the request in one
+        of the next steps; None: for none. If so for any, the states of the step are kept.
+        `reads`: it may read the request's prompt as it passes by; None: no prompt. With a
         prefix cache it does for requests that never draft, too: others that find their blocks may.
 
         A waiting request is passed over while another one computes its next block. It takes that
@@ -195,9 +195,9 @@ class Scheduler:
         return ScheduledStep(plan, tuple(requests))
 
     def commit(self, step: ScheduledStep, result: StepResult) -> list[BookedWork]:
-        """Book a step: what came of it for every live request.
+        """Book a step; return the outcome for every live request.
 
-        Tokens behind one that ends the request are dropped. Finished requests give everything
+        Tokens after one that ends the request are dropped. Finished requests give everything
         back before this returns. A request without finite logits is computed again without
         drafts, which may have spoilt them; if it had none, it ends with an error.
         """
@@ -208,7 +208,7 @@ class Scheduler:
                 continue  # aborted while the step ran
             request.may_draft = outcome.is_finite or work.drafts is None
             if not request.may_draft:
-                self._books.spoil(request)
+                self._books.drop_states(request)
                 self.table(request).truncate(request.num_computed)
                 booked.append(BookedWork(request, work, outcome, ()))
                 continue
@@ -217,7 +217,7 @@ class Scheduler:
             self._books.advance(request, work, num_accepted, keeps_states=keeps_states)
             request.num_computed += work.num_new + num_accepted
             added: list[int] = []
-            reason = request.failed()  # while it was found what may follow
+            reason = request.failed()  # the grammar may have failed while masks were made
             for token_id in outcome.token_ids if reason is None else ():
                 reason = request.append(token_id)
                 added.append(token_id)
@@ -246,7 +246,7 @@ class Scheduler:
         del self._requests[request.id]
 
     def stop(self, request: Request, num_output: int) -> None:
-        """End a live request behind so many tokens of its output; it may have made more by now."""
+        """End a live request after num_output tokens of output; it may have made more by now."""
         self.finish(request, FinishReason.STOP)
         request.num_tokens = request.num_prompt + num_output
 
@@ -284,7 +284,7 @@ class Scheduler:
         follows: Callable[[Request], bool] | None,
         reads: Callable[[Request], bool] | None,
     ) -> bool:
-        """Add to works what the drafter does beside drafting; whether the step keeps states."""
+        """Add the drafter's reads and gaps to the works; true if the step keeps states."""
         if not self._books.state_window or (follows is None and not choices):
             return False
         keeps_states = any(choice.num_model_drafts for choice in choices.values())
@@ -296,7 +296,7 @@ class Scheduler:
             work = works[place]
             if num_reads := self._books.chunk_reads(request, work, self.table(request).ids):
                 gap = self._books.gap_news(request) or work.gap
-                works[place] = work._replace(num_drafter_reads=num_reads, gap=gap)
+                works[place] = work._replace(num_drafter_new=num_reads, gap=gap)
                 keeps_states = True
         return keeps_states
 
@@ -331,7 +331,7 @@ class Scheduler:
         """A running request's work, with as many of its drafts as rows and blocks allow."""
         table = self.table(request)
         samples = num_new == request.num_uncomputed
-        # With more tokens left, the target has not yet made what a drafter may have to read.
+        # With more tokens left, the target has not yet computed states that a drafter may need.
         if choice is not None and samples and num_new == 1 and request.may_draft:
             free_slots = (len(table.ids) + self.pool.num_free) * self._block_size
             room = min(free_slots, self.max_model_len) - request.num_tokens
@@ -380,7 +380,7 @@ class Scheduler:
         return self._work(request, num_new, None, 0)
 
     def _gains_by_waiting(self, request: Request) -> bool:
-        """Whether a running request that comes first computes a block that this one lacks.
+        """A running request that comes first computes a block that this one lacks.
 
         Sequences of one request do, and so do prompts with a common beginning. The running request
         gets its rows first, so waiting for it takes no longer than computing the block again.
@@ -448,12 +448,12 @@ class Scheduler:
         if not self._prefix_caching:
             return
         size = self._block_size
-        # Tokens behind the one that ended the request are in the cache, but not in the text.
+        # Tokens after the one that ended the request are in the cache, but not in the text.
         valid = min(request.num_computed, request.num_tokens)
         has_filled = valid // size > computed // size
         drafter_has = request.num_drafter_computed // size > drafter_computed // size
         if not has_filled and not drafter_has:
-            return  # as behind most steps
+            return  # as after most steps
         self._name_blocks(request, valid)
         blocks = self.table(request).ids
         for block in range(computed // size, min(valid // size, len(request.block_hashes))):
@@ -480,7 +480,7 @@ def plan_step(scheduler: Scheduler, drafting: DraftPolicy) -> ScheduledStep:
     return scheduler.schedule(choices, follows, reads)
 
 
-def allowed_tokens(step: ScheduledStep, drafted: Drafted, vocab_size: int) -> AllowedTokens:
+def allowed_tokens(step: ScheduledStep, drafted: GrammarDrafts, vocab_size: int) -> AllowedTokens:
     """The masks of all rows whose logits are needed; a grammar that fails notes it itself."""
     pairs = zip(step.requests, step.works, strict=True)
     sampling = [(request, work) for request, work in pairs if work.samples]
@@ -500,8 +500,8 @@ def allowed_tokens(step: ScheduledStep, drafted: Drafted, vocab_size: int) -> Al
     return AllowedTokens(masks_RW, np.array(ends, dtype=np.int64).reshape(-1, 2).T)
 
 
-def _draft(work: Work, place: int, drafted: Drafted) -> tuple[Sequence[int], Sequence[int]]:
-    """Ids and parents of what is verified for a work."""
+def _draft(work: Work, place: int, drafted: GrammarDrafts) -> tuple[Sequence[int], Sequence[int]]:
+    """Ids and parents of a work's drafts."""
     if work.drafts is None:
         return (), ()
     if not work.drafts.num_model_drafts:

@@ -160,7 +160,7 @@ def test_requests_that_have_ended_are_in_no_later_pass(kind: str, sampled: int, 
             for layer in cache.layers[:1]
             for place in range(len(places))
         ]
-        num_read = length - network.lag + (3, 2, 1, 0)[b]
+        num_read = length - network.token_shift + (3, 2, 1, 0)[b]
         assert is_written == [place < num_read for place in range(len(places))]
 
 

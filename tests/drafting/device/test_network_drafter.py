@@ -107,7 +107,11 @@ class SingleLevels:
     """A network without a whole draft."""
 
     def __init__(self, network: DraftNetwork) -> None:
-        self.lag, self.taps, self.kernels = network.lag, network.taps, network.kernels
+        self.token_shift, self.taps, self.kernels = (
+            network.token_shift,
+            network.taps,
+            network.kernels,
+        )
         self.reads_hidden = network.reads_hidden
         self.feature_size = network.feature_size
         self.features, self.read, self.logits = network.features, network.read, network.logits

@@ -182,9 +182,9 @@ def test_a_proposer_that_does_not_sample_takes_the_best_tokens(pair: Pair):
 
 
 class ScriptedNetwork:
-    """A network with a lag that keeps what it is given to read."""
+    """A network whose token_shift is 1 that keeps what it is given to read."""
 
-    lag = 1
+    token_shift = 1
     feature_size = 3
     taps, reads_hidden = (1,), False
     kernels = reference_kernels()

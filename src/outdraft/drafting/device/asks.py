@@ -20,7 +20,7 @@ from outdraft.core.draft import STATE_WINDOW
 
 class StateWindow:
     """features_NF: one feature for each place; the one of token i of the text in row s is at
-    s * W + i % W. New memory is zero, so what was never written is finite."""
+    s * W + i % W. New memory is zero, so places never written are finite."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class StateWindow:
         self.features_NF = torch.zeros(num_places, size, dtype=dtype, device=device)
 
     def places(self, state_row: int, start: int, count: int) -> list[int]:
-        """Where the tokens from `start` on have their features."""
+        """Places of the features of `count` tokens, from `start` on."""
         first, size = state_row * self.num_tokens, self.num_tokens
         return [first + token % size for token in range(start, start + count)]
 
@@ -50,12 +50,12 @@ class DraftModelAsk(Struct, frozen=True):
         num_computed: tokens of it that the drafter has in its cache, less those of a gap.
         num_drafts: K of this request, at least 1.
         block_ids: of the drafter; they cover the text without the gap, and num_drafts slots more.
-        masks: tokens that the drafter reads behind the text, to say what stands in their places.
-        stop: where its chain may end before it has num_drafts; None: nowhere.
+        masks: tokens that the drafter reads after the text, to predict the tokens in their places.
+        stop: the rule that may end its chain before num_drafts; None: no rule.
         num_missing: tokens of the gap. For the drafter there is no gap: a token's place in its
-            cache is by so much smaller than in the text.
-        num_skipped: tokens that its blocks leave out: their places are by so much smaller than in
-            the text, but positions are those of the text.
+            cache is its place in the text minus num_missing.
+        num_skipped: tokens that its blocks leave out. It is subtracted from places, but not from
+            positions, which are those of the text.
         levels: rows of each level of its tree; (): a chain.
     """
 
@@ -76,7 +76,7 @@ class ChunkRead:
     """Tokens of one text that a drafter reads with the states of this step, as they pass by.
 
     Attributes:
-        text: what it reads up to, as if it would draft behind it.
+        text: it reads up to the end of this, as if it drafted after it.
         first_row: the row of the pass that computed the first of these tokens; the others follow.
     """
 
@@ -90,15 +90,15 @@ class TargetStates(Struct, frozen=True):
     All tensors are on the device, and the host has not waited for them.
 
     Attributes:
-        hidden_TD: behind the final norm; zeros of rows that the drafter does not read.
-        tapped_TKD: residual streams behind the layers that the drafter asked for.
+        hidden_TD: after the final norm; zeros of rows that the drafter does not read.
+        tapped_TKD: residual streams after the layers that the drafter asked for.
         places_T: int64; where a StateWindow keeps the state of each row, -1 if it is that of a
             refused draft, or of a token that is older than the window.
         last_rows_W: int64; the row of each text's last computed token. It has all requests of the
             step, those included that have more of their prompt to read.
         last_places_W: int64; the places of these rows.
         token_ids_SL: int64; the texts, with the tokens that the step emitted.
-        reads: what the drafter reads now.
+        reads: chunks that the drafter reads now.
     """
 
     hidden_TD: Tensor

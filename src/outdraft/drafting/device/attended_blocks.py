@@ -1,4 +1,4 @@
-"""Which blocks of a text the target attends to while it drafts for itself.
+"""The blocks of a text that the target attends to while it drafts for itself.
 
 The first block (attention sinks, Xiao et al. 2023, arXiv 2309.17453), the newest blocks, and those
 to which the newest row of the target's last full pass gave most of its attention, in a few of its
@@ -23,13 +23,13 @@ from outdraft.kv.cache import KVCache
 from outdraft.models.decoder.causal_lm import CausalLM
 
 LEAST_BLOCKS = 4  # of a budget
-RECENT_SHARE = 4  # one block of so many is for the newest tokens
-LAYERS_SHARE, MOST_LAYERS = 8, 4  # one layer of so many is looked at, and at most so many
+RECENT_SHARE = 4  # 1 block of 4 is for the newest tokens
+LAYERS_SHARE, MOST_LAYERS = 8, 4  # 1 layer of 8 is looked at, and at most 4 layers
 
 
 @dataclass(frozen=True, slots=True)
 class BlockBudget:
-    """How many blocks of a text are read.
+    """The number of blocks of a text that are read.
 
     Attributes:
         num_blocks: in all, at least LEAST_BLOCKS.
@@ -41,10 +41,10 @@ class BlockBudget:
 
     @classmethod
     def of_tokens(cls, kv_budget: int, block_size: int) -> "BlockBudget":
-        """As many whole blocks as hold so many tokens.
+        """The whole blocks that fit into kv_budget tokens.
 
         Raises:
-            ConfigError: these are too few.
+            ConfigError: they are fewer than LEAST_BLOCKS.
         """
         if kv_budget < LEAST_BLOCKS * block_size:
             raise ConfigError(
@@ -88,13 +88,13 @@ def attention_layers(num_layers: int) -> tuple[int, ...]:
 
 
 class AttendedBlocks:
-    """What the newest full pass attended to, of the text in each state row.
+    """The blocks that the newest full pass attended to, of the text in each state row.
 
-    It is looked at where somebody drafts: what a pass leaves is the stream of its newest row, and
-    attention is summed over the keys, which stay. So a step without drafts looks at nothing.
+    A pass keeps only the stream of its newest row. When a request drafts, its attention to the
+    cached keys is computed and summed. So a step without drafts computes nothing here.
 
     Attributes:
-        layers: whose attention is summed; the streams that enter them are tapped.
+        layers: their attention is summed; the streams that enter them are tapped.
     """
 
     def __init__(
@@ -119,9 +119,9 @@ class AttendedBlocks:
         self._streams_SKD.index_copy_(0, rows_W, streams_WKD)
 
     def narrowed(self, asks: Sequence[DraftModelAsk]) -> list[DraftModelAsk]:
-        """The same requests, with tables of the blocks that they read.
+        """Copy the asks, with tables of only the blocks that they read.
 
-        Which these are follows from finished steps. The host waits for their masses.
+        The choice of blocks follows from finished steps. The host waits for their masses.
         """
         size, budget = self._budget.block_size, self._budget
         long = [ask for ask in asks if ask.num_tokens > budget.num_tokens]
@@ -141,7 +141,7 @@ class AttendedBlocks:
         return narrowed
 
     def _masses(self, asks: Sequence[DraftModelAsk]) -> Tensor:
-        """float32 [B, P]: what the newest computed row of each text gave to the text's blocks."""
+        """float32 [B, P]: attention of the newest computed row of each text to its blocks."""
         device = self._streams_SKD.device
         num_blocks = [-(-(ask.num_tokens - 1) // self._budget.block_size) for ask in asks]
         table_BP = np.zeros((len(asks), max(num_blocks)), dtype=np.int32)

@@ -1,8 +1,8 @@
 """Drafts a block of tokens in one pass: DFlash and DSpark (models/drafters/dflash.py).
 
 The drafter keeps keys and values of a text for all tokens but the newest one, whose states the
-target has yet to compute. Behind them it reads a block: the newest token and mask tokens, rows
-that all see each other. So each draft depends on all mask tokens, also on those behind it: the
+target has yet to compute. After them it reads a block: the newest token and mask tokens, rows
+that all see each other. So each draft depends on all mask tokens, also on later ones: the
 block always has the size that the network was trained with, however few drafts are wanted. What
 does not fit into the blocks of a request goes to a few spare ones. Nothing in a block has a use
 later.
@@ -40,15 +40,15 @@ from outdraft.models.drafters.dflash import DFlashNetwork, SparkHeads
 
 
 def num_spare_blocks(num_rows: int, block_size: int) -> int:
-    """Blocks of the cache that one request may need beyond its own for so many rows, the first of
-    which stands in a place of the text."""
+    """Blocks of the cache that num_rows rows of one request may need beyond its own; the first of
+    the rows stands in a place of the text."""
     return -(-(num_rows - 1) // block_size)
 
 
 class ContextReader:
-    """As `ReadsTexts`: the keys and values of texts, without attention."""
+    """Writes the keys and values of texts, without attention; implements `ReadsTexts`."""
 
-    lag = 1
+    token_shift = 1
 
     def __init__(self, network: DFlashNetwork) -> None:
         self._network, self.kernels = network, network.kernels
@@ -70,8 +70,8 @@ class ContextReader:
         return states_TD
 
 
-class Block(NamedTuple):
-    """Where the blocks of some requests stand, on the host."""
+class BlockPlaces(NamedTuple):
+    """Positions and slots of some requests' blocks, on the host."""
 
     context_lens_B: np.ndarray
     positions_BR: np.ndarray
@@ -92,7 +92,7 @@ class BlockDrafter:
     ) -> None:
         """
         Args:
-            cache: of the pool's blocks, and behind these of the spare ones of each state row.
+            cache: of the pool's blocks, then of the spare ones of each state row.
             max_rows: of one pass, if a block is not larger.
         """
         config = network.config
@@ -116,12 +116,11 @@ class BlockDrafter:
     def draft(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
     ) -> ModelDrafts:
-        """As `Drafter.draft`."""
         unread = self._reader.unread(asks, token_ids_SL)
 
         def by_levels() -> ModelDrafts:
             depth, shares = growth.shape.depth, growth.shares
-            return compiled_grow(self._levels_behind(asks, unread, depth, shares), growth)
+            return compiled_grow(self._unread_levels(asks, unread, depth, shares), growth)
 
         if len(asks) > self._most_blocks:
             return by_levels()
@@ -134,17 +133,17 @@ class BlockDrafter:
         depth: int,
         shares: RequestShares = ALL_HERE,
     ) -> TreeLevels:
-        """What may follow this rank's texts, so many levels deep."""
-        return self._levels_behind(asks, self._reader.unread(asks, token_ids_SL), depth, shares)
+        """Logits of `depth` levels after this rank's texts."""
+        return self._unread_levels(asks, self._reader.unread(asks, token_ids_SL), depth, shares)
 
-    def _levels_behind(
+    def _unread_levels(
         self,
         asks: Sequence[DraftModelAsk],
         unread: UnreadTexts,
         depth: int,
         shares: RequestShares,
     ) -> TreeLevels:
-        """What follows this rank's texts, once the rest of all is read."""
+        """Read the rest of all texts; return the levels after this rank's texts."""
         self._reader.read(unread)
         token_ids_SL, most = unread.token_ids_SL, self._most_blocks
         parts = [
@@ -163,7 +162,7 @@ class BlockDrafter:
         return kind(network, network.heads, logits_BKN, shares.own(states_GKD), newest_B)
 
     def _with_room(self, asks: Sequence[DraftModelAsk], unread: UnreadTexts) -> UnreadTexts:
-        """The same, with blocks of the cache for all rows of the requests' blocks."""
+        """Add blocks of the cache to `unread`, for all rows of the requests' blocks."""
         num_rows = self._network.config.block_size
         spans = [
             span._replace(
@@ -174,7 +173,7 @@ class BlockDrafter:
         return replace(unread, spans=spans)
 
     def _blocks(self, ask: DraftModelAsk, num_tokens: int) -> list[int]:
-        """Those of a request, and spare ones behind them if so many tokens need more."""
+        """Cache blocks for num_tokens tokens: the request's own, then spare ones if needed."""
         needed = -(-num_tokens // self._cache.block_size)
         own = list(ask.block_ids[:needed])
         spare = self._first_spare + ask.state_row * self._num_spare
@@ -212,8 +211,8 @@ class BlockDrafter:
         states_TD = network(ids_BR.flatten(), self._cache.layers, metadata)
         return states_TD.index_select(0, sent[7]).view(num_requests, depth, -1)
 
-    def _place(self, asks: Sequence[DraftModelAsk]) -> Block:
-        """Behind what is kept of the texts."""
+    def _place(self, asks: Sequence[DraftModelAsk]) -> BlockPlaces:
+        """Places of the blocks, after the kept tokens of the texts."""
         num_rows, size = self._network.config.block_size, self._cache.block_size
         contexts = [ask.num_tokens - ask.num_missing - 1 for ask in asks]
         width = -(-(max(contexts) + num_rows) // size)
@@ -224,7 +223,7 @@ class BlockDrafter:
         positions_BR = np.array(contexts)[:, None] + np.arange(num_rows)
         blocks_BR = np.take_along_axis(table_BP, positions_BR // size, axis=1)
         slots_BR = blocks_BR.astype(np.int64) * size + positions_BR % size
-        return Block(np.array(contexts, dtype=np.int32), positions_BR, slots_BR, table_BP)
+        return BlockPlaces(np.array(contexts, dtype=np.int32), positions_BR, slots_BR, table_BP)
 
     def _newest(self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor) -> Tensor:
         """int64 [B]."""
@@ -235,9 +234,9 @@ class BlockDrafter:
 
 
 class SparkLevels:
-    """What may follow each draft of a block, once the token before it is known.
+    """Logits of each draft of a block, given the token before it.
 
-    Sampled tokens are drawn from the sums, so that a draft's distribution is the one behind the
+    Sampled tokens are drawn from the sums, so a draft's distribution is conditional on the
     tokens that were drawn before it.
     """
 
@@ -254,11 +253,9 @@ class SparkLevels:
         self._before_B, self._depth = newest_B, 0
 
     def first_logits(self) -> Tensor:
-        """As `TreeLevels`."""
         return self._behind(self._newest_B[:, None], 0)[:, 0]
 
     def next_logits(self, frontier: Frontier) -> Tensor:
-        """As `TreeLevels`."""
         return self._behind(frontier.token_ids_BF, frontier.depth)
 
     def _behind(self, token_ids_BF: Tensor, depth: int) -> Tensor:
@@ -273,8 +270,11 @@ class SparkLevels:
 
 
 class SureSparkLevels(SparkLevels):
-    """As `TellsOdds`: the row of a draft reads mask tokens only, and the token before the draft is
-    known, so that nothing told of a draft depends on it or on those behind it."""
+    """Levels with confidences; implements `TellsOdds`.
+
+    The row of a draft reads mask tokens only, and the token before it is known. So its confidence
+    depends on no later token.
+    """
 
     def odds_B(self) -> Tensor:
         """float32 [B]."""

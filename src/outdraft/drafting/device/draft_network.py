@@ -20,26 +20,26 @@ from outdraft.models.base import StateNetwork
 
 
 class DraftNetwork:
-    """Reads tokens, and says what may follow.
+    """Reads tokens, and gives the logits after them.
 
     Attributes:
-        network: what reads tokens, or tokens and states.
-        lag: 0: a token's keys are kept at its own cache index. 1: a token is read together with
-            the state before it, and its keys are kept at the index of that state. Then nothing can
-            be kept for the newest token of a text before the next token is known.
+        network: reads tokens, or tokens and states.
+        token_shift: 0: a token's keys are kept at its own cache index. 1: a token is read together
+            with the state before it, and its keys are kept at the index of that state. Then nothing
+            can be kept for the newest token of a text before the next token is known.
         feature_size: F of `features`; 0: it reads no states.
         taps: residual streams of the target that `features` reads,
-        reads_hidden: or it reads the state behind the last layer instead.
-        draft: as `DecoderPass.draft`.
+        reads_hidden: or it reads the state after the last layer instead.
+        draft: an operation of `DecoderPass`.
     """
 
     def __init__(self, network: DraftModel | StateNetwork) -> None:
         self.network = network
-        self.lag, self.feature_size, self.taps = 0, 0, ()
+        self.token_shift, self.feature_size, self.taps = 0, 0, ()
         self._model: DraftModel | None = None
         self._on_states: StateNetwork | None = None
         if isinstance(network, StateNetwork):
-            self.lag, self.feature_size, self.taps = 1, network.feature_size, network.taps
+            self.token_shift, self.feature_size, self.taps = 1, network.feature_size, network.taps
             self._on_states = network
         else:
             self._model = network
@@ -47,7 +47,7 @@ class DraftNetwork:
         self.kernels, self.draft = network.kernels, network.draft
 
     def features(self, states: TargetStates) -> Tensor:
-        """[T, F]: what it reads of the target's pass; only with a lag."""
+        """[T, F]: features of the target's pass that it reads; only if token_shift is 1."""
         assert self._on_states is not None, "a language model reads no states"
         return self._on_states.features(states.hidden_TD, states.tapped_TKD)
 
@@ -68,12 +68,13 @@ class DraftNetwork:
         caches: Sequence[LayerCache],
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """[T, D]: the states behind the tokens.
+        """[T, D]: the states after the tokens.
 
         Args:
-            token_ids_T: int64; with a lag, those behind the tokens whose rows the batch names.
-            states_TD: with a lag, of tokens of a text their features, of drafts what `read`
-                returned for the rows that they continue.
+            token_ids_T: int64; if token_shift is 1, the tokens after those whose rows the batch
+                names.
+            states_TD: if token_shift is 1, features for the tokens of a text; for drafts the states
+                that `read` returned for their parents.
         """
         if self._on_states is not None:
             assert states_TD is not None

@@ -12,7 +12,7 @@ Then the weights of all branches are martingales and orthogonal to each other, a
 influence where another one goes on. Hence:
 
 - It is decided whether a row exists before its token is drawn. Which rows a level has depends on
-  the distributions behind the nodes above it and on the tokens of the levels above it, those of
+  the distributions after the nodes above it and on the tokens of the levels above it, those of
   other branches included. It never depends on what is drawn at this level or below.
 - Afterwards no row is left out. A request that wants fewer rows than others gets the first ones,
   level after level. Their order comes from an expectation that was made before the level was drawn,
@@ -43,7 +43,7 @@ class DrawnTrees:
         self._weight_BE = torch.ones_like(growth.num_tokens_B, dtype=torch.float32)[:, None]
 
     def extend(self, logits_BEV: Tensor) -> tuple[Tensor, Tensor]:
-        """The next level, behind the nodes of the last one; the root at first.
+        """The next level, after the nodes of the last one; the root at first.
 
         Returns token ids and the places of their parents in the level above, int64 [B, F].
         """

@@ -1,6 +1,6 @@
-"""How drafts grow: level by level, for a batch of any mixture of requests.
+"""Grows drafts level by level, for a batch of any mixture of requests.
 
-A drafter gives the logits behind the newest token of each text, and then behind each node of a
+A drafter gives the logits after the newest token of each text, and then after each node of a
 level. The grower chooses the rows of the next level. A chain is the tree whose levels have one row
 each. Nothing comes back to the host: it knows beforehand how many rows each level has, but not
 which tokens they hold and which rows they continue. With live rules a request may leave the last
@@ -38,15 +38,13 @@ class KnownLevels:
     """Logits that depend on no draft: they are known when drafting begins."""
 
     def __init__(self, logits_BKV: Tensor) -> None:
-        """Behind all nodes of each level."""
+        """`logits_BKV`: after all nodes of each level."""
         self._logits_BKV = logits_BKV
 
     def first_logits(self) -> Tensor:
-        """As `TreeLevels`."""
         return self._logits_BKV[:, 0]
 
     def next_logits(self, frontier: Frontier) -> Tensor:
-        """As `TreeLevels`."""
         width = frontier.token_ids_BF.shape[1]
         return self._logits_BKV[:, frontier.depth, None].expand(-1, width, -1)
 
@@ -62,20 +60,21 @@ class LevelDrafter(ABC):
         depth: int,
         shares: RequestShares = ALL_HERE,
     ) -> TreeLevels:
-        """Say what may follow this rank's texts, so many levels deep."""
+        """Return the logits of `depth` levels after this rank's texts."""
 
     def draft(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
     ) -> ModelDrafts:
-        """As `Drafter.draft`."""
         levels = self.levels(asks, token_ids_SL, growth.shape.depth, growth.shares)
         return compiled_grow(levels, growth)
 
 
 def compiled_grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:
-    """As `grow`, by the table's operation where that can make these drafts: its rules look at
-    margins only. It ends when this rank's requests have all that they want, but ranks that share
-    the levels must all ask for each, and count the rows of all."""
+    """Grow by the table's operation where that can make these drafts, else by `grow`.
+
+    The operation's rules look at margins only. It ends when this rank's requests have their drafts,
+    but ranks that share the levels must all ask for each level, and count the rows of all.
+    """
     has_own_odds = growth.stops is not None and isinstance(levels, TellsOdds)
     if growth.shares.group.size > 1 or has_own_odds or not growth.sampling.num_requests:
         return grow(levels, growth)
@@ -137,7 +136,7 @@ def _processed(kernels: Kernels, logits_BFV: Tensor, sampling: SamplingBatch) ->
 
 
 def _with_shared_noise(logits_BEV: Tensor, growth: Growth, depth: int) -> Tensor:
-    """Logits plus the noise of the target's choice at this depth, the same behind all nodes, where
+    """Logits plus the noise of the target's choice at this depth, the same after all nodes, where
     a request shares its noise."""
     sampling = growth.sampling
     if not (growth.samples and sampling.any_shares_noise):

@@ -43,7 +43,6 @@ class LastHidden:
         self._copy_rows = kernels.copy_rows
 
     def keep(self, states: TargetStates) -> None:
-        """As `Drafter.keep`."""
         to_ND, hidden_TD = self._window.features_NF, states.hidden_TD
         self._copy_rows(to_ND, states.last_places_W, hidden_TD, states.last_rows_W)
 
@@ -55,7 +54,7 @@ class LastHidden:
 
 
 class MedusaDrafter(LevelDrafter):
-    """No head looks at what the others have drafted."""
+    """Drafts with heads that do not read the drafts of other heads."""
 
     state_window = HEAD_WINDOW
     taps: tuple[int, ...] = ()
@@ -77,13 +76,12 @@ class MedusaDrafter(LevelDrafter):
         depth: int,
         shares: RequestShares = ALL_HERE,
     ) -> KnownLevels:
-        """As `LevelDrafter`."""
         hidden_GD = self._last.find(asks, token_ids_SL.device)
         return KnownLevels(self._heads.logits(hidden_GD, range(depth), shares))
 
 
 class MLPSpeculatorDrafter(LevelDrafter):
-    """Each head reads the draft of the head before it."""
+    """Drafts with heads that each read the draft of the head before."""
 
     state_window = HEAD_WINDOW
     taps: tuple[int, ...] = ()
@@ -105,7 +103,6 @@ class MLPSpeculatorDrafter(LevelDrafter):
         depth: int,
         shares: RequestShares = ALL_HERE,
     ) -> "MLPSpeculatorLevels":
-        """As `LevelDrafter`."""
         rows_G, num_tokens_G = to_device(
             [
                 np.array([ask.state_row for ask in asks]),
@@ -119,7 +116,7 @@ class MLPSpeculatorDrafter(LevelDrafter):
 
 
 def first_states(speculator: MLPSpeculator, hidden_RD: Tensor, ids_R: Tensor) -> Tensor:
-    """[R, S]: behind tokens, and the target's states before them."""
+    """[R, S]: after tokens, and the target's states before them."""
     return speculator.step(0, speculator.first_state(hidden_RD), ids_R)
 
 
@@ -138,11 +135,11 @@ class MLPSpeculatorLevels:
         self._states_GES = first_states(speculator, hidden_GD, newest_G)[:, None]
 
     def first_logits(self) -> Tensor:
-        """[B, V]: behind the last token before the drafts."""
+        """[B, V]: after the last token before the drafts."""
         return self._logits(0)[:, 0]
 
     def next_logits(self, frontier: Frontier) -> Tensor:
-        """[B, F, V]: behind the nodes of a level."""
+        """[B, F, V]: after the nodes of a level."""
         every, above_GES = frontier_of_all(frontier, self._shares), self._states_GES
         origins_GF1 = every.origins_BF[:, :, None].expand(-1, -1, above_GES.shape[2])
         above_RS = above_GES.gather(1, origins_GF1).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Where chains end before all that they may have: live rules, level by level.
+"""Live rules: they end chains early, level by level.
 
 Each level's margin is known before its token is drawn, and everything else in a rule is older than
 the draft. So the draft ends at a stopping time, and any rule of verification stays exact (see
@@ -91,7 +91,7 @@ class KeptRules:
     def find(
         self, asks: Sequence[DraftModelAsk], num_host_rows: int, device: torch.device
     ) -> StopRules | None:
-        """As `stop_rules`."""
+        """Make the rules of a batch, or return the kept ones of the same batch."""
         if not any(ask.stop for ask in asks):
             return None  # later steps come back to the rules that are kept
         key = device, num_host_rows, [(ask.stop, ask.num_drafts) for ask in asks]
@@ -120,7 +120,7 @@ def margins_of_odds(odds_B: Tensor) -> Tensor:
 
 
 def host_sees(device: torch.device) -> bool:
-    """Whether the host can look at a tensor there without waiting."""
+    """The host can read tensors of the device without waiting."""
     return device.type == "cpu"
 
 
@@ -130,7 +130,7 @@ class LiveStops:
     A rule looks at the rows of all requests, so each rank decides for all.
 
     Attributes:
-        num_drafts_G: int64; how many drafts each request has so far.
+        num_drafts_G: int64; number of drafts of each request so far.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class LiveStops:
     def look(self, logits_BV: Tensor, odds_B: Tensor | None = None) -> None:
         """Decide about the next level, before its tokens are chosen from these logits.
 
-        `odds_B`: a drafter's own log-odds that they are accepted; None: it tells none.
+        `odds_B`: a drafter's own log-odds that they are accepted; None: it gives none.
         """
         rules, level = self._rules, len(self._margins)
         self._is_drafting_G = self._is_drafting_G & (level < self._num_wanted_G)
@@ -165,7 +165,7 @@ class LiveStops:
 
     @property
     def have_all_ended(self) -> bool:
-        """Whether no request drafts on; False where the host would have to wait to know it."""
+        """No request drafts on; False where the host would have to wait to know it."""
         if not host_sees(self._is_drafting_G.device):
             return False
         return not bool(self._is_drafting_G.any())

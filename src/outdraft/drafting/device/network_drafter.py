@@ -1,4 +1,4 @@
-"""Drafts with a network that reads its own drafts, level after level, behind the device's texts.
+"""Drafts with a network that reads its own drafts, level after level, for texts on the device.
 
 Dimension key: B requests that draft, G those of all ranks that share the network, E nodes of the
 level above, F nodes of a level, V vocabulary, S state rows, L tokens of a text, D the network's
@@ -42,20 +42,19 @@ class NetworkDrafter:
         """
         Args:
             max_rows: of one pass over texts.
-            window: of a network with a lag.
+            window: of a network whose token_shift is 1.
         """
         self.network = network
         self.state_window = window.num_tokens if window is not None else 0
         self.taps, self.reads_all_hidden = network.taps, network.reads_hidden
         self.max_drafts = self.max_passes = MAX_DRAFTS
-        self.drafting = ModelDrafting(source, max_kept=-1 if network.lag else None)
+        self.drafting = ModelDrafting(source, max_kept=-1 if network.token_shift else None)
         self._reader = TextReader(network, cache, max_rows, window)
         self.keep, self.unread = self._reader.keep, self._reader.unread
 
     def draft(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
     ) -> ModelDrafts:
-        """As `Drafter.draft`."""
         unread = self.unread(asks, token_ids_SL)
 
         def by_levels() -> ModelDrafts:
@@ -66,9 +65,9 @@ class NetworkDrafter:
         return self.network.draft(unread, growth, by_levels)
 
     def start(self, asks: Sequence[DraftModelAsk], unread: UnreadTexts) -> DraftStart:
-        """Read what is left of the texts."""
-        lag = self.network.lag
-        contexts = [ask.num_tokens - ask.num_missing - ask.num_skipped - lag for ask in asks]
+        """Read the unread rest of the texts."""
+        shift = self.network.token_shift
+        contexts = [ask.num_tokens - ask.num_missing - ask.num_skipped - shift for ask in asks]
         states_BD, metadata, contexts_B = self._reader.read(unread, contexts)
         skipped_B: Tensor | None = None
         if any(ask.num_skipped for ask in asks):
@@ -80,7 +79,7 @@ class NetworkDrafter:
             contexts_B=contexts_B,
             block_table_BP=metadata.block_table_BP,
             block_size=self._reader.cache.block_size,
-            # The longest request has so many tokens: no table of blocks reaches further.
+            # Tokens of the longest request: no table of blocks reaches further.
             max_seq_len=max(
                 context + ask.num_drafts for context, ask in zip(contexts, asks, strict=True)
             ),
@@ -89,7 +88,7 @@ class NetworkDrafter:
 
 
 class NetworkLevels:
-    """What follows each node of a level: its rows are read behind the text, each seeing its
+    """Logits after each node of a level. Its rows are read after the text, and each sees its
     ancestors only. The ranks that share the network read the rows of all G requests together."""
 
     def __init__(
@@ -102,7 +101,7 @@ class NetworkLevels:
         """
         Args:
             start: of all G requests.
-            num_drafts_G: int64, slots of each request behind its text.
+            num_drafts_G: int64, slots of each request after its text.
         """
         self._network, self._start, self._shares = network, start, shares
         self._num_drafts_G = num_drafts_G
@@ -110,19 +109,18 @@ class NetworkLevels:
 
     @cached_property
     def _of_levels(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What the batches of all levels share, int32: the lengths of contexts [G], zeros [G], and
-        0 to G. Not made where a graph stands for the levels."""
+        """Inputs of all levels, int32: lengths of contexts [G], zeros [G], and 0 to G [G + 1]. Not
+        made where a graph stands for the levels."""
         lengths_G, number = self._start.contexts_B.int(), len(self._num_drafts_G)
         places_G1 = torch.arange(number + 1, dtype=torch.int32, device=lengths_G.device)
         return lengths_G, torch.zeros_like(lengths_G), places_G1
 
     @property
     def ground(self) -> Tensor:
-        """As `Movable`."""
         return self._start.caches[0].k_PSGC
 
     def parts(self) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
-        """As `Movable`, of rounded lengths."""
+        """Tensors, and the longest text, rounded up so that graphs can be shared."""
         start = self._start
         num_blocks, block_size = start.block_table_BP.shape[1], start.block_size
         seq_len = rounded_grown_len(max(start.max_seq_len, num_blocks * block_size))
@@ -131,7 +129,6 @@ class NetworkLevels:
         return (*tensors, self._num_drafts_G), (seq_len,)
 
     def over(self, tensors: tuple[Tensor | None, ...], common: tuple[int, ...]) -> "NetworkLevels":
-        """As `Movable`."""
         states_BD, contexts_B, table_BP, num_skipped_B, num_drafts_G = tensors
         assert states_BD is not None
         assert contexts_B is not None
@@ -148,11 +145,11 @@ class NetworkLevels:
         return NetworkLevels(self._network, start, num_drafts_G, self._shares)
 
     def first_logits(self) -> Tensor:
-        """[B, V]: behind the last token before the drafts."""
+        """[B, V]: after the last token before the drafts."""
         return self._network.logits(self._start.states_BD, self._shares)
 
     def next_logits(self, frontier: Frontier) -> Tensor:
-        """[B, F, V]: behind the nodes of a level."""
+        """[B, F, V]: after the nodes of a level."""
         every = frontier_of_all(frontier, self._shares)
         shape = every.token_ids_BF.shape
         states_GFD = self._states_GED

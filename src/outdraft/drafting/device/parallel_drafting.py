@@ -1,6 +1,6 @@
 """Drafts all tokens of a chain in one pass (PARD, An et al. 2025, arXiv 2504.18583).
 
-Behind the newest token the network reads mask tokens: one for every draft but the first, as causal
+After the newest token the network reads mask tokens: one for every draft but the first, as causal
 rows at the positions of the drafts. The row of the newest token gives the first draft, and the row
 of each mask token gives the next one. So no draft depends on the drafts before it. The keys and
 values of the mask tokens have no use later: whatever is accepted, the network counts as having read
@@ -65,12 +65,12 @@ class ParallelDrafter(LevelDrafter):
         Args:
             max_rows: of one pass over texts.
             mask_token_id: of the network's vocabulary.
-            window, mask_state_D: of a network with a lag; what it reads beside mask tokens.
+            window, mask_state_D: of a network whose token_shift is 1: its input beside mask tokens.
         """
         self.network = network
         self.state_window = window.num_tokens if window is not None else 0
         self.taps, self.reads_all_hidden = network.taps, network.reads_hidden
-        self.drafting = ModelDrafting(source, max_kept=-network.lag)
+        self.drafting = ModelDrafting(source, max_kept=-network.token_shift)
         self.max_drafts, self.max_passes = MAX_DRAFTS, 1
         self._reader = TextReader(network, cache, max_rows, window, mask_state_D)
         self.keep = self._reader.keep
@@ -83,7 +83,6 @@ class ParallelDrafter(LevelDrafter):
         depth: int,
         shares: RequestShares = ALL_HERE,
     ) -> KnownLevels:
-        """As `LevelDrafter`."""
         num_levels = [min(ask.num_drafts, depth) for ask in asks]
         masked = [
             replace(ask, masks=(self._mask,) * (number - 1))

@@ -1,6 +1,6 @@
 """Drafts of any drafter: chains and trees, of the likeliest tokens or drawn ones.
 
-A drafter answers one question: the logits behind these rows. Everything else is the same for
+A drafter answers one question: the logits after these rows. Everything else is the same for
 small models, EAGLE, mask tokens and heads, and is done here and in `grower`.
 
 Dimension key: B requests that draft, G those of all ranks that share the drafter, S state rows, L
@@ -30,17 +30,17 @@ from outdraft.sampling.batch import SamplingBatch
 FEW_UNREAD = 16  # tokens of a text that may be read more than once in a step
 
 
-class Drafter(Protocol):
-    """Says what may follow texts, without waiting for anything.
+class DeviceDrafter(Protocol):
+    """Gives logits of drafts after texts, without waiting for anything.
 
     Attributes:
-        drafting: of chains, as far as the scheduler and the policy must know.
-        state_window: of so many newest tokens of a text it keeps the target's states; 0: none, and
-            `keep` is not called.
+        drafting: of chains; the scheduler and the policy read it.
+        state_window: number of a text's newest tokens whose states of the target it keeps; 0:
+            none, and `keep` is not called.
         taps: the layers whose residual streams it reads besides the last hidden state; may be ().
         reads_all_hidden: it reads the last hidden state of every row; else of rows with logits at
             most.
-        max_drafts: how far ahead of the text it drafts.
+        max_drafts: most tokens after the text that it drafts.
         max_passes: most passes of the network in one step, however much it drafts.
     """
 
@@ -56,15 +56,14 @@ class Drafter(Protocol):
     def reads_all_hidden(self) -> bool: ...
 
     def keep(self, states: TargetStates) -> None:
-        """The target has computed these; called at the end of steps whose states are kept. If some
-        are not, nothing is drafted for a text before its next ones are."""
+        """Keep these states of the target; called at the end of steps whose states are kept. After
+        a step without, nothing is drafted for a text before its next states are kept."""
         ...
 
     def draft(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
     ) -> ModelDrafts:
-        """What grows behind the texts of this rank's asks: `grow` over what the drafter says may
-        follow.
+        """Draft after the texts of this rank's asks: `grow` over the drafter's logits.
 
         Args:
             token_ids_SL: int64, the texts on the device; [S state rows, L tokens].
@@ -87,7 +86,7 @@ class DeviceProposer:
     """
 
     def __init__(
-        self, kernels: Kernels, drafter: Drafter, tree: TreeShape | None, *, samples: bool
+        self, kernels: Kernels, drafter: DeviceDrafter, tree: TreeShape | None, *, samples: bool
     ) -> None:
         """
         Args:
@@ -129,7 +128,7 @@ class DeviceProposer:
         All asks are for the same levels.
 
         Args:
-            asks: of all ranks that share the drafter; what comes back is of this rank's.
+            asks: of all ranks that share the drafter; the result has this rank's only.
             token_ids_SL: int64, the texts; [S state rows, L tokens].
             sampling: the parameters of this rank's requests in the same order.
             num_host_rows: rows of the step that the host drafted; live rules count them.
@@ -173,7 +172,7 @@ class DeviceProposer:
         num_host_rows: int,
         shares: RequestShares,
     ) -> ModelDrafts:
-        """As `propose`, for all asks together."""
+        """Propose for all asks together, padded with copies to the number that graphs need."""
         num_requests = len(asks)
         number = num_requests
         if shares.group.size == 1:
@@ -194,7 +193,7 @@ class DeviceProposer:
         num_host_rows: int,
         shares: RequestShares,
     ) -> ModelDrafts:
-        """As `propose`."""
+        """Draft for these asks in one growth."""
         wanted = [ask.num_drafts for ask in asks]
         assert max(wanted) <= self.max_drafts, "more drafts than rows"
         (levels,) = {ask.levels for ask in asks}
@@ -218,10 +217,10 @@ class DeviceProposer:
 
 
 def _to_copy(asks: Sequence[DraftModelAsk]) -> int | None:
-    """Which request may be drafted for more than once; None: none.
+    """Index of a request that may be drafted for more than once; None: none.
 
-    All copies write the same to the same slots. What a rule that counts rows says of the others
-    would change with them, and a long text should not be read again.
+    All copies write the same to the same slots. With a rule that counts rows, copies would change
+    the drafts of other requests. A long text should not be read again.
     """
     if any(ask.stop is not None and ask.stop.may_end for ask in asks):
         return None
@@ -230,7 +229,7 @@ def _to_copy(asks: Sequence[DraftModelAsk]) -> int | None:
 
 
 def _first(drafts: ModelDrafts, num_requests: int) -> ModelDrafts:
-    """Those of the first requests."""
+    """The drafts of the first num_requests requests."""
 
     def first(of_all: Tensor | None) -> Tensor | None:
         return None if of_all is None else of_all[:num_requests]

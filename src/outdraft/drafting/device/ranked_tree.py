@@ -33,7 +33,7 @@ class RankedTrees:
         self._node_BE = self._weight_BE = torch.empty(0)
 
     def extend(self, logits_BEV: Tensor) -> tuple[Tensor, Tensor]:
-        """The next level, behind the nodes that the last one chose; returns as `DrawnTrees`."""
+        """The next level, after the last one's nodes: token ids and parents' places, [B, F]."""
         if self._shape.is_chain:
             best_B1 = logits_BEV.argmax(2)
             self._token_ids.append(best_B1)
@@ -72,7 +72,7 @@ class RankedTrees:
         return token_ids_BK, row_BP1.gather(1, parents_BK)
 
     def _children(self, logits_BEV: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens behind every node, the best first, and their shares: int64 and
+        """The likeliest tokens after every node, the best first, and their shares: int64 and
         float32 [B, E, C]."""
         most = min(max(num_rows, _FEWEST_CANDIDATES), logits_BEV.shape[2])
         best = logits_BEV.topk(most, dim=2)

@@ -1,7 +1,7 @@
 """The target drafts for itself: its own weights, or a copy in fewer bits, over its own cache.
 
 There is nothing to catch up with: the target has written keys and values of all tokens but the
-newest one. The drafter writes those of the newest token and of its drafts behind them, where the
+newest one. The drafter writes those of the newest token and of its drafts after them, where the
 target writes its own before it reads any of them (docs/design/0016). It may read a few blocks of
 each text only.
 
@@ -23,7 +23,7 @@ from outdraft.kernels.draft_ops import Growth, ModelDrafts
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
 
-# It needs the newest state of a text, for what that attended to.
+# It needs the newest state of a text, to find the blocks that this attended to.
 SPARSE_WINDOW = 1
 
 
@@ -52,18 +52,16 @@ class SelfDrafter:
         self.taps = attended.layers if attended is not None else ()
         self.reads_all_hidden = False
         self.max_drafts, self.max_passes = self._drafter.max_drafts, self._drafter.max_passes
-        # What it wrote behind the text is the target's by the end of the step.
+        # What it wrote after the text is the target's by the end of the step.
         self.drafting = ModelDrafting(DraftSource.SELF, max_kept=0)
 
     def keep(self, states: TargetStates) -> None:
-        """As `Drafter.keep`."""
         assert self._attended is not None, "it reads no states"
         self._attended.keep(states)
 
     def draft(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
     ) -> ModelDrafts:
-        """As `Drafter.draft`."""
         own = [replace(ask, num_computed=ask.num_tokens - 1) for ask in asks]
         if self._attended is not None:
             own = self._attended.narrowed(own)

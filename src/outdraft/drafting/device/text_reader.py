@@ -1,9 +1,9 @@
-"""Reads what a drafting network has not read yet: the end of a text, and what stands behind it.
+"""Reads what a drafting network has not read yet: the end of a text, and mask tokens after it.
 
-Its keys and values live in the same blocks as the target's. It may lag: before it drafts it reads
-all tokens that it has not seen, the accepted ones and the newest together, in one pass. A network
-that reads the target's states beside tokens finds them in a window over the newest tokens, or, of
-a prompt, in the step that computes them.
+Its keys and values live in the same blocks as the target's. Before it drafts it reads all unread
+tokens, the accepted ones and the newest together, in one pass. A network that reads the target's
+states beside tokens finds them in a window over the newest tokens, or, of a prompt, in the step
+that computes them.
 
 Dimension key: B requests that draft, T rows, C rows of each request whose states are wanted, S
 state rows, L tokens of a text, D the network's state, N places of states, F numbers of one.
@@ -28,10 +28,10 @@ from outdraft.kv.cache import KVCache
 
 
 class ReadsTexts(Protocol):
-    """What the reader needs of a network; as `DraftNetwork`."""
+    """The part of a `DraftNetwork` that the reader needs."""
 
     @property
-    def lag(self) -> int: ...
+    def token_shift(self) -> int: ...
 
     @property
     def kernels(self) -> Kernels: ...
@@ -62,7 +62,7 @@ class TextReader:
         Args:
             max_rows: of one pass.
             window: of a network that reads states.
-            mask_state_D: what such a network reads beside mask tokens.
+            mask_state_D: the state that such a network reads beside a mask token.
         """
         self.network, self.cache = network, cache
         self._max_rows = max_rows
@@ -70,7 +70,6 @@ class TextReader:
         self._mask_state_D = mask_state_D
 
     def keep(self, states: TargetStates) -> None:
-        """As `Drafter.keep`."""
         if self._window is None:
             return
         features_TF = self.network.features(states)
@@ -84,7 +83,7 @@ class TextReader:
         self._pass(self._with_states(spans, states.token_ids_SL, features_TF, rows))
 
     def unread(self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor) -> UnreadTexts:
-        """What is left to read in one pass; of long backlogs the rest is read now."""
+        """Rows that one pass can read; the rows of long backlogs before them are read now."""
         asks = self._caught_up(asks, token_ids_SL)
         spans = self._spans(asks, token_ids_SL)
         return self._unread(asks, spans, token_ids_SL)
@@ -92,8 +91,8 @@ class TextReader:
     def read(
         self, unread: UnreadTexts, sent: Sequence[int] = ()
     ) -> tuple[Tensor, AttentionMetadata, Tensor]:
-        """Read the rest of the texts: the states behind them, [B, D]; the batch of the pass; and
-        the numbers `sent`, which travel with it."""
+        """Read the rest of the texts. Returns the states of their last tokens, [B, D]; the batch of
+        the pass; and the numbers `sent` on the device."""
         ends = list(itertools.accumulate([span.num_rows for span in unread.spans]))
         extra = [end - 1 for end in ends], sent
         states_TD, metadata, (rows_B, sent_B) = self._pass(unread, extra=extra)
@@ -123,23 +122,23 @@ class TextReader:
 
     def _num_unread(self, ask: DraftModelAsk) -> int:
         """Tokens of the text to read."""
-        return ask.num_tokens - self.network.lag - ask.num_computed
+        return ask.num_tokens - self.network.token_shift - ask.num_computed
 
     def _spans(self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor) -> list[Span]:
-        """All that is left to read, and the mask tokens behind it."""
+        """Spans of all unread tokens, and of the mask tokens after them."""
         row_len = token_ids_SL.shape[1]
         return [
             self._span(ask, row_len, self._num_unread(ask), range(len(ask.masks))) for ask in asks
         ]
 
     def _span(
-        self, ask: DraftModelAsk, row_len: int, count: int, behind: Sequence[int] = ()
+        self, ask: DraftModelAsk, row_len: int, count: int, masks: Sequence[int] = ()
     ) -> Span:
-        """So many rows of the text; what stands behind it is a chain of mask tokens."""
+        """A span of `count` unread tokens, and a chain of mask tokens after it."""
         num_absent = ask.num_missing + ask.num_skipped
-        start = ask.state_row * row_len + self.network.lag + num_absent
+        start = ask.state_row * row_len + self.network.token_shift + num_absent
         context_len = ask.num_computed - num_absent
-        return Span(context_len, count, behind, ask.block_ids, start)
+        return Span(context_len, count, masks, ask.block_ids, start)
 
     def _unread(
         self, asks: Sequence[DraftModelAsk], spans: Sequence[Span], token_ids_SL: Tensor
@@ -204,7 +203,7 @@ class TextReader:
         """The states of all rows, [T, D]; their batch; `extra` on the device.
 
         Args:
-            masks: the tokens that each request reads behind its text; (): nobody reads any.
+            masks: the tokens that each request reads after its text; (): no request reads any.
         """
         network, spans = self.network, unread.spans
         width = max([len(span.parents) for span in spans])
@@ -244,7 +243,7 @@ class TextReader:
 def _in_the_text(
     metadata: AttentionMetadata, unread: UnreadTexts, device: torch.device
 ) -> AttentionMetadata:
-    """The same rows with their positions in texts of which some blocks are left out."""
+    """Shift the rows' positions to those of the texts, where some blocks are left out."""
     (skipped_B, rows_B) = to_device(
         [np.array(unread.num_skipped), np.array([span.num_rows for span in unread.spans])], device
     )

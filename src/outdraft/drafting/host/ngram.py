@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed when the text ended like this before?
+"""Prompt lookup: drafts the continuation of an earlier place that equals the text's end.
 
 It looks for the largest n in [prompt_lookup_min, prompt_lookup_max] such that the last n tokens
 have occurred before. It drafts what followed their newest `branching` occurrences. Where these

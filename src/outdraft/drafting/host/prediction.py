@@ -1,4 +1,4 @@
-"""Predicted Outputs: the client says what it expects, and the engine only has to verify it.
+"""Predicted Outputs: the client sends the output that it expects, and the engine verifies it.
 
 A cursor runs along the prediction while the output follows it. Where the output leaves it, the
 output may continue at a few places: the same text may stand elsewhere (found by the longest match
@@ -16,19 +16,19 @@ import numpy as np
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource
 
 FIRST_RATE = 0.95  # chance that a token of an untried prediction is right
-FOUND_RATE = 0.8  # the same where the output has come back to the prediction
+FOUND_RATE = 0.8  # that chance where the output has come back to the prediction
 FORGETTING = 0.95  # weight of the past in that chance, per token
 MIN_RATE = 0.4  # below it the prediction is left alone until a long match is found
 MIN_REACH = 0.5  # chance to be reached below which a token is not drafted
 LONG_MATCH = 8  # tokens that prove a place, also in a prediction that was often wrong
 SHORT_MATCH = 3  # tokens that make a found place likelier than one that was hardly followed
 BRANCH_TOKENS = 2  # of all branches but the first
-SKIP_TOKENS = 8  # how many tokens may have been left out
+SKIP_TOKENS = 8  # most tokens that may have been left out
 
 
 @dataclass(slots=True)
 class _Cursor:
-    """Where the output of one request may stand in its prediction.
+    """The places in its prediction where one request's output may be.
 
     Attributes:
         num_read: tokens of the text that are accounted for.
@@ -46,7 +46,7 @@ class _Cursor:
 
 
 class PredictionProposer:
-    """Drafts what the client predicted; see HostProposer.
+    """Drafts from the client's prediction; see HostProposer.
 
     `ask.prediction` is int32 [num_tokens], None for a request without one, and the same at every
     ask for a request.
@@ -94,14 +94,14 @@ def _follow(cursor: _Cursor, token_ids: np.ndarray, num_prompt: int) -> None:
             place += num_right
             cursor.places = [place] if place < len(prediction) else []
             return
-        # Where it goes on if what was wrong merely stands for what was predicted.
+        # The place after them, if wrong tokens only replace predicted ones.
         expected = place + len(new_ids)
     _find(cursor, token_ids[num_prompt:], expected)
     cursor.num_followed = 0
 
 
 def _find(cursor: _Cursor, output: np.ndarray, expected: int | None) -> None:
-    """Where the output may go on, the likeliest place first, after it has left the prediction."""
+    """Find the places where the output may go on after it left the prediction, likeliest first."""
     prediction = cursor.prediction
     # Text that repeats itself matches in many places: then the one where it would stand if nothing
     # had been put in or left out.
@@ -121,7 +121,7 @@ def _find(cursor: _Cursor, output: np.ndarray, expected: int | None) -> None:
 
 
 def _next_place(prediction: np.ndarray, token_id: int, start: int) -> int:
-    """Behind the next token of this id, if it is near: what stands before it was left out."""
+    """The place after the next token of this id, if it is near; -1: it is not."""
     near = np.flatnonzero(prediction[start : start + SKIP_TOKENS] == token_id)
     return start + int(near[0]) + 1 if len(near) else -1
 
@@ -149,14 +149,14 @@ def _draft(cursor: _Cursor, max_tokens: int) -> Draft:
 
 
 def _reach(rate: float) -> int:
-    """How many tokens are reached with a chance of at least MIN_REACH, each right with `rate`."""
+    """Number of tokens with a chance of at least MIN_REACH, each right with chance `rate`."""
     if rate >= 1:
         return MAX_DRAFTS
     return max(1, int(np.log(MIN_REACH) / np.log(rate)))
 
 
 def num_equal(token_ids: np.ndarray, prediction: np.ndarray, place: int) -> int:
-    """How many tokens in a row are those of the prediction from a place on."""
+    """Number of tokens in a row that equal the prediction from a place on."""
     count = min(len(token_ids), len(prediction) - place)
     differs = token_ids[:count] != prediction[place : place + count]
     return int(differs.argmax()) if differs.any() else count
@@ -165,7 +165,7 @@ def num_equal(token_ids: np.ndarray, prediction: np.ndarray, place: int) -> int:
 def find_end(
     prediction: np.ndarray, output: np.ndarray, expected: int, max_match: int
 ) -> tuple[int, int]:
-    """The place behind the longest match of the output's end, and the length of the match.
+    """The place after the longest match of the output's end, and the length of the match.
 
     Only places that something follows count. Matches are compared up to `max_match` tokens; if
     several are the longest, the one nearest to the expected place wins, the first of two as near.

@@ -1,4 +1,4 @@
-"""What a proposer on the host promises the engine."""
+"""The contract of a proposer on the host."""
 
 from collections.abc import Sequence
 from typing import Protocol

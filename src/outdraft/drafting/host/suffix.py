@@ -1,4 +1,4 @@
-"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): repeat what usually followed.
+"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): repeat the usual continuation.
 
 The newest tokens of a request are looked up in its own text and in the texts of finished requests.
 The most frequent continuations are drafted; a longer match gives a longer draft. Agents, editors
