@@ -66,7 +66,7 @@ class Caller:
             if self.request.finish_reason is not None:
                 break
         self.deltas.add(0, BookedWork(self.request, work, outcome, tuple(added)), TOLD)
-        self.num_told_to_stop += len(self.assembly.add(self.deltas.take()))
+        self.num_told_to_stop += len(self.assembly.add(self.deltas.take())[1])
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,8 @@ class Assembler:
 
     def _grow(self, delta: RequestDelta) -> RequestOutput:
         assembly = self._assemblies[delta.request_id]
-        for completion in assembly.add(delta):
+        _, stopped = assembly.add(delta)
+        for completion in stopped:
             num_tokens = len(completion.token_ids)
             self._engine.stop_sequence(delta.request_id, completion.index, num_tokens)
         return assembly.output

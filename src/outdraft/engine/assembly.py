@@ -59,20 +59,23 @@ class RequestAssembly:
             for completion in self.output.outputs
         ]
 
-    def add(self, delta: RequestDelta) -> list[CompletionOutput]:
-        """Book a delta; the completions that it brought to a stop string.
+    def add(self, delta: RequestDelta) -> tuple[list[CompletionOutput], list[CompletionOutput]]:
+        """Book a delta: what each sequence gained by it, and the completions that a stop string
+        has ended.
 
-        The engine has to be told of these (`Engine.stop_sequence`): it goes on otherwise. What it
-        makes before it hears of it is dropped here.
+        The engine goes on with these until `Engine.stop_sequence` is called; what it makes until
+        then is dropped here.
         """
         self._add_metrics(delta)
+        all_gained: list[CompletionOutput] = []
         stopped: list[CompletionOutput] = []
         for part in delta.sequences:
             sequence = self._sequences[part.index]
-            completion = sequence.completion
-            if completion.finish_reason is not None:
+            if sequence.completion.finish_reason is not None:
                 continue
-            num_kept = sequence.add(part)
+            gained = sequence.add(part)
+            all_gained.append(gained)
+            num_kept = len(gained.token_ids)
             accepted: dict[str, int] = {}
             if part.drafted is not None:
                 # The text may end inside a draft.
@@ -82,12 +85,12 @@ class RequestAssembly:
             if self.steps and num_kept:
                 step = StepCounts(num_kept, part.drafted or {}, accepted)
                 self.steps[part.index].append(step)
-            if completion.finish_reason is not None and part.finish_reason is None:
-                stopped.append(completion)
+            if gained.finish_reason is not None and part.finish_reason is None:
+                stopped.append(sequence.completion)
         if all(completion.finish_reason is not None for completion in self.output.outputs):
             self.output.finished = True
             self.output.metrics.finished_s = time.monotonic()
-        return stopped
+        return all_gained, stopped
 
     def _add_metrics(self, delta: RequestDelta) -> None:
         metrics = self.output.metrics
@@ -132,31 +135,32 @@ class _Sequence:
                 include_stop_string=params.include_stop_str_in_output,
             )
 
-    def add(self, part: SequenceDelta) -> int:
-        """Append a delta; how many of its tokens belong to the text."""
-        completion = self.completion
+    def add(self, part: SequenceDelta) -> CompletionOutput:
+        """Append a delta; what the completion gained by it."""
         num_kept, stop_string = self._detokenize(part)
-        completion.token_ids.extend(part.token_ids[:num_kept])
-        completion.origins.extend(part.origins[:num_kept])
+        gained = CompletionOutput(
+            part.index,
+            token_ids=list(part.token_ids[:num_kept]),
+            origins=list(part.origins[:num_kept]),
+            finish_reason=part.finish_reason,
+            stop_reason=part.stop_reason,
+            error=part.error,
+        )
         if self._params.logprobs is not None:
-            self._add_logprobs(part.logprobs[:num_kept], self._params.logprobs)
+            self._add_logprobs(gained, part.logprobs[:num_kept], self._params.logprobs)
         if part.trace is not None:
-            completion.trace = completion.trace or []
-            completion.trace.append(replace(part.trace, num_emitted=num_kept))
+            gained.trace = [replace(part.trace, num_emitted=num_kept)]
         if stop_string is not None:
-            completion.finish_reason = str(FinishReason.STOP)
-            completion.stop_reason = stop_string
-        elif part.finish_reason is not None:
-            completion.finish_reason = part.finish_reason
-            completion.stop_reason = part.stop_reason
-            completion.error = part.error
+            gained.finish_reason, gained.stop_reason = str(FinishReason.STOP), stop_string
+            gained.error = None
         if self._detokenizer is not None:
-            if completion.finish_reason is not None:
+            text = self._detokenizer.settled_text
+            if gained.finish_reason is not None:
                 self._detokenizer.finish(at_stop_string=stop_string is not None)
-                completion.text = self._detokenizer.text
-            else:
-                completion.text = self._detokenizer.settled_text
-        return num_kept
+                text = self._detokenizer.text
+            gained.text = text[len(self.completion.text) :]
+        self.completion.extend(gained)
+        return gained
 
     def _detokenize(self, part: SequenceDelta) -> tuple[int, str | None]:
         """Tokens up to the one that completes a stop string, or all of them; and that string.
@@ -181,13 +185,12 @@ class _Sequence:
         is_stopped = part.finish_reason == FinishReason.STOP  # a grammar may be the reason, too
         return is_stopped and part.token_ids[-1] in self._stop_token_ids
 
-    def _add_logprobs(self, rows: Sequence[TokenLogprobs], num_top: int) -> None:
-        completion = self.completion
-        completion.logprobs = completion.logprobs or []
-        completion.cumulative_logprob = completion.cumulative_logprob or 0.0
-        for row in rows:
-            completion.logprobs.append(_entries(row, num_top, self._tokenizer))
-            completion.cumulative_logprob += row.logprob
+    def _add_logprobs(
+        self, gained: CompletionOutput, rows: Sequence[TokenLogprobs], num_top: int
+    ) -> None:
+        gained.logprobs = [_entries(row, num_top, self._tokenizer) for row in rows]
+        before = self.completion.cumulative_logprob or 0.0
+        gained.cumulative_logprob = sum((row.logprob for row in rows), before)
 
 
 def _entries(row: TokenLogprobs, num_top: int, tokenizer: Tokenizer | None) -> dict[int, Logprob]:

@@ -1,16 +1,13 @@
 """What a client of an engine, or of several, offers to a server."""
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Protocol
 
 from outdraft.core.outputs import CompletionOutput, RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor
 from outdraft.server.messages import EngineInfo
-
-Item = TypeVar("Item")
-
 
 @dataclass(frozen=True, slots=True)
 class Update:
@@ -83,36 +80,3 @@ class EngineClient(Protocol):
         Returns why that could not be done, None if it was. Raises EngineDeadError.
         """
         ...
-
-
-class Unread:
-    """Between an output that grows and its reader, however seldom that one comes for it."""
-
-    def __init__(self, output: RequestOutput) -> None:
-        self._output = output
-        self._seen = [(0, 0, 0, False)] * len(output.outputs)
-
-    def take(self) -> Update:
-        """All that came since it was asked last."""
-        deltas: list[CompletionOutput] = []
-        for place, one in enumerate(self._output.outputs):
-            tokens, characters, steps, has_end = self._seen[place]
-            if tokens == len(one.token_ids) and has_end == (one.finish_reason is not None):
-                continue
-            delta = replace(
-                one,
-                text=one.text[characters:],
-                token_ids=one.token_ids[tokens:],
-                origins=one.origins[tokens:],
-                logprobs=_behind(tokens, one.logprobs),
-                trace=_behind(steps, one.trace),
-            )
-            deltas.append(delta)
-            steps = len(one.trace or ())
-            is_over = one.finish_reason is not None
-            self._seen[place] = len(one.token_ids), len(one.text), steps, is_over
-        return Update(self._output, deltas)
-
-
-def _behind(count: int, items: list[Item] | None) -> list[Item] | None:
-    return None if items is None else items[count:]

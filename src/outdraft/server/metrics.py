@@ -3,20 +3,17 @@
 Every metric has the label model_name. A counter's exposed name ends in _total.
 """
 
-import asyncio
 import math
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from fastapi import APIRouter, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from outdraft.core.errors import EngineDeadError, GenerationError
-from outdraft.core.outputs import RequestOutput
+from outdraft.core.outputs import CompletionOutput, RequestOutput
 from outdraft.core.plan import StepStats
-from outdraft.server.client import Update
+from outdraft.core.request import FinishReason
 from outdraft.server.decision_metrics import COUNTERS, GAUGES, KNOWN, observe_decisions
 from outdraft.server.messages import EngineInfo, Steps
 from outdraft.server.series import Series, Table
@@ -172,33 +169,30 @@ class Metrics:
             self._observe_step(step)
         self._estimate()
 
-    async def observed(
-        self, stream: AsyncGenerator[Update], num_sequences: int
-    ) -> AsyncGenerator[Update]:
-        """The same stream of a request. An update is counted before it is passed on."""
-        num_running, num_preemptions, last_token_s = num_sequences, 0, None
-        async with aclosing(stream):
-            try:
-                async for update in stream:
-                    times = update.output.metrics
-                    if any(delta.token_ids for delta in update.deltas):
-                        self._tokens_came(update.output, last_token_s)
-                        last_token_s = times.last_token_s
-                    self._series.add("num_preemptions", times.num_preemptions - num_preemptions)
-                    num_preemptions = times.num_preemptions
-                    for delta in update.deltas:
-                        if delta.finish_reason is not None:
-                            num_running -= 1
-                            self._series.add("request_success", 1, delta.finish_reason)
-                    if update.output.finished:
-                        self._finished(update.output)
-                    yield update
-            except (EngineDeadError, GenerationError):
-                self._series.add("request_success", num_running, "error")
-                raise
-            except (GeneratorExit, asyncio.CancelledError):
-                self._series.add("request_success", num_running, "abort")
-                raise
+    def observe_request(
+        self,
+        output: RequestOutput,
+        gained: Sequence[CompletionOutput],
+        last_token_s: float | None,
+        num_preemptions: int,
+    ) -> None:
+        """Count what a request gained.
+
+        `last_token_s`, `num_preemptions`: of the request before it gained that.
+        """
+        has_failed = output.error is not None
+        if not has_failed and any(delta.token_ids for delta in gained):
+            self._tokens_came(output, last_token_s)
+        self._series.add("num_preemptions", output.metrics.num_preemptions - num_preemptions)
+        for delta in gained:
+            if delta.finish_reason is not None:
+                self._series.add("request_success", 1, delta.finish_reason)
+        if output.finished and not has_failed:
+            self._finished(output)
+
+    def observe_unfinished(self, num_sequences: int, reason: FinishReason) -> None:
+        """Count sequences of a request that has ended before them."""
+        self._series.add("request_success", num_sequences, str(reason))
 
     def _tokens_came(self, output: RequestOutput, before_s: float | None) -> None:
         """A request got tokens. `before_s`: when it got others; None: these are its first."""
@@ -220,7 +214,7 @@ class Metrics:
             watcher.first_token(times.ttft_s)
 
     def _finished(self, output: RequestOutput) -> None:
-        """All sequences of a request ended, and were read to their end."""
+        """Count a request all of whose sequences ended."""
         lengths = [len(completion.token_ids) for completion in output.outputs]
         times, observe = output.metrics, self._series.observe
         observe("request_prompt_tokens", len(output.prompt_token_ids))
