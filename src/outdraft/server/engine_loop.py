@@ -29,7 +29,7 @@ from outdraft.server.messages import (
     Add,
     Command,
     EndSequence,
-    Failed,
+    EngineFailed,
     Profile,
     Profiled,
     Progress,
@@ -86,7 +86,7 @@ class EngineLoop:
                 return self._run(wakes)
             except RanksError as error:
                 _logger.error("%s", error)
-                self._send([Failed("ranks", str(error))])
+                self._send([EngineFailed("ranks", str(error))])
                 return False
             finally:
                 with self._waking:
@@ -110,7 +110,7 @@ class EngineLoop:
                 _logger.exception("a step of the engine failed")
                 num_failed += 1
                 if num_failed >= MAX_FAILED_STEPS:
-                    self._send([Failed("engine", _failure(error))])
+                    self._send([EngineFailed("engine", _failure(error))])
                     return False
                 self._fail_running(error)
             self._report_steps()

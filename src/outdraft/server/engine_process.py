@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.endings import ending
-from outdraft.server.engine_link import OnLoading, Result, first_info, unless_dead
+from outdraft.server.client import OnLoading, Result, first_info, unless_dead
 from outdraft.server.messages import Assignment, Command, EngineInfo, Report
 
 DEATH_POLL_S = 0.1

@@ -13,8 +13,7 @@ from collections.abc import Collection, Mapping
 from enum import StrEnum
 from typing import Any, TextIO
 
-from outdraft.server.metrics import Metrics
-from outdraft.server.series import PREFIX
+from outdraft.server.metrics import PREFIX, Metrics
 
 LOGGERS = ("outdraft", "uvicorn")
 

@@ -140,7 +140,7 @@ class Profiled(Struct, tag=True, frozen=True):
     error: str | None  # why it was not done; None: it was
 
 
-class Failed(Struct, tag=True, frozen=True):
+class EngineFailed(Struct, tag=True, frozen=True):
     """The last report: the engine could not start, or cannot go on."""
 
     kind: str  # "config" if its configuration is to blame, "ranks" if one of its ranks is
@@ -148,4 +148,4 @@ class Failed(Struct, tag=True, frozen=True):
 
 
 # One frame holds what a step had to tell.
-Report = Progress | Accepted | Refused | EngineInfo | Steps | Loading | Failed | Profiled
+Report = Progress | Accepted | Refused | EngineInfo | Steps | Loading | EngineFailed | Profiled

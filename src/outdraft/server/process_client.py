@@ -25,8 +25,7 @@ from outdraft.engine.assembly import RequestAssembly
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor
 from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.server import messages
-from outdraft.server.client import Update
-from outdraft.server.engine_link import EngineLink, OnLoading
+from outdraft.server.client import EngineLink, OnLoading, Update
 from outdraft.server.messages import EngineInfo, Steps
 from outdraft.server.metrics import Metrics
 from outdraft.server.trace_file import TraceFile
@@ -240,7 +239,7 @@ class Supervisor:
         elif isinstance(report, Steps):
             for on_steps in self._watchers:
                 on_steps(report)
-        elif isinstance(report, messages.Failed):
+        elif isinstance(report, messages.EngineFailed):
             if report.kind == "ranks":
                 self.ended_by = report.message
             self._end(report.message)

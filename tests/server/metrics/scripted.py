@@ -20,7 +20,7 @@ from outdraft.core.outputs import (
 )
 from outdraft.core.plan import PhaseTimes, StepStats
 from outdraft.engine.inputs import EncodedPrompt
-from outdraft.server.engine_link import OnLoading, Result, unless_dead
+from outdraft.server.client import OnLoading, Result, unless_dead
 from outdraft.server.messages import Add, Command, EngineInfo, Progress, Report, Steps
 from outdraft.server.metrics import Metrics
 from outdraft.server.process_client import Supervisor

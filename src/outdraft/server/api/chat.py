@@ -16,7 +16,6 @@ from outdraft.server.api.answers import Answer, Json, check_stream_options
 from outdraft.server.api.bodies import ChatRequest, Tool
 from outdraft.server.api.call_reader import CallArguments, CallName
 from outdraft.server.api.calls import ParsedCall
-from outdraft.server.api.guard import guarded_router
 from outdraft.server.api.params import check_numbers, sampling_params
 from outdraft.server.api.prompt_batch import prompt_batch
 from outdraft.server.api.prompts import conversation, encode_chat, model_name, prompt_encoder
@@ -30,7 +29,7 @@ from outdraft.server.api.reasoning import (
     with_form_behind_thoughts,
 )
 from outdraft.server.api.reports import Row, TokenNames, content, prompt_logprobs, trace
-from outdraft.server.api.settings import ApiContext
+from outdraft.server.api.settings import ApiContext, guarded_router
 from outdraft.server.api.tools import (
     CallFormat,
     ForcedCalls,

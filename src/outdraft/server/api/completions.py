@@ -11,12 +11,11 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.engine.detokenizer import Detokenizer, begun_text
 from outdraft.server.api.answers import Answer, Json, check_stream_options
 from outdraft.server.api.bodies import CompletionRequest
-from outdraft.server.api.guard import guarded_router
 from outdraft.server.api.params import sampling_params
 from outdraft.server.api.prompt_batch import prompt_batch
 from outdraft.server.api.prompts import encode_prompts, model_name, prompt_encoder
 from outdraft.server.api.reports import CompletionLogprobs, Row, TokenNames, prompt_logprobs, trace
-from outdraft.server.api.settings import ApiContext
+from outdraft.server.api.settings import ApiContext, guarded_router
 
 DEFAULT_MAX_TOKENS = 16
 

@@ -18,9 +18,8 @@ from outdraft.server.api.bodies import (
     TokenizeTextRequest,
 )
 from outdraft.server.api.errors import draining, engine_dead, invalid_request, unknown_model
-from outdraft.server.api.guard import guarded_router
 from outdraft.server.api.prompts import chat_text, conversation, model_name
-from outdraft.server.api.settings import ApiContext
+from outdraft.server.api.settings import ApiContext, guarded_router
 
 
 def plain_routers(context: ApiContext) -> list[APIRouter]:

@@ -13,7 +13,6 @@ from outdraft.core.errors import RequestError
 from outdraft.core.outputs import RequestOutput
 from outdraft.server.api.bodies import ResponsesRequest
 from outdraft.server.api.errors import ApiError
-from outdraft.server.api.guard import guarded_router
 from outdraft.server.api.params import check_numbers, sampling_params, wants_metrics
 from outdraft.server.api.prompt_batch import PromptBatch, prompt_batch
 from outdraft.server.api.prompts import encode_chat, input_messages, model_name, prompt_encoder
@@ -28,7 +27,7 @@ from outdraft.server.api.reasoning import (
 )
 from outdraft.server.api.replies import EventStream, JsonLater, event
 from outdraft.server.api.reports import Row, TokenNames, content, metrics, usage
-from outdraft.server.api.settings import ApiContext
+from outdraft.server.api.settings import ApiContext, guarded_router
 
 Json = dict[str, Any]
 

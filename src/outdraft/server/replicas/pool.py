@@ -3,9 +3,8 @@ one if that is lost."""
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from itertools import count
 
 from outdraft.core.errors import EngineDeadError, ReplicaLostError
@@ -13,26 +12,18 @@ from outdraft.core.request import block_salt
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor
 from outdraft.kv.prefix_cache import extend_hashes
-from outdraft.server.client import Update
-from outdraft.server.engine_link import OnLoading
+from outdraft.server.client import OnLoading, Update
 from outdraft.server.messages import EngineInfo
 from outdraft.server.process_client import Supervisor, input_processor_of
 from outdraft.server.replicas.replica_metrics import ReplicaMetrics
 from outdraft.server.replicas.router import PrefixRouter, Route
-from outdraft.server.replicas.switchboard import RemoteEngine, Switchboard
-from outdraft.server.replicas.wire import Address
+from outdraft.server.replicas.switchboard import Address, RemoteEngine, Switchboard
 from outdraft.server.trace_file import TraceFile
 
 EXPECTED_TOKENS = 256  # an output counts as no longer than that: nobody knows where it will end
 ATTEMPTS = 2
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Replica:
-    client: Supervisor
-    place: int
 
 
 class ReplicaPool:
@@ -61,7 +52,8 @@ class ReplicaPool:
         self._metrics = metrics
         self._trace: TraceFile | None = None
         self._router = PrefixRouter(block_size)
-        self._replicas: dict[str, _Replica] = {}  # by name; those that leave included
+        self.clients: dict[str, Supervisor] = {}  # by name; those that leave included
+        self._places: dict[str, int] = {}  # of the same replicas, for metrics
         self._known: tuple[EngineInfo, InputProcessor] | None = None
         self._lives: set[asyncio.Task[None]] = set()
         self._calls: asyncio.Task[None] | None = None
@@ -88,11 +80,6 @@ class ReplicaPool:
     @property
     def is_alive(self) -> bool:
         return bool(self._router.replicas)
-
-    @property
-    def clients(self) -> Mapping[str, Supervisor]:
-        """Clients of single replicas, by name; those that leave included."""
-        return {name: replica.client for name, replica in self._replicas.items()}
 
     def record(self, trace: TraceFile) -> None:
         """Have every attempt at a request written down from now on."""
@@ -127,8 +114,8 @@ class ReplicaPool:
         if self._closed.is_set():
             return
         self._closed.set()
-        for replica in self._replicas.values():
-            replica.client.close(cause)
+        for client in self.clients.values():
+            client.close(cause)
         for task in (*self._lives, self._calls):
             if task is not None:
                 task.cancel()
@@ -146,11 +133,11 @@ class ReplicaPool:
                 route = self._router.route(hashes, len(prompt.token_ids) + num_output, avoided)
                 if route is None:
                     raise EngineDeadError("there is no replica", self.ended_by)
-                replica = self._replicas[route.replica]
-                self._metrics.routed(replica.place, route.num_matched)
+                self._metrics.routed(self._places[route.replica], route.num_matched)
                 has_begun = False
                 try:
-                    stream = replica.client.generate(request_id, prompt, params, priority)
+                    client = self.clients[route.replica]
+                    stream = client.generate(request_id, prompt, params, priority)
                     async with aclosing(stream) as updates:
                         async for update in updates:
                             if update.deltas:
@@ -204,10 +191,9 @@ class ReplicaPool:
             self._failure = error
             self._changed.set()
             return
-        places = {replica.place for replica in self._replicas.values()}
-        place = next(number for number in count() if number not in places)
+        place = next(number for number in count() if number not in self._places.values())
         self._metrics.joined(place, client)
-        self._replicas[engine.name] = _Replica(client, place)
+        self.clients[engine.name], self._places[engine.name] = client, place
         self._router.join(engine.name)
         self._changed.set()
         _logger.info("replica %d on %s is ready", place, engine.node)
@@ -217,7 +203,7 @@ class ReplicaPool:
         finally:
             leaving.cancel()
             self._leave(engine.name)
-            del self._replicas[engine.name]
+            del self.clients[engine.name], self._places[engine.name]
             self.ended_by = client.ended_by
             self._metrics.left(place)
             told = f": {client.ended_by}" if client.ended_by else ""
@@ -227,9 +213,8 @@ class ReplicaPool:
         """Wait until a replica wants no more requests, then until it has none, then end it."""
         await engine.is_leaving.wait()
         self._leave(engine.name)
-        replica = self._replicas[engine.name]
-        client = replica.client
-        told = replica.place, engine.node, client.num_unfinished
+        client = self.clients[engine.name]
+        told = self._places[engine.name], engine.node, client.num_unfinished
         _logger.info("replica %d on %s is not needed any more: it has %d requests left", *told)
         while client.num_unfinished:
             await asyncio.sleep(0.05)

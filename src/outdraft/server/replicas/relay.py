@@ -13,7 +13,7 @@ import zmq.asyncio
 from outdraft.core.errors import EngineDeadError
 from outdraft.server.engine_process import EngineProcess
 from outdraft.server.messages import EngineInfo, Report
-from outdraft.server.replicas.wire import (
+from outdraft.server.replicas.switchboard import (
     BEAT,
     BEAT_S,
     COMMAND,

@@ -7,9 +7,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from outdraft.server.messages import Steps
-from outdraft.server.metrics import LatencyWatcher, Metrics
+from outdraft.server.metrics import LatencyWatcher, Metrics, Series
 from outdraft.server.process_client import Supervisor
-from outdraft.server.series import Series
 
 BY = ("prefix", "load")
 

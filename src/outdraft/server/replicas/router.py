@@ -27,7 +27,7 @@ class Route:
 
 
 @dataclass(slots=True)
-class _Replica:
+class _ReplicaLoad:
     load_tokens: int = 0
     turn: int = 0  # of the router, when a request was last sent here
     blocks: OrderedDict[bytes, None] = field(default_factory=OrderedDict[bytes, None])
@@ -60,7 +60,7 @@ class PrefixRouter:
         self._block_size = block_size
         self._slack_tokens = slack_tokens
         self._max_blocks = max_blocks
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, _ReplicaLoad] = {}
         self._turn = 0
 
     @property
@@ -74,7 +74,7 @@ class PrefixRouter:
     def join(self, replica: str) -> None:
         """A replica is there. It knows nothing yet."""
         assert replica not in self._replicas
-        self._replicas[replica] = _Replica()
+        self._replicas[replica] = _ReplicaLoad()
 
     def leave(self, replica: str) -> None:
         """A replica takes no more requests; what it still has is no longer counted."""
