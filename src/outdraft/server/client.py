@@ -1,7 +1,8 @@
-"""What a client of an engine, or of several, offers to a server."""
+"""Protocols between a server and its engines: the client that it asks, and the way to an engine."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -88,8 +89,26 @@ class EngineClient(Protocol):
         ...
 
 
-class EngineLink(Protocol):
-    """The way to an engine and back."""
+class EngineLink(ABC):
+    """The way to an engine elsewhere, in another process or on another machine, and back."""
+
+    place: str = ""  # of the engine, for messages
+
+    @abstractmethod
+    async def receive(self) -> list[Report]:
+        """Wait for the engine's next reports."""
+
+    @abstractmethod
+    def send(self, command: Command) -> None:
+        """Never waits: the engine reads commands between two steps."""
+
+    @abstractmethod
+    async def death(self) -> str:
+        """Wait until the engine has ended; how it did, in words."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End the engine if it still runs, and close everything."""
 
     async def started(self, on_loading: OnLoading) -> EngineInfo:
         """Wait until the engine is ready.
@@ -98,55 +117,29 @@ class EngineLink(Protocol):
             ConfigError: its configuration is to blame that it never will be.
             EngineDeadError: something else is.
         """
-        ...
 
-    async def receive(self) -> list[Report]:
-        """What the engine tells next."""
-        ...
+        async def first_info() -> EngineInfo:
+            while True:
+                for report in await self.receive():
+                    if isinstance(report, Loading):
+                        on_loading(report)
+                    elif isinstance(report, EngineInfo):
+                        return report
+                    elif isinstance(report, EngineFailed):
+                        kind = ConfigError if report.kind == "config" else EngineDeadError
+                        raise kind(report.message)
 
-    def send(self, command: Command) -> None:
-        """Never waits: the engine reads commands between two steps."""
-        ...
+        return await self.while_alive(first_info(), f"the engine{self.place} died while it started")
 
-    async def while_alive(self, work: Coroutine[Any, Any, Result], told: str) -> Result:
-        """What some work results in. Raises EngineDeadError, `told`, if the engine ends first."""
-        ...
-
-    def end(self) -> None:
-        """End the engine if it still runs, and close everything."""
-        ...
-
-
-async def first_info(
-    receive: Callable[[], Awaitable[list[Report]]], on_loading: OnLoading
-) -> EngineInfo:
-    """Read reports until the one that says that the engine is ready. Raises as `started`."""
-    while True:
-        for report in await receive():
-            if isinstance(report, Loading):
-                on_loading(report)
-            elif isinstance(report, EngineInfo):
-                return report
-            elif isinstance(report, EngineFailed):
-                kind = ConfigError if report.kind == "config" else EngineDeadError
-                raise kind(report.message)
-
-
-async def unless_dead(
-    work: Coroutine[Any, Any, Result], death: Coroutine[Any, Any, str], told: str
-) -> Result:
-    """What some work results in.
-
-    Raises:
-        EngineDeadError: `death` came first; what it returns says how the engine ended.
-    """
-    working, dying = asyncio.create_task(work), asyncio.create_task(death)
-    try:
-        await asyncio.wait({working, dying}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise EngineDeadError(f"{told}: {dying.result()}", dying.result())
-        return working.result()
-    finally:
-        working.cancel()
-        dying.cancel()
-        await asyncio.gather(working, dying, return_exceptions=True)
+    async def while_alive(self, work: Coroutine[Any, Any, Result], message: str) -> Result:
+        """The result of some work. Raises EngineDeadError if the engine ends first."""
+        working, dying = asyncio.create_task(work), asyncio.create_task(self.death())
+        try:
+            await asyncio.wait({working, dying}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise EngineDeadError(f"{message}: {dying.result()}", dying.result())
+            return working.result()
+        finally:
+            working.cancel()
+            dying.cancel()
+            await asyncio.gather(working, dying, return_exceptions=True)

@@ -1,9 +1,8 @@
 """Steps and reports written by hand, a client that reads them, and a reader of the exposition."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import numpy as np
 from prometheus_client import generate_latest
@@ -20,7 +19,7 @@ from outdraft.core.outputs import (
 )
 from outdraft.core.plan import PhaseTimes, StepStats
 from outdraft.engine.inputs import EncodedPrompt
-from outdraft.server.client import OnLoading, Result, unless_dead
+from outdraft.server.client import EngineLink, OnLoading
 from outdraft.server.messages import Add, Command, EngineInfo, Progress, Report, Steps
 from outdraft.server.metrics import Metrics
 from outdraft.server.process_client import Supervisor
@@ -121,8 +120,8 @@ class Script:
         self._counted.observe_request(output, gained, *before)
 
 
-class ScriptedLink:
-    """The way to an engine that does what a test says: an `EngineLink`."""
+class ScriptedLink(EngineLink):
+    """The way to an engine that does what a test says."""
 
     def __init__(self) -> None:
         self.commands: list[Command] = []
@@ -138,12 +137,9 @@ class ScriptedLink:
     def send(self, command: Command) -> None:
         self.commands.append(command)
 
-    async def while_alive(self, work: Coroutine[Any, Any, Result], told: str) -> Result:
-        async def death() -> str:
-            await self.has_died.wait()
-            return "it was meant to"
-
-        return await unless_dead(work, death(), told)
+    async def death(self) -> str:
+        await self.has_died.wait()
+        return "it was meant to"
 
     def end(self) -> None:
         self.has_died.set()

@@ -24,7 +24,6 @@ from outdraft.server.replicas.switchboard import (
     REPORTS,
     Address,
     Beat,
-    Gone,
     Hello,
     Silence,
 )
@@ -98,7 +97,7 @@ class Relay:
             self._ended.set()
             self._engine.end()
             # Without a limit to what is queued, it is done at once.
-            self._socket.send_multipart([GONE, msgspec.msgpack.encode(Gone(cause))], zmq.NOBLOCK)
+            self._socket.send_multipart([GONE, cause.encode()], zmq.NOBLOCK)
             self._socket.close()
             self._context.term()
 

@@ -3,18 +3,17 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 from msgspec import Struct
 
-from outdraft.server.client import OnLoading, Result, first_info, unless_dead
-from outdraft.server.messages import Command, EngineInfo, Progress, Report
+from outdraft.server.client import EngineLink
+from outdraft.server.messages import Command, Progress, Report
 
 # Relay to front end.
 HELLO, REPORTS, GONE, LEAVING = b"hello", b"reports", b"gone", b"leaving"
@@ -39,12 +38,6 @@ class Beat(Struct, frozen=True):
     clock_s: float  # as in Hello
     num_sent: int  # reports or commands so far; whoever has received fewer has lost some
     num_requests: int = 0  # that the front end has open at the replica
-
-
-class Gone(Struct, frozen=True):
-    """The last message of a relay: its engine has ended."""
-
-    cause: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +78,13 @@ class Silence:
 Send = Callable[[bytes, bytes], None]  # a kind and a body, to one relay
 
 
-class RemoteEngine:
-    """The engine of a replica, as a client sees it: an `EngineLink`."""
+class RemoteEngine(EngineLink):
+    """The way to the engine of a replica."""
 
     def __init__(self, name: str, hello: Hello, send: Send, on_end: Callable[[], object]) -> None:
         self.name = name
         self.node = hello.node
+        self.place = f" on {hello.node}"
         self.is_leaving = asyncio.Event()
         self.num_requests: Callable[[], int] = lambda: 0  # that are open at the replica
         self._send = send
@@ -105,20 +99,16 @@ class RemoteEngine:
         self._silence = Silence()
         self._set_clock(hello.clock_s)
 
-    async def started(self, on_loading: OnLoading) -> EngineInfo:
-        told = f"the engine on {self.node} died while it started"
-        return await self.while_alive(first_info(self.receive, on_loading), told)
-
     async def receive(self) -> list[Report]:
-        """As EngineLink, in times of this machine's clock."""
+        """Wait for the engine's next reports; their times are of this machine's clock."""
         return [self._in_own_time(one) for one in self._decoder.decode(await self._reports.get())]
 
     def send(self, command: Command) -> None:
         self._num_sent += 1
         self._send(COMMAND, msgspec.msgpack.encode(command))
 
-    async def while_alive(self, work: Coroutine[Any, Any, Result], told: str) -> Result:
-        return await unless_dead(work, self._wait_lost(), told)
+    async def death(self) -> str:
+        return await asyncio.shield(self._lost)
 
     def end(self) -> None:
         if not self._is_ended:
@@ -139,7 +129,7 @@ class RemoteEngine:
             if beat.num_sent != self._num_received:
                 self.lose(f"{beat.num_sent - self._num_received} of its reports were lost")
         elif kind == GONE:
-            self.lose(msgspec.msgpack.decode(body, type=Gone).cause)
+            self.lose(body.decode())
         elif kind == LEAVING:
             self.is_leaving.set()
 
@@ -154,9 +144,6 @@ class RemoteEngine:
         """The replica is gone, for a cause that is told in words."""
         if not self._lost.done():
             self._lost.set_result(cause)
-
-    async def _wait_lost(self) -> str:
-        return await asyncio.shield(self._lost)
 
     def _set_clock(self, clock_s: float) -> None:
         # The way takes time, once more and once less: the fastest message is the most exact.
