@@ -192,14 +192,10 @@ class Supervisor:
         assembly = RequestAssembly(
             request_id, prompt, params, inputs, keeps_steps=trace is not None
         )
-        request = self._requests[wire_id] = _OpenRequest(assembly)
         sent = replace(params, prediction=prediction)
         ids = assembly.output.prompt_token_ids
-        try:
-            self._send(messages.Add(wire_id, ids, sent, priority, prompt.cache_salt))
-        except BaseException:
-            del self._requests[wire_id]
-            raise
+        self._send(messages.Add(wire_id, ids, sent, priority, prompt.cache_salt))
+        request = self._requests[wire_id] = _OpenRequest(assembly)
         try:
             is_last = False
             while not is_last:
