@@ -44,12 +44,12 @@ class EngineClient(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are taken."""
+        """True while requests are taken."""
         ...
 
     @property
     def ended_by(self) -> str | None:
-        """How the engine ended, in words; None: it has not, or nobody knows."""
+        """The cause of the engine's end, in words; None: it runs, or the cause is not known."""
         ...
 
     @property

@@ -22,8 +22,8 @@ from outdraft.engine import child_process
 from outdraft.server.engine_loop import EngineLoop, send_reports
 from outdraft.server.messages import Assignment, EngineFailed, EngineInfo, Loading
 
-# After so many timeouts of a rank in which nothing happened, rank 0 counts as stuck: if it waits
-# for another one, that is told by name before. What a GPU compiles first takes seconds.
+# After this number of timeouts of a rank in which nothing happened, rank 0 counts as stuck: if it
+# waits for another one, an error names that one before. A GPU's first compilations take seconds.
 STILL_TIMEOUTS, LEAST_STILL_S = 3, 30.0
 EXIT_S = 1.0
 POLLS = 10  # looks within the time that a step may stand still
@@ -31,10 +31,14 @@ _logger = logging.getLogger(__name__)
 
 
 class StepWatch:
-    """Calls a function, in a thread of its own, when a step has done nothing for too long.
+    """Calls a function, in its own thread, when a step of rank 0 has done nothing for too long.
 
-    A step is what happens while the watch is entered, one after the other. Endless loops are seen,
-    and devices that never answer; not a call that holds Python's lock for ever.
+    A step is entered as a context. Endless loops are noticed, and devices that never answer; not a
+    call that holds Python's lock for ever.
+
+    The other ranks notice within a step that rank 0 is silent, but rank 0 does not hear from them
+    while it is stuck. Between two of its messages they wait for ever, since they cannot distinguish
+    a step that is being planned from an engine that has nothing to do.
     """
 
     def __init__(
@@ -52,7 +56,7 @@ class StepWatch:
 
     @contextmanager
     def watching(self) -> Generator[None, None, None]:
-        """While it is open, somebody looks."""
+        """A thread looks while the context is open."""
         thread = threading.Thread(target=self._look, name="step-watch", daemon=True)
         thread.start()
         try:
@@ -80,7 +84,7 @@ class StepWatch:
 
 
 def main() -> int:
-    """Until the engine is told to stop; 0 if nothing went wrong."""
+    """Run until the command to stop; 0 if nothing went wrong."""
     gc.disable()  # while it starts, next to nothing becomes garbage
     assignment: Assignment = child_process.assignment()
     logging.basicConfig(level=assignment.log_level, format="%(levelname)s %(name)s: %(message)s")
@@ -119,7 +123,7 @@ def _start(
     config: EngineConfig, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]
 ) -> tuple[EngineLoop, StepWatch | None, EngineInfo]:
     send_reports(reports, [Loading("libraries")])
-    # Not before there is somebody to tell how far it is: they take seconds.
+    # They take seconds, and the first report has to be sent before.
     from outdraft.engine.build import build_engine, check_longest_text, warm_up
     from outdraft.engine.loading import load_models, tokenizer_path
     from outdraft.models.layers.linear import dtype_name

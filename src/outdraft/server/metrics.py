@@ -1,4 +1,4 @@
-"""Prometheus metrics: vLLM's names behind our prefix, and where speculation's time and tokens go.
+"""Prometheus metrics: vLLM's names after our prefix, and the time and tokens of speculation.
 
 Every metric has the label model_name. A counter's exposed name ends in _total.
 """
@@ -150,7 +150,7 @@ _HISTOGRAMS: Mapping[str, tuple[Sequence[float] | None, str]] = {  # None: sizes
 
 
 class Series:
-    """Metrics behind our prefix, all with the label model_name.
+    """Metrics after our prefix, all with the label model_name.
 
     `known`: values of other labels, each of which is there before anything happened to it.
     """
@@ -190,14 +190,14 @@ class Series:
 
 
 class LatencyWatcher(Protocol):
-    """Whoever wants to hear each latency as it is measured, in seconds."""
+    """Is called with each latency as it is measured, in seconds."""
 
     def first_token(self, ttft_s: float) -> None:
         """A request's prompt was read, and its first token came."""
         ...
 
     def more_tokens(self, gap_s: float) -> None:
-        """A request got further tokens, so long after the ones before."""
+        """A request got further tokens, `gap_s` after the ones before."""
         ...
 
 
@@ -246,7 +246,7 @@ class Metrics:
         self._watchers.append(watcher)
 
     def observe_steps(self, steps: Steps) -> None:
-        """Count what the engine tells of its steps."""
+        """Count the steps that the engine reports."""
         self._series.set("num_requests_running", steps.num_running)
         self._series.set("num_requests_waiting", steps.num_waiting)
         self._series.set("kv_cache_usage_perc", steps.kv_usage)

@@ -112,7 +112,7 @@ class Supervisor:
         self._cause = self.ended_by = None
 
     async def run(self) -> None:
-        """Until the engine has died for good; whoever waits for one that dies is told.
+        """Run until the engine has died for good; readers of one that dies get an error.
 
         Raises:
             ConfigError, EngineDeadError: another one could not be started.
@@ -267,12 +267,12 @@ class _OpenRequest:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the engine would not have it."""
+        """True if the engine did not accept it."""
         return isinstance(self._error, RequestError | CapacityError)
 
     @property
     def unfinished(self) -> FinishReason:
-        """Why its sequences without an end have none."""
+        """The reason of its sequences that have not ended."""
         return FinishReason.ABORT if self._error is None else FinishReason.ERROR
 
     def add(self, gained: Iterable[CompletionOutput]) -> None:
@@ -310,7 +310,7 @@ def _refusal(report: messages.Refused) -> OutdraftError:
 
 
 def input_processor_of(info: EngineInfo) -> InputProcessor:
-    """What checks and encodes prompts for an engine, with the tokenizer that it names."""
+    """Checks and encodes prompts for an engine, with the tokenizer that it names."""
     return InputProcessor(
         load_tokenizer(Path(info.tokenizer_path)),
         vocab_size=info.vocab_size,

@@ -75,7 +75,7 @@ def _docs_router(app: FastAPI) -> APIRouter:
 
 
 def _type(schema: Mapping[str, Any]) -> Markup:
-    """What a value may be."""
+    """The values that a schema allows, as HTML."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return Markup('<a href="#{}"><code>{}</code></a>').format(name, name)

@@ -26,7 +26,7 @@ from outdraft.server.api.reasoning import (
     Thought,
     first_stage,
     whole_answer,
-    with_form_behind_thoughts,
+    with_form_after_thoughts,
 )
 from outdraft.server.api.reports import Row, TokenNames, content, prompt_logprobs, trace
 from outdraft.server.api.settings import ApiContext, guarded_router
@@ -64,7 +64,7 @@ def chat_router(context: ApiContext) -> APIRouter:
         prompt = await encode_chat(context, conversation(body, tools), encode)
         continued = body.messages[-1] if body.continue_final_message else None
         stage = first_stage(context.settings, prompt, continued)
-        params = with_form_behind_thoughts(params, stage)
+        params = with_form_after_thoughts(params, stage)
         batch = prompt_batch(context, "chatcmpl-", [prompt], params, body)
         return ChatAnswer(batch, body, model, stage, calls).reply()
 
@@ -174,7 +174,7 @@ class ChatAnswer(Answer[ChatRequest]):
         return parser.push(delta.text, is_last=delta.finish_reason is not None)
 
     def _message(self, index: int, part: Part) -> Json | None:
-        """The delta that tells a part; None: it is of a call after the only one that is wanted."""
+        """The delta of a part; None: it is of a call after the only one that is wanted."""
         if isinstance(part, str):
             return {"content": part}
         if isinstance(part, Thought):

@@ -38,7 +38,7 @@ def completions_router(context: ApiContext) -> APIRouter:
 
 
 def is_echo_only(body: CompletionRequest) -> bool:
-    """Whether only the prompt is wanted: for its log-probabilities. The engine makes one token."""
+    """True if only the prompt is wanted, for its log-probabilities. The engine makes one token."""
     return bool(body.echo) and body.max_tokens == 0
 
 

@@ -23,7 +23,7 @@ from outdraft.server.api.reasoning import (
     Thought,
     first_stage,
     whole_answer,
-    with_form_behind_thoughts,
+    with_form_after_thoughts,
 )
 from outdraft.server.api.replies import EventStream, JsonLater, event
 from outdraft.server.api.reports import Row, TokenNames, content, metrics, usage
@@ -54,7 +54,7 @@ def responses_router(context: ApiContext) -> APIRouter:
         stage = first_stage(context.settings, prompt)
         if stage is not None and body.includes_logprobs:
             raise RequestError("include needs a server without --reasoning-parser", "include")
-        params = with_form_behind_thoughts(params, stage)
+        params = with_form_after_thoughts(params, stage)
         batch = prompt_batch(context, "resp_", [prompt], params, body)
         answer = ResponseAnswer(batch, body, model, stage)
         if body.stream:
@@ -73,7 +73,7 @@ def responses_router(context: ApiContext) -> APIRouter:
 @dataclass(slots=True)
 class ResponseAnswer:
     """A response under way: one message with one part of text, and before it the thoughts, if the
-    server tells them apart.
+    server splits them from the text.
     """
 
     batch: PromptBatch
@@ -84,7 +84,7 @@ class ResponseAnswer:
     message_id: str = field(default_factory=lambda: f"msg_{uuid4().hex}", init=False)
     thoughts_id: str = field(default_factory=lambda: f"rs_{uuid4().hex}", init=False)
     num_events: int = field(default=0, init=False)
-    thoughts: str = field(default="", init=False)  # that were told of in events
+    thoughts: str = field(default="", init=False)  # that events have brought
     is_message_open: bool = field(default=False, init=False)
 
     async def whole(self) -> Json:
@@ -179,7 +179,7 @@ class ResponseAnswer:
         return event({"type": kind, "sequence_number": number} | values, kind)
 
     def _place(self, item_id: str) -> Json:
-        """Where an item's part is: the message stands behind the thoughts, if there are some."""
+        """The place of an item's part: the message comes after the thoughts, if there are some."""
         index = 1 if self.thoughts and item_id == self.message_id else 0
         return {"item_id": item_id, "output_index": index, "content_index": 0}
 

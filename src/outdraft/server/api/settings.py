@@ -1,4 +1,7 @@
-"""What the routes were started with."""
+"""Settings of the routes, and the router that checks the key before a body is read.
+
+The body's size is checked while it comes in, whatever its header says.
+"""
 
 import hmac
 from collections.abc import Callable, Coroutine, Mapping
@@ -63,13 +66,13 @@ class ApiSettings:
     max_bad_words: int = 1024
     max_bad_word_length: int = 256  # characters of one
     max_schema_bytes: int = 64 * 1024  # of a JSON schema, regular expression or grammar
-    retry_after_s: int = 1  # what a client that came too early is told to wait
-    silence_s: float = 5.0  # a stream in which nothing came for so long sends a comment
+    retry_after_s: int = 1  # value of the header Retry-After
+    silence_s: float = 5.0  # after this time without an event a stream sends a comment
 
 
 @dataclass(frozen=True, slots=True)
 class ApiContext:
-    """What every route works with."""
+    """The engine, the texts and the settings that every route uses."""
 
     client: EngineClient
     inputs: InputProcessor  # of the engine's model; its tokenizer encodes prompts, in threads

@@ -1,4 +1,4 @@
-"""What is asked of whoever starts replicas."""
+"""The number of replicas, what each one needs, and how many a load asks for."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from outdraft.config.engine import EngineConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPlan:
-    """How many replicas there are, and what each one needs.
+    """The number of replicas, and what each one needs.
 
     Attributes:
         num_replicas: at the start.
@@ -51,11 +51,11 @@ def config_of_replica(config: EngineConfig, name: str) -> EngineConfig:
 
 
 def num_wanted(outstanding: Sequence[float], num_replicas: int, target: float) -> int:
-    """As many as it takes for `target` outstanding requests each; at least one.
+    """The number of replicas for `target` outstanding requests each; at least 1.
 
     Args:
-        outstanding: requests of each replica that is known to have told.
-        num_replicas: that run; those that have not told yet count as the mean of the others.
+        outstanding: requests of each replica that has reported.
+        num_replicas: that run; those that have not reported yet count as the mean of the others.
     """
     if not outstanding:
         return max(1, num_replicas)

@@ -20,7 +20,7 @@ from outdraft.server.replicas.router import PrefixRouter, Route
 from outdraft.server.replicas.switchboard import Address, RemoteEngine, Switchboard
 from outdraft.server.trace_file import TraceFile
 
-EXPECTED_TOKENS = 256  # an output counts as no longer than that: nobody knows where it will end
+EXPECTED_TOKENS = 256  # an output counts as no longer than that: its end is not known before
 ATTEMPTS = 2
 
 _logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class ReplicaPool:
 
     Args:
         block_size: tokens of a block of the engines' prefix caches.
-        on_loading: is told how far replicas are that start.
+        on_loading: is called with the stages of replicas that start.
         localised: the same facts with paths of this machine.
     """
 
@@ -65,12 +65,12 @@ class ReplicaPool:
 
     @property
     def address(self) -> Address:
-        """Where replicas have to call."""
+        """The address that replicas have to call."""
         return self._switchboard.address
 
     @property
     def info(self) -> EngineInfo:
-        """What the replica told that was ready first."""
+        """Facts of the replica that was ready first."""
         return self._first[0]
 
     @property
@@ -86,7 +86,7 @@ class ReplicaPool:
         self._trace = trace
 
     async def start(self, num_replicas: int) -> None:
-        """Wait until so many replicas are ready.
+        """Wait until `num_replicas` are ready.
 
         Raises:
             ConfigError, EngineDeadError: one of them could not start.
@@ -99,7 +99,7 @@ class ReplicaPool:
             if self._failure is not None:
                 raise self._failure
             if self._calls.done():
-                self._calls.result()  # nobody hears replicas any more
+                self._calls.result()  # calls of replicas are not heard any more
 
     async def run(self) -> None:
         """Until it is closed. A pool without replicas waits for some."""
@@ -185,7 +185,7 @@ class ReplicaPool:
             if self._known is None:
                 info = await asyncio.to_thread(self._localised, client.info)
                 self._known = self._known or (info, client.inputs)
-        except Exception as error:  # whatever it is, whoever waits for replicas is told
+        except Exception as error:  # whatever it is, `start` raises it
             _logger.error("a replica on %s could not start: %s", engine.node, error)
             client.close("it could not start")
             self._failure = error
@@ -206,16 +206,20 @@ class ReplicaPool:
             del self.clients[engine.name], self._places[engine.name]
             self.ended_by = client.ended_by
             self._metrics.left(place)
-            told = f": {client.ended_by}" if client.ended_by else ""
-            _logger.info("replica %d on %s has ended%s", place, engine.node, told)
+            cause = f": {client.ended_by}" if client.ended_by else ""
+            _logger.info("replica %d on %s has ended%s", place, engine.node, cause)
 
     async def _let_go(self, engine: RemoteEngine) -> None:
         """Wait until a replica wants no more requests, then until it has none, then end it."""
         await engine.is_leaving.wait()
         self._leave(engine.name)
         client = self.clients[engine.name]
-        told = self._places[engine.name], engine.node, client.num_unfinished
-        _logger.info("replica %d on %s is not needed any more: it has %d requests left", *told)
+        _logger.info(
+            "replica %d on %s is not needed any more: it has %d requests left",
+            self._places[engine.name],
+            engine.node,
+            client.num_unfinished,
+        )
         while client.num_unfinished:
             await asyncio.sleep(0.05)
         client.close("it has left")

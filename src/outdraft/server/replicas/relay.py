@@ -1,6 +1,6 @@
-"""Stands beside an engine process and passes on what it and a front end elsewhere tell each other.
+"""Passes messages on between an engine process beside it and a front end elsewhere.
 
-The relay also tells how the engine's process ended, and that it lives as long as it does.
+The relay also reports that the engine lives, and how its process ended.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class Relay:
         """Until the front end says so, or the engine dies.
 
         Raises:
-            FrontEndLostError: nobody says anything any more.
+            FrontEndLostError: the front end is silent.
         """
         cause = "its relay failed"
         try:

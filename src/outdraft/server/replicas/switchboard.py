@@ -36,13 +36,13 @@ class Beat(Struct, frozen=True):
     """A sign of life, every BEAT_S seconds."""
 
     clock_s: float  # as in Hello
-    num_sent: int  # reports or commands so far; whoever has received fewer has lost some
+    num_sent: int  # reports or commands so far; a receiver that has fewer has lost some
     num_requests: int = 0  # that the front end has open at the replica
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where relays find the front end.
+    """The address of the front end for relays.
 
     Attributes:
         url: as ZeroMQ writes it, tcp://10.0.0.1:5555.
@@ -54,7 +54,7 @@ class Address:
 
 
 class Silence:
-    """For how long nothing was heard. Time in which nobody listened hardly counts.
+    """Measures for how long nothing was heard. Time in which the process stood hardly counts.
 
     A process that was stopped for a while finds its peers' messages when it goes on: it must not
     think before it has read them that they were silent.
@@ -141,7 +141,7 @@ class RemoteEngine(EngineLink):
             self.lose(f"nothing was heard of {self.node} for {lost_after_s:g} s")
 
     def lose(self, cause: str) -> None:
-        """The replica is gone, for a cause that is told in words."""
+        """The replica is gone; `cause`: in words."""
         if not self._lost.done():
             self._lost.set_result(cause)
 
@@ -162,7 +162,7 @@ class RemoteEngine(EngineLink):
 
 
 class Switchboard:
-    """Where relays call; `run` has to run beside it.
+    """The socket that relays call; `run` has to run beside it.
 
     Args:
         host: address of this machine that the relays' machines can reach.
