@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from outdraft.core.errors import ConfigError, EngineDeadError
 from outdraft.core.outputs import CompletionOutput, RequestOutput
 from outdraft.core.sampling import SamplingParams
@@ -14,6 +16,7 @@ from outdraft.server.messages import Command, EngineFailed, EngineInfo, Loading,
 
 OnLoading = Callable[[Loading], None]
 Result = TypeVar("Result")
+_REPORTS = msgspec.msgpack.Decoder(list[Report])
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +98,12 @@ class EngineLink(ABC):
     place: str = ""  # of the engine, for messages
 
     @abstractmethod
-    async def receive(self) -> list[Report]:
-        """Wait for the engine's next reports."""
+    async def receive_frame(self) -> bytes:
+        """Wait for the engine's next reports, in msgpack."""
 
     @abstractmethod
-    def send(self, command: Command) -> None:
-        """Never waits: the engine reads commands between two steps."""
+    def send_frame(self, command: bytes) -> None:
+        """Send a command, in msgpack. Never waits: the engine reads them between two steps."""
 
     @abstractmethod
     async def death(self) -> str:
@@ -109,6 +112,12 @@ class EngineLink(ABC):
     @abstractmethod
     def end(self) -> None:
         """End the engine if it still runs, and close everything."""
+
+    async def receive(self) -> list[Report]:
+        return _REPORTS.decode(await self.receive_frame())
+
+    def send(self, command: Command) -> None:
+        self.send_frame(msgspec.msgpack.encode(command))
 
     async def started(self, on_loading: OnLoading) -> EngineInfo:
         """Wait until the engine is ready.

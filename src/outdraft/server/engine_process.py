@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import msgspec
 import psutil
 import zmq
 import zmq.asyncio
@@ -17,7 +16,7 @@ import zmq.asyncio
 from outdraft.config.engine import EngineConfig
 from outdraft.core.endings import ending
 from outdraft.server.client import EngineLink, OnLoading
-from outdraft.server.messages import Assignment, Command, EngineInfo, Report
+from outdraft.server.messages import Assignment, EngineInfo
 
 DEATH_POLL_S = 0.1
 GOODBYE_S = 0.2  # for reports that were under way when the process ended
@@ -42,7 +41,6 @@ class EngineProcess(EngineLink):
             socket.linger = 0
         self._reports.bind(reports)
         self._commands.connect(commands)  # connected, it queues what is sent too early
-        self._decoder = msgspec.msgpack.Decoder(list[Report])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "outdraft.server.core_process"],
             stdin=subprocess.PIPE,
@@ -58,18 +56,10 @@ class EngineProcess(EngineLink):
         self._folder.cleanup()  # both ends are connected
         return info
 
-    async def receive(self) -> list[Report]:
-        return self._decoder.decode(await self.receive_frame())
-
     async def receive_frame(self) -> bytes:
-        """Wait for the next reports, still encoded."""
         return await self._reports.recv()
 
-    def send(self, command: Command) -> None:
-        self.send_frame(msgspec.msgpack.encode(command))
-
     def send_frame(self, command: bytes) -> None:
-        """Send a command that is encoded already."""
         self._commands.send(command, zmq.NOBLOCK)
 
     async def death(self) -> str:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
+import msgspec
 import numpy as np
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -131,11 +132,11 @@ class ScriptedLink(EngineLink):
     async def started(self, on_loading: OnLoading) -> EngineInfo:
         return INFO
 
-    async def receive(self) -> list[Report]:
-        return await self.reports.get()
+    async def receive_frame(self) -> bytes:
+        return msgspec.msgpack.encode(await self.reports.get())
 
-    def send(self, command: Command) -> None:
-        self.commands.append(command)
+    def send_frame(self, command: bytes) -> None:
+        self.commands.append(msgspec.msgpack.decode(command, type=Command))
 
     async def death(self) -> str:
         await self.has_died.wait()

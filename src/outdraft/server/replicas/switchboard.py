@@ -13,7 +13,7 @@ import zmq.asyncio
 from msgspec import Struct
 
 from outdraft.server.client import EngineLink
-from outdraft.server.messages import Command, Progress, Report
+from outdraft.server.messages import Progress, Report
 
 # Relay to front end.
 HELLO, REPORTS, GONE, LEAVING = b"hello", b"reports", b"gone", b"leaving"
@@ -91,7 +91,6 @@ class RemoteEngine(EngineLink):
         self._on_end = on_end
         self._is_ended = False
         self._reports: asyncio.Queue[bytes] = asyncio.Queue()
-        self._decoder = msgspec.msgpack.Decoder(list[Report])
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._num_received = 0
         self._num_sent = 0
@@ -101,11 +100,14 @@ class RemoteEngine(EngineLink):
 
     async def receive(self) -> list[Report]:
         """Wait for the engine's next reports; their times are of this machine's clock."""
-        return [self._in_own_time(one) for one in self._decoder.decode(await self._reports.get())]
+        return [self._in_own_time(report) for report in await super().receive()]
 
-    def send(self, command: Command) -> None:
+    async def receive_frame(self) -> bytes:
+        return await self._reports.get()
+
+    def send_frame(self, command: bytes) -> None:
         self._num_sent += 1
-        self._send(COMMAND, msgspec.msgpack.encode(command))
+        self._send(COMMAND, command)
 
     async def death(self) -> str:
         return await asyncio.shield(self._lost)
