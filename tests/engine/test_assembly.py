@@ -2,13 +2,11 @@
 
 import pytest
 
-from outdraft.core.deltas import RequestDelta, SequenceDelta
 from outdraft.core.draft import Draft, DraftSource
-from outdraft.core.outputs import TokenOrigin
+from outdraft.core.outputs import RequestDelta, SequenceDelta, TokenOrigin
 from outdraft.core.plan import DraftChoice, TokenLogprobs, Work, WorkResult
-from outdraft.core.request import Request
+from outdraft.core.request import BookedWork, Request
 from outdraft.core.sampling import SamplingParams
-from outdraft.core.scheduled import BookedWork
 from outdraft.engine.assembly import RequestAssembly
 from outdraft.engine.deltas import RequestDeltas, StepTold
 from outdraft.engine.inputs import InputProcessor

@@ -4,9 +4,8 @@ from collections import deque
 from collections.abc import Generator, Iterable
 from contextlib import suppress
 
-from outdraft.core.deltas import RequestDelta
 from outdraft.core.errors import CapacityError, GenerationError
-from outdraft.core.outputs import RequestOutput
+from outdraft.core.outputs import RequestDelta, RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembly import RequestAssembly
 from outdraft.engine.engine import Engine

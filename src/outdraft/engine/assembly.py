@@ -7,20 +7,21 @@ from dataclasses import replace
 
 from tokenizers import Tokenizer
 
-from outdraft.core.deltas import RequestDelta, SequenceDelta
 from outdraft.core.outputs import (
     CompletionOutput,
     Logprob,
+    RequestDelta,
     RequestMetrics,
     RequestOutput,
+    SequenceDelta,
     SpeculationMetrics,
     StepCounts,
 )
 from outdraft.core.plan import TokenLogprobs
 from outdraft.core.request import FinishReason
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.detokenizer import Detokenizer
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor
+from outdraft.text.detokenizer import Detokenizer
 
 
 class RequestAssembly:

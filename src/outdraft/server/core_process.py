@@ -16,9 +16,9 @@ from functools import partial
 import zmq
 
 from outdraft.config.engine import EngineConfig
-from outdraft.core.endings import STOOD_STILL
+from outdraft.core import child_process
+from outdraft.core.child_process import STOOD_STILL
 from outdraft.core.errors import ConfigError, RanksError
-from outdraft.engine import child_process
 from outdraft.server.engine_loop import EngineLoop, send_reports
 from outdraft.server.messages import Assignment, EngineFailed, EngineInfo, Loading
 
@@ -125,8 +125,8 @@ def _start(
     send_reports(reports, [Loading("libraries")])
     # They take seconds, and the first report has to be sent before.
     from outdraft.engine.build import build_engine, check_longest_text, warm_up
-    from outdraft.engine.loading import load_models, tokenizer_path
-    from outdraft.models.layers.linear import dtype_name
+    from outdraft.loading.models import load_models, tokenizer_path
+    from outdraft.models.modules import dtype_name
 
     send_reports(reports, [Loading("weights")])
     models = load_models(config)

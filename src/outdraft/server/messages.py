@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from msgspec import Struct
 
 from outdraft.config.engine import EngineConfig
-from outdraft.core.deltas import RequestDelta
+from outdraft.core.outputs import RequestDelta
 from outdraft.core.plan import StepStats
 from outdraft.core.sampling import SamplingParams
 

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from outdraft.core.deltas import RequestDelta
 from outdraft.core.errors import (
     CapacityError,
     EngineDeadError,
@@ -18,17 +17,17 @@ from outdraft.core.errors import (
     OutdraftError,
     RequestError,
 )
-from outdraft.core.outputs import CompletionOutput
+from outdraft.core.outputs import CompletionOutput, RequestDelta
 from outdraft.core.request import FinishReason
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembly import RequestAssembly
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor
-from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.server import messages
 from outdraft.server.client import EngineLink, OnLoading, Update
 from outdraft.server.messages import EngineInfo, Steps
 from outdraft.server.metrics import Metrics
 from outdraft.server.trace_file import TraceFile
+from outdraft.text.tokenizer import load_tokenizer
 
 
 class Supervisor:

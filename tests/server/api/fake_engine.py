@@ -7,9 +7,14 @@ from dataclasses import dataclass, field, replace
 
 from tokenizers import Tokenizer
 
-from outdraft.core.deltas import RequestDelta, SequenceDelta
 from outdraft.core.errors import EngineDeadError
-from outdraft.core.outputs import CompletionOutput, DraftTrace, TokenOrigin
+from outdraft.core.outputs import (
+    CompletionOutput,
+    DraftTrace,
+    RequestDelta,
+    SequenceDelta,
+    TokenOrigin,
+)
 from outdraft.core.plan import TokenLogprobs
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembly import RequestAssembly

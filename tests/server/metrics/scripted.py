@@ -9,12 +9,13 @@ import numpy as np
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from outdraft.core.deltas import RequestDelta, SequenceDelta
 from outdraft.core.draft import DraftSource
 from outdraft.core.outputs import (
     CompletionOutput,
+    RequestDelta,
     RequestMetrics,
     RequestOutput,
+    SequenceDelta,
     SpeculationMetrics,
     TokenOrigin,
 )

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import zmq
 
-from outdraft.core.deltas import RequestDelta
 from outdraft.core.errors import RanksError
+from outdraft.core.outputs import RequestDelta
 from outdraft.core.plan import StepPlan
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine import profiler

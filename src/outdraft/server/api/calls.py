@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from outdraft.engine.detokenizer import overlap
 from outdraft.server.api.call_reader import CallArguments, CallName, CallReader, Piece
+from outdraft.text.detokenizer import overlap
 
 
 @dataclass(frozen=True, slots=True)

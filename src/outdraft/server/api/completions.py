@@ -8,7 +8,6 @@ from fastapi import APIRouter, Response
 from outdraft.core.errors import RequestError
 from outdraft.core.outputs import CompletionOutput, RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.detokenizer import Detokenizer, begun_text
 from outdraft.server.api.answers import Answer, Json, check_stream_options
 from outdraft.server.api.bodies import CompletionRequest
 from outdraft.server.api.params import sampling_params
@@ -16,6 +15,7 @@ from outdraft.server.api.prompt_batch import prompt_batch
 from outdraft.server.api.prompts import encode_prompts, model_name, prompt_encoder
 from outdraft.server.api.reports import CompletionLogprobs, Row, TokenNames, prompt_logprobs, trace
 from outdraft.server.api.settings import ApiContext, guarded_router
+from outdraft.text.detokenizer import Detokenizer, begun_text
 
 DEFAULT_MAX_TOKENS = 16
 

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 from outdraft.core.errors import RequestError
-from outdraft.engine.chat_messages import parsed_arguments
 from outdraft.engine.inputs import EncodedPrompt
 from outdraft.server.api.bodies import (
     ChatMessage,
@@ -20,6 +19,7 @@ from outdraft.server.api.bodies import (
 from outdraft.server.api.errors import unknown_model
 from outdraft.server.api.fields import ChoiceFields, SamplingFields
 from outdraft.server.api.settings import ApiContext
+from outdraft.text.chat import parsed_arguments
 
 AnyPrompts = str | list[int] | list[str] | list[list[int]]
 _BESIDE = {"cache_control": True, "prompt_cache_breakpoint": True, "defer_loading": True}

@@ -15,8 +15,8 @@ from outdraft.core.outputs import (
     RequestOutput,
     TokenOrigin,
 )
-from outdraft.engine.detokenizer import Detokenizer
-from outdraft.engine.token_pieces import REPLACEMENT, token_bytes
+from outdraft.text.detokenizer import Detokenizer
+from outdraft.text.vocabulary import REPLACEMENT, token_bytes
 
 LOWEST = -9999.0  # JSON has no minus infinity
 Row = dict[int, Logprob]  # the chosen token first

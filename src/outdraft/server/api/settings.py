@@ -15,10 +15,10 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import Message
 
-from outdraft.engine.chat import ChatTemplate
 from outdraft.engine.inputs import InputProcessor
 from outdraft.server.api.errors import ErrorReply, draining, invalid_request
 from outdraft.server.client import EngineClient
+from outdraft.text.chat import ChatTemplate
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 ToolCallFormat = Literal["hermes", "llama3_json", "qwen2_5_coder"]
