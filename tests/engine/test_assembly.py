@@ -61,7 +61,7 @@ class Caller:
             if self.request.finish_reason is not None:
                 break
         self.deltas.add(0, BookedWork(self.request, work, outcome, tuple(added)), 0.25)
-        self.num_stopped += len(self.assembly.add(self.deltas.take()))
+        self.num_stopped += len(self.assembly.add(self.deltas.take())[1])
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ def record(
                 live[str(number)] = assembly, own
             for delta in engine.step():
                 assembly, _ = live[delta.request_id]
-                for completion in assembly.add(delta):
+                _, stopped = assembly.add(delta)
+                for completion in stopped:
                     engine.stop_sequence(delta.request_id, 0, len(completion.token_ids))
                 most = (aborted_at or {}).get(int(delta.request_id))
                 if assembly.output.finished:

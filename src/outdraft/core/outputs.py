@@ -104,6 +104,17 @@ class CompletionOutput:
     trace: list[DraftTrace] | None = None
     error: str | None = None
 
+    def extend(self, gained: "CompletionOutput") -> None:
+        """Append what the sequence gained; all other fields become those of `gained`."""
+        self.text += gained.text
+        self.token_ids += gained.token_ids
+        self.origins += gained.origins
+        self.logprobs = _extended(self.logprobs, gained.logprobs)
+        self.trace = _extended(self.trace, gained.trace)
+        self.cumulative_logprob = gained.cumulative_logprob
+        self.finish_reason, self.stop_reason = gained.finish_reason, gained.stop_reason
+        self.error = gained.error
+
 
 @dataclass(slots=True)
 class SpeculationMetrics:
@@ -237,6 +248,13 @@ class RequestOutput:
 
 def _copied(items: list[Item] | None) -> list[Item] | None:
     return None if items is None else items.copy()
+
+
+def _extended(items: list[Item] | None, more: list[Item] | None) -> list[Item] | None:
+    if items is None:
+        return _copied(more)
+    items += more or ()
+    return items
 
 
 def _histogram(values: list[int], highest: int) -> list[int]:

@@ -51,14 +51,14 @@ class Latencies:
 
 @dataclass(slots=True)
 class DecisionTotal:
-    """What was decided within a second: sums over steps.
+    """Decisions within a second: sums over steps.
 
     Attributes:
         reasons: steps by reason.
         num_granted, granted: requests that were granted drafts, and their tokens.
         num_predicted, predicted_s, measured_s: steps with a prediction, and their time.
         num_priced, price: steps with a price, and the sum of the prices.
-        reached, accepted: drafts so deep, and accepted so deep, by position from 0.
+        reached, accepted: drafts that were as deep, and accepted as deep, by position from 0.
     """
 
     reasons: Counter[str] = field(default_factory=Counter[str])
@@ -108,7 +108,7 @@ class DecisionTotal:
 
 @dataclass(slots=True)
 class Second:
-    """What all steps that were reported within one second came to.
+    """Sums over all steps that were reported within one second.
 
     Attributes:
         second: of the feed's clock, rounded down.
@@ -139,7 +139,7 @@ class Second:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What the page reads; accepted are tokens by source, lengths are by who drafted first.
+        """JSON for the page; accepted are tokens by source, lengths are by the first one to draft.
 
         An acceptance length has the bonus or recovered token in it. step_tokens_per_s is per second
         of step time, as the estimate is. Means are None where there was nothing.
@@ -186,7 +186,7 @@ WINDOW_S = 300
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What the page says about the engine, and offers as settings."""
+    """Facts about the engine that the page shows, or offers as settings."""
 
     model: str
     dtype: str
@@ -195,7 +195,7 @@ class EngineFacts:
     # speculation
     speculation_methods: Sequence[str]
     num_speculative_tokens: int  # most drafts a step
-    lossless: bool = True  # False: the engine was told to accept what is plausible
+    lossless: bool = True  # False: the engine also accepts tokens that are only plausible
 
 
 class LiveFeed:
@@ -235,11 +235,11 @@ class LiveFeed:
         newest.plain_tokens_per_s = None if math.isnan(tokens_per_s) else tokens_per_s
 
     def first_token(self, ttft_s: float) -> None:
-        """A request got its first token, so long after it came."""
+        """A request got its first token, `ttft_s` after it came."""
         self._advance().ttft.add(ttft_s)
 
     def more_tokens(self, gap_s: float) -> None:
-        """A request got further tokens, so long after the ones before."""
+        """A request got further tokens, `gap_s` after the ones before."""
         self._advance().itl.add(gap_s)
 
     def since(self, second: int | None = None) -> list[Second]:

@@ -1,14 +1,12 @@
 """Builds a RequestOutput from deltas: its text, its stop strings, its log-probabilities."""
 
 import time
-from collections import Counter, deque
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from tokenizers import Tokenizer
 
-from outdraft.core.errors import CapacityError, GenerationError
 from outdraft.core.outputs import (
     CompletionOutput,
     Logprob,
@@ -22,8 +20,7 @@ from outdraft.core.outputs import (
 from outdraft.core.plan import TokenLogprobs
 from outdraft.core.request import FinishReason
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.engine import Engine
-from outdraft.engine.inputs import EncodedPrompt, InputProcessor, Prompt
+from outdraft.engine.inputs import EncodedPrompt, InputProcessor
 from outdraft.text.detokenizer import Detokenizer
 
 
@@ -63,20 +60,23 @@ class RequestAssembly:
             for completion in self.output.outputs
         ]
 
-    def add(self, delta: RequestDelta) -> list[CompletionOutput]:
-        """Book a delta; return the completions that it brought to a stop string.
+    def add(self, delta: RequestDelta) -> tuple[list[CompletionOutput], list[CompletionOutput]]:
+        """Book a delta: what each sequence gained by it, and the completions that a stop string
+        has ended.
 
-        The caller must call `Engine.stop_sequence` for each, else the engine goes on with them.
-        Tokens that arrive in between are dropped here.
+        The engine goes on with these until `Engine.stop_sequence` is called; what it makes until
+        then is dropped here.
         """
         self._add_metrics(delta)
+        all_gained: list[CompletionOutput] = []
         stopped: list[CompletionOutput] = []
         for part in delta.sequences:
             sequence = self._sequences[part.index]
-            completion = sequence.completion
-            if completion.finish_reason is not None:
+            if sequence.completion.finish_reason is not None:
                 continue
-            num_kept = sequence.add(part)
+            gained = sequence.add(part)
+            all_gained.append(gained)
+            num_kept = len(gained.token_ids)
             accepted: dict[str, int] = {}
             if part.drafted is not None:
                 # The text may end inside a draft.
@@ -86,12 +86,12 @@ class RequestAssembly:
             if self.steps and num_kept:
                 step = StepCounts(num_kept, part.drafted or {}, accepted)
                 self.steps[part.index].append(step)
-            if completion.finish_reason is not None and part.finish_reason is None:
-                stopped.append(completion)
+            if gained.finish_reason is not None and part.finish_reason is None:
+                stopped.append(sequence.completion)
         if all(completion.finish_reason is not None for completion in self.output.outputs):
             self.output.finished = True
             self.output.metrics.finished_s = time.monotonic()
-        return stopped
+        return all_gained, stopped
 
     def _add_metrics(self, delta: RequestDelta) -> None:
         metrics = self.output.metrics
@@ -136,31 +136,32 @@ class _SequenceAssembly:
                 include_stop_string=params.include_stop_str_in_output,
             )
 
-    def add(self, part: SequenceDelta) -> int:
-        """Append a delta; return the number of its tokens that belong to the text."""
-        completion = self.completion
+    def add(self, part: SequenceDelta) -> CompletionOutput:
+        """Append a delta; what the completion gained by it."""
         num_kept, stop_string = self._detokenize(part)
-        completion.token_ids.extend(part.token_ids[:num_kept])
-        completion.origins.extend(part.origins[:num_kept])
+        gained = CompletionOutput(
+            part.index,
+            token_ids=list(part.token_ids[:num_kept]),
+            origins=list(part.origins[:num_kept]),
+            finish_reason=part.finish_reason,
+            stop_reason=part.stop_reason,
+            error=part.error,
+        )
         if self._params.logprobs is not None:
-            self._add_logprobs(part.logprobs[:num_kept], self._params.logprobs)
+            self._add_logprobs(gained, part.logprobs[:num_kept], self._params.logprobs)
         if part.trace is not None:
-            completion.trace = completion.trace or []
-            completion.trace.append(replace(part.trace, num_emitted=num_kept))
+            gained.trace = [replace(part.trace, num_emitted=num_kept)]
         if stop_string is not None:
-            completion.finish_reason = str(FinishReason.STOP)
-            completion.stop_reason = stop_string
-        elif part.finish_reason is not None:
-            completion.finish_reason = part.finish_reason
-            completion.stop_reason = part.stop_reason
-            completion.error = part.error
+            gained.finish_reason, gained.stop_reason = str(FinishReason.STOP), stop_string
+            gained.error = None
         if self._detokenizer is not None:
-            if completion.finish_reason is not None:
+            text = self._detokenizer.settled_text
+            if gained.finish_reason is not None:
                 self._detokenizer.finish(at_stop_string=stop_string is not None)
-                completion.text = self._detokenizer.text
-            else:
-                completion.text = self._detokenizer.settled_text
-        return num_kept
+                text = self._detokenizer.text
+            gained.text = text[len(self.completion.text) :]
+        self.completion.extend(gained)
+        return gained
 
     def _detokenize(self, part: SequenceDelta) -> tuple[int, str | None]:
         """Count the tokens up to the one that completes a stop string, or all; and that string.
@@ -185,13 +186,12 @@ class _SequenceAssembly:
         is_stopped = part.finish_reason == FinishReason.STOP  # a grammar may be the reason, too
         return is_stopped and part.token_ids[-1] in self._stop_token_ids
 
-    def _add_logprobs(self, rows: Sequence[TokenLogprobs], num_top: int) -> None:
-        completion = self.completion
-        completion.logprobs = completion.logprobs or []
-        completion.cumulative_logprob = completion.cumulative_logprob or 0.0
-        for row in rows:
-            completion.logprobs.append(_entries(row, num_top, self._tokenizer))
-            completion.cumulative_logprob += row.logprob
+    def _add_logprobs(
+        self, gained: CompletionOutput, rows: Sequence[TokenLogprobs], num_top: int
+    ) -> None:
+        gained.logprobs = [_entries(row, num_top, self._tokenizer) for row in rows]
+        before = self.completion.cumulative_logprob or 0.0
+        gained.cumulative_logprob = sum((row.logprob for row in rows), before)
 
 
 def _entries(row: TokenLogprobs, num_top: int, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
@@ -206,86 +206,3 @@ def _entries(row: TokenLogprobs, num_top: int, tokenizer: Tokenizer | None) -> d
         if token_id not in entries:
             entries[token_id] = Logprob(logprob, rank, decoded(token_id))
     return entries
-
-
-Queued = tuple[str, Prompt, SamplingParams, int]  # arguments of Assembler.add_request
-
-
-class Assembler:
-    """Adds requests to an engine and assembles their outputs.
-
-    For one thread, as the engine is. Deltas of requests that others added are dropped.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._assemblies: dict[str, RequestAssembly] = {}
-
-    def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
-    ) -> None:
-        """Queue a request; errors are those of Engine.add_request."""
-        inputs = self._engine.inputs
-        encoded = inputs.encoded(prompt)
-        self._engine.add_request(request_id, encoded, params, priority)
-        self._assemblies[request_id] = RequestAssembly(request_id, encoded, params, inputs)
-
-    def run(self, requests: Iterable[Queued]) -> Generator[list[RequestOutput]]:
-        """Queue requests, as fast as there is room, and step until nothing is left to do.
-
-        Yields the outputs that grew, for each step. The requests end with the generator, if not
-        before.
-        """
-        queue = deque(requests)
-        request_ids = [request_id for request_id, *_ in queue]
-        try:
-            while queue or self._engine.has_work:
-                with suppress(CapacityError):
-                    while queue:
-                        self.add_request(*queue[0])
-                        queue.popleft()
-                yield self.step()
-        finally:
-            for request_id in request_ids:
-                self.abort(request_id)
-
-    def step(self) -> list[RequestOutput]:
-        """Step the engine; return the outputs that grew.
-
-        An output is the same object from step to step and grows: copy it to keep it.
-        """
-        deltas = self._engine.step()
-        outputs = [self._grow(delta) for delta in deltas if delta.request_id in self._assemblies]
-        for output in outputs:  # last: had this failed, `started_requests` would name them
-            if output.finished:
-                del self._assemblies[output.request_id]
-        return outputs
-
-    def started_requests(self) -> list[str]:
-        """Ids of the requests that run, or whose last output `step` has not returned."""
-        started = set(self._engine.running_requests())
-        return [
-            request_id
-            for request_id in self._assemblies
-            if request_id in started or not self._engine.is_live(request_id)
-        ]
-
-    def abort(self, request_id: str) -> None:
-        """End a request early and give back all it holds; unknown ones are ignored."""
-        self._assemblies.pop(request_id, None)
-        self._engine.abort(request_id)
-
-    def _grow(self, delta: RequestDelta) -> RequestOutput:
-        assembly = self._assemblies[delta.request_id]
-        for completion in assembly.add(delta):
-            num_tokens = len(completion.token_ids)
-            self._engine.stop_sequence(delta.request_id, completion.index, num_tokens)
-        return assembly.output
-
-
-def checked(output: RequestOutput | None) -> RequestOutput:
-    """Return an output that has ended. Raises GenerationError if its request failed."""
-    assert output is not None
-    if output.error is not None:
-        raise GenerationError(output.error)
-    return output

@@ -16,7 +16,7 @@ import torch
 from outdraft.core.errors import EngineDeadError, GenerationError, RanksError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.assembly import Assembler
+from outdraft.engine.assembler import Assembler
 from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import EncodedPrompt, Prompt
 

@@ -72,7 +72,7 @@ def bounded_http(header_timeout_s: float, body_timeout_s: float) -> type[asyncio
             has_begun = is_body or bool(self.conn.trailing_data[0])
             if has_begun and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 self._reply(f"the request's {part} did not arrive within {limit_s:g} s")
-            if is_body:  # whoever reads it is told
+            if is_body:  # the route that reads it gets an error
                 self.cycle.disconnected = True
                 self.cycle.message_event.set()
             self.transport.close()

@@ -1,15 +1,22 @@
-"""What a client of an engine, or of several, offers to a server."""
+"""Protocols between a server and its engines: the client that it asks, and the way to an engine."""
 
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
+import msgspec
+
+from outdraft.core.errors import ConfigError, EngineDeadError
 from outdraft.core.outputs import CompletionOutput, RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor
-from outdraft.server.messages import EngineInfo
+from outdraft.server.messages import Command, EngineFailed, EngineInfo, Loading, Report
 
-Item = TypeVar("Item")
+OnLoading = Callable[[Loading], None]
+Result = TypeVar("Result")
+_REPORTS = msgspec.msgpack.Decoder(list[Report])
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +47,12 @@ class EngineClient(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are taken."""
+        """True while requests are taken."""
         ...
 
     @property
     def ended_by(self) -> str | None:
-        """How the engine ended, in words; None: it has not, or nobody knows."""
+        """The cause of the engine's end, in words; None: it runs, or the cause is not known."""
         ...
 
     @property
@@ -85,34 +92,63 @@ class EngineClient(Protocol):
         ...
 
 
-class Unread:
-    """Between an output that grows and its reader, however seldom that one comes for it."""
+class EngineLink(ABC):
+    """The way to an engine elsewhere, in another process or on another machine, and back."""
 
-    def __init__(self, output: RequestOutput) -> None:
-        self._output = output
-        self._seen = [(0, 0, 0, False)] * len(output.outputs)
+    place: str = ""  # of the engine, for messages
 
-    def take(self) -> Update:
-        """All that came since it was asked last."""
-        deltas: list[CompletionOutput] = []
-        for place, one in enumerate(self._output.outputs):
-            tokens, characters, steps, has_end = self._seen[place]
-            if tokens == len(one.token_ids) and has_end == (one.finish_reason is not None):
-                continue
-            delta = replace(
-                one,
-                text=one.text[characters:],
-                token_ids=one.token_ids[tokens:],
-                origins=one.origins[tokens:],
-                logprobs=_behind(tokens, one.logprobs),
-                trace=_behind(steps, one.trace),
-            )
-            deltas.append(delta)
-            steps = len(one.trace or ())
-            is_over = one.finish_reason is not None
-            self._seen[place] = len(one.token_ids), len(one.text), steps, is_over
-        return Update(self._output, deltas)
+    @abstractmethod
+    async def receive_frame(self) -> bytes:
+        """Wait for the engine's next reports, in msgpack."""
 
+    @abstractmethod
+    def send_frame(self, command: bytes) -> None:
+        """Send a command, in msgpack. Never waits: the engine reads them between two steps."""
 
-def _behind(count: int, items: list[Item] | None) -> list[Item] | None:
-    return None if items is None else items[count:]
+    @abstractmethod
+    async def death(self) -> str:
+        """Wait until the engine has ended; how it did, in words."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End the engine if it still runs, and close everything."""
+
+    async def receive(self) -> list[Report]:
+        return _REPORTS.decode(await self.receive_frame())
+
+    def send(self, command: Command) -> None:
+        self.send_frame(msgspec.msgpack.encode(command))
+
+    async def started(self, on_loading: OnLoading) -> EngineInfo:
+        """Wait until the engine is ready.
+
+        Raises:
+            ConfigError: its configuration is to blame that it never will be.
+            EngineDeadError: something else is.
+        """
+
+        async def first_info() -> EngineInfo:
+            while True:
+                for report in await self.receive():
+                    if isinstance(report, Loading):
+                        on_loading(report)
+                    elif isinstance(report, EngineInfo):
+                        return report
+                    elif isinstance(report, EngineFailed):
+                        kind = ConfigError if report.kind == "config" else EngineDeadError
+                        raise kind(report.message)
+
+        return await self.while_alive(first_info(), f"the engine{self.place} died while it started")
+
+    async def while_alive(self, work: Coroutine[Any, Any, Result], message: str) -> Result:
+        """The result of some work. Raises EngineDeadError if the engine ends first."""
+        working, dying = asyncio.create_task(work), asyncio.create_task(self.death())
+        try:
+            await asyncio.wait({working, dying}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise EngineDeadError(f"{message}: {dying.result()}", dying.result())
+            return working.result()
+        finally:
+            working.cancel()
+            dying.cancel()
+            await asyncio.gather(working, dying, return_exceptions=True)

@@ -9,7 +9,8 @@ import logging
 import os
 import sys
 import threading
-from contextlib import nullcontext
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import zmq
@@ -19,18 +20,71 @@ from outdraft.core import child_process
 from outdraft.core.child_process import STOOD_STILL
 from outdraft.core.errors import ConfigError, RanksError
 from outdraft.server.engine_loop import EngineLoop, send_reports
-from outdraft.server.messages import Assignment, EngineInfo, Failed, Loading
-from outdraft.server.step_watch import StepWatch
+from outdraft.server.messages import Assignment, EngineFailed, EngineInfo, Loading
 
-# After so many timeouts of a rank in which nothing happened, rank 0 counts as stuck: if it waits
-# for another one, that is told by name before. What a GPU compiles first takes seconds.
+# After this number of timeouts of a rank in which nothing happened, rank 0 counts as stuck: if it
+# waits for another one, an error names that one before. A GPU's first compilations take seconds.
 STILL_TIMEOUTS, LEAST_STILL_S = 3, 30.0
 EXIT_S = 1.0
+POLLS = 10  # looks within the time that a step may stand still
 _logger = logging.getLogger(__name__)
 
 
+class StepWatch:
+    """Calls a function, in its own thread, when a step of rank 0 has done nothing for too long.
+
+    A step is entered as a context. Endless loops are noticed, and devices that never answer; not a
+    call that holds Python's lock for ever.
+
+    The other ranks notice within a step that rank 0 is silent, but rank 0 does not hear from them
+    while it is stuck. Between two of its messages they wait for ever, since they cannot distinguish
+    a step that is being planned from an engine that has nothing to do.
+    """
+
+    def __init__(
+        self, num_moves: Callable[[], int], timeout_s: float, on_still: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            num_moves: changes while a step goes on.
+            timeout_s: in which it has to change.
+        """
+        self._num_moves, self._timeout_s, self._on_still = num_moves, timeout_s, on_still
+        self._num_steps = 0
+        self._is_in_step = False
+        self._is_over = threading.Event()
+
+    @contextmanager
+    def watching(self) -> Generator[None, None, None]:
+        """A thread looks while the context is open."""
+        thread = threading.Thread(target=self._look, name="step-watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._is_over.set()
+            thread.join()
+
+    def __enter__(self) -> None:
+        self._num_steps += 1
+        self._is_in_step = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_in_step = False
+
+    def _look(self) -> None:
+        seen, num_still = (0, 0), 0
+        while not self._is_over.wait(self._timeout_s / POLLS):
+            now = self._num_steps, self._num_moves()
+            num_still = num_still + 1 if self._is_in_step and now == seen else 0
+            seen = now
+            if num_still >= POLLS:
+                self._on_still()
+                return
+
+
 def main() -> int:
-    """Until the engine is told to stop; 0 if nothing went wrong."""
+    """Run until the command to stop; 0 if nothing went wrong."""
     gc.disable()  # while it starts, next to nothing becomes garbage
     assignment: Assignment = child_process.assignment()
     logging.basicConfig(level=assignment.log_level, format="%(levelname)s %(name)s: %(message)s")
@@ -48,14 +102,14 @@ def _serve(config: EngineConfig, commands: zmq.Socket[bytes], reports: zmq.Socke
     try:
         loop, watch, info = _start(config, commands, reports)
     except ConfigError as error:
-        send_reports(reports, [Failed("config", str(error))])
+        send_reports(reports, [EngineFailed("config", str(error))])
         return 2
     except RanksError as error:
-        send_reports(reports, [Failed("ranks", str(error))])
+        send_reports(reports, [EngineFailed("ranks", str(error))])
         return 1
     except Exception as error:
         _logger.exception("the engine could not start")
-        send_reports(reports, [Failed("engine", f"{type(error).__name__}: {error}")])
+        send_reports(reports, [EngineFailed("engine", f"{type(error).__name__}: {error}")])
         return 1
     gc.collect()
     gc.freeze()  # what is there now stays: a collection that looks through it stalls a step
@@ -69,7 +123,7 @@ def _start(
     config: EngineConfig, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]
 ) -> tuple[EngineLoop, StepWatch | None, EngineInfo]:
     send_reports(reports, [Loading("libraries")])
-    # Not before there is somebody to tell how far it is: they take seconds.
+    # They take seconds, and the first report has to be sent before.
     from outdraft.engine.build import build_engine, check_longest_text, warm_up
     from outdraft.loading.models import load_models, tokenizer_path
     from outdraft.models.modules import dtype_name

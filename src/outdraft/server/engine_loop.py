@@ -29,7 +29,7 @@ from outdraft.server.messages import (
     Add,
     Command,
     EndSequence,
-    Failed,
+    EngineFailed,
     Profile,
     Profiled,
     Progress,
@@ -47,7 +47,7 @@ _logger = logging.getLogger(__name__)
 
 
 class EngineLoop:
-    """Steps an engine for whoever is at the other end of two sockets.
+    """Steps an engine for the other end of two sockets.
 
     `commands` is read and `reports` written; writing must never block.
     """
@@ -69,7 +69,7 @@ class EngineLoop:
         self._preparing: deque[tuple[Add, Future[None]]] = deque()  # compiled in this order
         self._wake_address = f"inproc://wake-{id(self)}"
         self._waking = threading.Lock()
-        self._has_ended = False  # who would wake the loop then must not touch its context any more
+        self._has_ended = False  # its context must not be used any more
         self._steps: list[StepStats] = []
         self._has_news = False  # of statistics
         self._told_s = 0.0
@@ -77,7 +77,7 @@ class EngineLoop:
         engine.on_step = self._steps.append
 
     def run(self) -> bool:
-        """Until told to stop, or until steps fail; whether all went well."""
+        """Run until the command to stop, or until steps fail; false if they did."""
         with self._commands.context.socket(zmq.PULL) as wakes:
             wakes.bind(self._wake_address)
             if self._engine.ranks is not None:
@@ -86,7 +86,7 @@ class EngineLoop:
                 return self._run(wakes)
             except RanksError as error:
                 _logger.error("%s", error)
-                self._send([Failed("ranks", str(error))])
+                self._send([EngineFailed("ranks", str(error))])
                 return False
             finally:
                 with self._waking:
@@ -110,7 +110,7 @@ class EngineLoop:
                 _logger.exception("a step of the engine failed")
                 num_failed += 1
                 if num_failed >= MAX_FAILED_STEPS:
-                    self._send([Failed("engine", _failure(error))])
+                    self._send([EngineFailed("engine", _failure(error))])
                     return False
                 self._fail_running(error)
             self._report_steps()
@@ -156,7 +156,7 @@ class EngineLoop:
 
     def _profile(self, path: str | None) -> str | None:
         """Begin a trace, or end one; what was wrong about that."""
-        # It needs torch, which is loaded by now, but not before somebody could be told so.
+        # It needs torch, which is loaded by now, but must not be when the process begins.
         from outdraft.engine.profiler import traced
 
         try:
@@ -191,7 +191,7 @@ class EngineLoop:
         for waiting in self._preparing:
             command, compiling = waiting
             if command.request_id == request_id:
-                compiling.cancel()  # one that has begun goes on, for nobody
+                compiling.cancel()  # one that has begun goes on, and is not used
                 self._preparing.remove(waiting)
                 return
 
@@ -258,10 +258,10 @@ class EngineLoop:
 
 
 def send_reports(socket: zmq.Socket[bytes], reports: Sequence[Report]) -> None:
-    """As one frame."""
+    """Send reports as one frame."""
     socket.send(msgspec.msgpack.encode(reports))
 
 
 def _failure(error: Exception) -> str:
-    """What clients may be told: no text of anybody's request."""
+    """The message for clients, without any text of a request."""
     return f"a step of the engine failed: {type(error).__name__}"

@@ -4,28 +4,26 @@ import asyncio
 import pickle
 import subprocess
 import sys
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-import msgspec
 import psutil
 import zmq
 import zmq.asyncio
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.child_process import ending
-from outdraft.server.engine_link import OnLoading, Result, first_info, unless_dead
-from outdraft.server.messages import Assignment, Command, EngineInfo, Report
+from outdraft.server.client import EngineLink, OnLoading
+from outdraft.server.messages import Assignment, EngineInfo
 
 DEATH_POLL_S = 0.1
 GOODBYE_S = 0.2  # for reports that were under way when the process ended
 
 
-class EngineProcess:
-    """An engine in a process of its own, and the sockets to it: an `EngineLink`.
+class EngineProcess(EngineLink):
+    """An engine in a process of its own, and the sockets to it.
 
     `environ` is the whole environment of the process: OpenMP reads its settings there when the
     process begins, so they cannot be set later.
@@ -43,7 +41,6 @@ class EngineProcess:
             socket.linger = 0
         self._reports.bind(reports)
         self._commands.connect(commands)  # connected, it queues what is sent too early
-        self._decoder = msgspec.msgpack.Decoder(list[Report])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "outdraft.server.core_process"],
             stdin=subprocess.PIPE,
@@ -55,33 +52,21 @@ class EngineProcess:
         self._process.stdin.flush()
 
     async def started(self, on_loading: OnLoading) -> EngineInfo:
-        told = "the engine died while it started"
-        info = await self.while_alive(first_info(self.receive, on_loading), told)
+        info = await super().started(on_loading)
         self._folder.cleanup()  # both ends are connected
         return info
 
-    async def receive(self) -> list[Report]:
-        return self._decoder.decode(await self.receive_frame())
-
     async def receive_frame(self) -> bytes:
-        """As `receive`, for whoever passes it on."""
         return await self._reports.recv()
 
-    def send(self, command: Command) -> None:
-        self.send_frame(msgspec.msgpack.encode(command))
-
     def send_frame(self, command: bytes) -> None:
-        """As `send`, for whoever passes it on."""
         self._commands.send(command, zmq.NOBLOCK)
 
-    async def while_alive(self, work: Coroutine[Any, Any, Result], told: str) -> Result:
-        return await unless_dead(work, self._death(), told)
+    async def death(self) -> str:
+        """Wait for the end of the process and of its reports; how it ended, in words.
 
-    async def _death(self) -> str:
-        """Wait for the end of the process, and of what it had to tell; how it ended, in words.
-
-        It counts as ended when it was stopped for as long as one rank waits for another: nobody
-        else would tell, neither other ranks, which it watches, nor the relay of a replica.
+        It counts as ended when it was stopped for as long as one rank waits for another: neither
+        the other ranks, which it watches, nor the relay of a replica would report that.
         """
         stopped_s = 0.0
         while (code := self._process.poll()) is None:

@@ -24,7 +24,7 @@ from outdraft.server.bounded_http import bounded_http
 from outdraft.server.client import EngineClient
 
 POLL_S = 0.05
-LAST_WORDS_S = 1.0  # in which clients are told that the engine has died
+LAST_WORDS_S = 1.0  # in which errors are sent to clients after the engine's death
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpOptions:
-    """How connections are served; the time limits are those of `bounded_http`."""
+    """Options of connections; the time limits are those of `bounded_http`."""
 
     ssl_certfile: Path | None  # PEM file; None: without TLS
     ssl_keyfile: Path | None  # PEM file; None: the certificate's file holds the key, too

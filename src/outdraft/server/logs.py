@@ -1,8 +1,6 @@
-"""What the server says while it runs: lines for people, or JSON for machines; never any text of a
-request.
+"""Lines of the log, for people or as JSON for machines; never any text of a request.
 
-Whoever has numbers beside the message passes them as `extra={"fields": {...}}`: JSON lines carry
-them one by one.
+Numbers beside the message are passed as `extra={"fields": {...}}`: JSON lines have them one by one.
 """
 
 import asyncio
@@ -13,8 +11,7 @@ from collections.abc import Collection, Mapping
 from enum import StrEnum
 from typing import Any, TextIO
 
-from outdraft.server.metrics import Metrics
-from outdraft.server.series import PREFIX
+from outdraft.server.metrics import PREFIX, Metrics
 
 LOGGERS = ("outdraft", "uvicorn")
 
@@ -33,7 +30,7 @@ class LogLevel(StrEnum):
 def set_up_logging(level: LogLevel, stream: TextIO, *, as_json: bool = False) -> None:
     """Send what we and uvicorn log to a stream.
 
-    uvicorn has to be told not to set up its own (`log_config=None`). Other libraries keep the
+    uvicorn must not set up its own (`log_config=None`). Other libraries keep the
     handlers they have: what they log is not ours to promise.
     """
     handler = logging.StreamHandler(stream)

@@ -1,8 +1,8 @@
-"""What the front end and the engine process tell each other; msgpack on the wire.
+"""Messages between the front end and the engine process; msgpack on the wire.
 
-Front end to engine: one of COMMANDS. Engine to front end: one of REPORTS; only the Assignment, with
-which the process is started, is pickled. Times are seconds of the
-monotonic clock, which all processes of a machine share.
+The front end sends one `Command` a frame, the engine a list of `Report`. Only the Assignment, with
+which the process is started, is pickled. Times are seconds of the monotonic clock, which all
+processes of a machine share.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from outdraft.core.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What the launcher gives to the engine process it starts.
+    """Everything that the engine process is started with.
 
     Attributes:
         commands, reports: addresses of ZeroMQ; the process binds the first and connects to the
@@ -70,7 +70,7 @@ Command = Add | Abort | EndSequence | Profile | Stop
 
 
 class Progress(Struct, tag=True, frozen=True):
-    """What a step brought."""
+    """The tokens of a step."""
 
     deltas: list[RequestDelta]
 
@@ -140,12 +140,12 @@ class Profiled(Struct, tag=True, frozen=True):
     error: str | None  # why it was not done; None: it was
 
 
-class Failed(Struct, tag=True, frozen=True):
+class EngineFailed(Struct, tag=True, frozen=True):
     """The last report: the engine could not start, or cannot go on."""
 
     kind: str  # "config" if its configuration is to blame, "ranks" if one of its ranks is
     message: str
 
 
-# One frame holds what a step had to tell.
-Report = Progress | Accepted | Refused | EngineInfo | Steps | Loading | Failed | Profiled
+# One frame holds all reports of a step.
+Report = Progress | Accepted | Refused | EngineInfo | Steps | Loading | EngineFailed | Profiled

@@ -1,25 +1,25 @@
-"""Prometheus metrics: vLLM's names behind our prefix, and where speculation's time and tokens go.
+"""Prometheus metrics: vLLM's names after our prefix, and the time and tokens of speculation.
 
 Every metric has the label model_name. A counter's exposed name ends in _total.
 """
 
-import asyncio
 import math
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any, Protocol
 
 from fastapi import APIRouter, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from outdraft.core.errors import EngineDeadError, GenerationError
-from outdraft.core.outputs import RequestOutput
+from outdraft.core.decision import AlarmKind, Reason
+from outdraft.core.outputs import CompletionOutput, RequestOutput
 from outdraft.core.plan import StepStats
-from outdraft.server.client import Update
-from outdraft.server.decision_metrics import COUNTERS, GAUGES, KNOWN, observe_decisions
+from outdraft.core.request import FinishReason
 from outdraft.server.messages import EngineInfo, Steps
-from outdraft.server.series import Series, Table
+
+PREFIX = "outdraft:"
+Table = dict[str, tuple[Sequence[str], str]]  # labels beside model_name, and the text, by name
 
 # vLLM's buckets, so that its dashboards' quantiles compare; the small ones are ours.
 _TTFT_S = (
@@ -37,6 +37,14 @@ _REQUEST_S = (
 
 _DRAFTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 63)  # tokens
 
+_PARTS = ("draft", "target", "host")
+# Values of labels.
+_KNOWN: dict[str, Sequence[object]] = {
+    "reason": tuple(Reason),
+    "part": _PARTS,
+    "alarm": tuple(AlarmKind),
+}
+
 _GAUGES: Table = {
     "num_requests_running": ((), "Requests in the engine's batch."),
     "num_requests_waiting": ((), "Requests waiting to be processed."),
@@ -47,6 +55,21 @@ _GAUGES: Table = {
         "taken without drafts, as predicted; as measured without its draft phase where lengths are "
         "fixed.",
     ),
+    "spec_decode_is_drafting": (
+        (),
+        "1 if the newest step with something to decide granted drafts, else 0. NaN before one.",
+    ),
+    "spec_decode_price": (
+        (),
+        "Accepted tokens that a drafted row had to promise in the newest step with a price. NaN "
+        "before one, and while lengths are fixed.",
+    ),
+    "spec_decode_predicted_gain": (
+        (),
+        "Tokens per second against plain decoding, minus 1, as predicted for the newest step with "
+        "a prediction. NaN before one.",
+    ),
+    "spec_decode_alarm_active": (("alarm", "source"), "1 while the alarm lasts, else 0."),
 }
 _COUNTERS: Table = {
     "prompt_tokens": ((), "Prompt tokens processed."),
@@ -79,6 +102,26 @@ _COUNTERS: Table = {
         "Drafts verified by source. One plus the accepted tokens per draft is the acceptance "
         "length.",
     ),
+    "spec_decode_steps": (
+        ("reason",),
+        "Steps with something to decide, by the reason for drafting, or for not drafting.",
+    ),
+    "predicted_step_seconds": (
+        ("part",),
+        "Predicted seconds of the engine's steps, of those with a prediction: draft, target "
+        "(verify and sample), host.",
+    ),
+    "measured_step_seconds": (("part",), "What the same steps took."),
+    "spec_decode_drafts_per_pos": (
+        ("source", "position"),
+        "Drafts that reached this position (depth, from 0), by source.",
+    ),
+    "spec_decode_accepted_drafts_per_pos": (
+        ("source", "position"),
+        "Drafts that were accepted down to this position, by source. Divided by "
+        "spec_decode_drafts_per_pos_total it is the acceptance curve.",
+    ),
+    "spec_decode_alarms": (("alarm", "source"), "Alarms that began."),
 }
 _HISTOGRAMS: Mapping[str, tuple[Sequence[float] | None, str]] = {  # None: sizes up to the context
     "time_to_first_token_seconds": (_TTFT_S, "Time to first token."),
@@ -106,15 +149,55 @@ _HISTOGRAMS: Mapping[str, tuple[Sequence[float] | None, str]] = {  # None: sizes
 }
 
 
+class Series:
+    """Metrics after our prefix, all with the label model_name.
+
+    `known`: values of other labels, each of which is there before anything happened to it.
+    """
+
+    def __init__(self, model_name: str, known: dict[str, Sequence[object]]) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        self._known = known
+        self._metrics: dict[str, Any] = {}
+        # To look up a metric by its labels takes the library longer than to count.
+        self._bound: dict[tuple[str, tuple[object, ...]], Any] = {}
+
+    def define(self, kind: type[Counter | Gauge | Histogram], table: Table, **options: Any) -> None:
+        """Add metrics of a kind, which has the options."""
+        for name, (labels, text) in table.items():
+            names = ["model_name", *labels]
+            metric = kind(PREFIX + name, text, names, registry=self.registry, **options)
+            self._metrics[name] = metric
+            for values in product(*(self._known.get(label, ()) for label in labels)):
+                self._of(name, values)
+
+    def add(self, name: str, count: float, *labels: object) -> None:
+        self._of(name, labels).inc(count)
+
+    def set(self, name: str, value: float, *labels: object) -> None:
+        self._of(name, labels).set(value)
+
+    def observe(self, name: str, value: float) -> None:
+        self._of(name, ()).observe(value)
+
+    def _of(self, name: str, labels: tuple[object, ...]) -> Any:
+        bound = self._bound.get((name, labels))
+        if bound is None:
+            bound = self._metrics[name].labels(self._model_name, *map(str, labels))
+            self._bound[name, labels] = bound
+        return bound
+
+
 class LatencyWatcher(Protocol):
-    """Whoever wants to hear each latency as it is measured, in seconds."""
+    """Is called with each latency as it is measured, in seconds."""
 
     def first_token(self, ttft_s: float) -> None:
         """A request's prompt was read, and its first token came."""
         ...
 
     def more_tokens(self, gap_s: float) -> None:
-        """A request got further tokens, so long after the ones before."""
+        """A request got further tokens, `gap_s` after the ones before."""
         ...
 
 
@@ -140,13 +223,12 @@ class Metrics:
             "position": range(info.num_speculative_tokens),
             "source": info.speculation_methods,  # zeros of what cannot draft would be noise
         }
-        self._series = series = Series(model_name, known | KNOWN)
+        self._series = series = Series(model_name, known | _KNOWN)
         self.registry = series.registry
-        series.define(Gauge, _GAUGES | GAUGES)
-        series.define(Counter, _COUNTERS | COUNTERS)
-        for name, (labels, _) in GAUGES.items():
-            if not labels:
-                series.set(name, math.nan)
+        series.define(Gauge, _GAUGES)
+        series.define(Counter, _COUNTERS)
+        for name in ("is_drafting", "price", "predicted_gain"):
+            series.set(f"spec_decode_{name}", math.nan)
         powers = range(len(str(info.max_model_len)))  # 1, 2, 5, 10, 20, 50, ...
         sizes = [digit * 10**power for power in powers for digit in (1, 2, 5)]
         sizes = [size for size in sizes if size <= info.max_model_len]
@@ -164,7 +246,7 @@ class Metrics:
         self._watchers.append(watcher)
 
     def observe_steps(self, steps: Steps) -> None:
-        """Count what the engine tells of its steps."""
+        """Count the steps that the engine reports."""
         self._series.set("num_requests_running", steps.num_running)
         self._series.set("num_requests_waiting", steps.num_waiting)
         self._series.set("kv_cache_usage_perc", steps.kv_usage)
@@ -172,33 +254,30 @@ class Metrics:
             self._observe_step(step)
         self._estimate()
 
-    async def observed(
-        self, stream: AsyncGenerator[Update], num_sequences: int
-    ) -> AsyncGenerator[Update]:
-        """The same stream of a request. An update is counted before it is passed on."""
-        num_running, num_preemptions, last_token_s = num_sequences, 0, None
-        async with aclosing(stream):
-            try:
-                async for update in stream:
-                    times = update.output.metrics
-                    if any(delta.token_ids for delta in update.deltas):
-                        self._tokens_came(update.output, last_token_s)
-                        last_token_s = times.last_token_s
-                    self._series.add("num_preemptions", times.num_preemptions - num_preemptions)
-                    num_preemptions = times.num_preemptions
-                    for delta in update.deltas:
-                        if delta.finish_reason is not None:
-                            num_running -= 1
-                            self._series.add("request_success", 1, delta.finish_reason)
-                    if update.output.finished:
-                        self._finished(update.output)
-                    yield update
-            except (EngineDeadError, GenerationError):
-                self._series.add("request_success", num_running, "error")
-                raise
-            except (GeneratorExit, asyncio.CancelledError):
-                self._series.add("request_success", num_running, "abort")
-                raise
+    def observe_request(
+        self,
+        output: RequestOutput,
+        gained: Sequence[CompletionOutput],
+        last_token_s: float | None,
+        num_preemptions: int,
+    ) -> None:
+        """Count what a request gained.
+
+        `last_token_s`, `num_preemptions`: of the request before it gained that.
+        """
+        has_failed = output.error is not None
+        if not has_failed and any(delta.token_ids for delta in gained):
+            self._tokens_came(output, last_token_s)
+        self._series.add("num_preemptions", output.metrics.num_preemptions - num_preemptions)
+        for delta in gained:
+            if delta.finish_reason is not None:
+                self._series.add("request_success", 1, delta.finish_reason)
+        if output.finished and not has_failed:
+            self._finished(output)
+
+    def observe_unfinished(self, num_sequences: int, reason: FinishReason) -> None:
+        """Count sequences of a request that has ended before them."""
+        self._series.add("request_success", num_sequences, str(reason))
 
     def _tokens_came(self, output: RequestOutput, before_s: float | None) -> None:
         """A request got tokens. `before_s`: when it got others; None: these are its first."""
@@ -220,7 +299,7 @@ class Metrics:
             watcher.first_token(times.ttft_s)
 
     def _finished(self, output: RequestOutput) -> None:
-        """All sequences of a request ended, and were read to their end."""
+        """Count a request all of whose sequences ended."""
         lengths = [len(completion.token_ids) for completion in output.outputs]
         times, observe = output.metrics, self._series.observe
         observe("request_prompt_tokens", len(output.prompt_token_ids))
@@ -259,11 +338,39 @@ class Metrics:
             kept = 1 - 1 / PLAIN_WINDOW
             self._plain_tokens = kept * self._plain_tokens + len(step.draft_lengths)
             self._plain_s = kept * self._plain_s + plain_step_s(step)
-        observe_decisions(self._series, step)
+        _observe_decision(self._series, step)
 
     def _estimate(self) -> None:
         name = "estimated_tokens_per_second_without_speculation"
         self._series.set(name, self.plain_tokens_per_s)
+
+
+def _observe_decision(series: Series, step: StepStats) -> None:
+    """Count a step."""
+    for length in step.granted_lengths:
+        series.observe("granted_draft_length", length)
+    for source, levels, accepted in step.draft_levels:
+        for position in range(levels):
+            is_kept = int(position < accepted)
+            series.add("spec_decode_drafts_per_pos", 1, source, position)
+            series.add("spec_decode_accepted_drafts_per_pos", is_kept, source, position)
+    for alarm in step.alarms:
+        series.add("spec_decode_alarms", int(alarm.is_on), alarm.kind, alarm.source)
+        series.set("spec_decode_alarm_active", int(alarm.is_on), alarm.kind, alarm.source)
+    if (decision := step.decision) is None:
+        return
+    series.add("spec_decode_steps", 1, decision.reason)
+    series.set("spec_decode_is_drafting", int(any(step.granted_lengths)))
+    if decision.price is not None:
+        series.set("spec_decode_price", decision.price)
+    if not decision.is_predicted:
+        return
+    series.set("spec_decode_predicted_gain", decision.gain)
+    predicted = (decision.draft_s, decision.target_s, decision.host_s)
+    measured = (step.times.draft_s, step.times.verify_s + step.times.sample_s, step.host_s)
+    for part, predicted_s, measured_s in zip(_PARTS, predicted, measured, strict=True):
+        series.add("predicted_step_seconds", predicted_s, part)
+        series.add("measured_step_seconds", measured_s, part)
 
 
 def metrics_router(registry: CollectorRegistry) -> APIRouter:

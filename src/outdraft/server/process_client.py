@@ -6,7 +6,7 @@ step, whether its reader comes for it or not, so a slow reader costs no more tha
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +17,13 @@ from outdraft.core.errors import (
     OutdraftError,
     RequestError,
 )
-from outdraft.core.outputs import RequestDelta
+from outdraft.core.outputs import CompletionOutput, RequestDelta
 from outdraft.core.request import FinishReason
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembly import RequestAssembly
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor
 from outdraft.server import messages
-from outdraft.server.client import Unread, Update
-from outdraft.server.engine_link import EngineLink, OnLoading
+from outdraft.server.client import EngineLink, OnLoading, Update
 from outdraft.server.messages import EngineInfo, Steps
 from outdraft.server.metrics import Metrics
 from outdraft.server.trace_file import TraceFile
@@ -56,7 +55,7 @@ class Supervisor:
         self._started: tuple[EngineLink, EngineInfo, InputProcessor] | None = None
         self._cause: str | None = "the engine has not been started"  # why there is none
         self.ended_by: str | None = None
-        self._streams: dict[str, _Stream] = {}
+        self._requests: dict[str, _OpenRequest] = {}
         self._num_sent = 0
         self._profiles: deque[asyncio.Future[str | None]] = deque()  # commands without an answer
         self._watchers: list[Callable[[Steps], None]] = []
@@ -77,7 +76,7 @@ class Supervisor:
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._streams)
+        return len(self._requests)
 
     def observe(self, metrics: Metrics) -> None:
         """Have all steps and requests counted from now on."""
@@ -112,7 +111,7 @@ class Supervisor:
         self._cause = self.ended_by = None
 
     async def run(self) -> None:
-        """Until the engine has died for good; whoever waits for one that dies is told.
+        """Run until the engine has died for good; readers of one that dies get an error.
 
         Raises:
             ConfigError, EngineDeadError: another one could not be started.
@@ -125,12 +124,6 @@ class Supervisor:
     def close(self, cause: str) -> None:
         self._is_closed = True
         self._end(cause)
-
-    def generate(
-        self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
-    ) -> AsyncGenerator[Update]:
-        stream = self._generate(request_id, prompt, params, priority)
-        return stream if self._metrics is None else self._metrics.observed(stream, params.n)
 
     async def profile(self, path: str | None) -> str | None:
         if not self.is_alive:
@@ -173,14 +166,14 @@ class Supervisor:
             return
         self._cause = cause
         self._engine[0].end()
-        for stream in self._streams.values():
-            stream.fail(self._dead())
+        for request in self._requests.values():
+            request.fail(self._dead())
         while self._profiles:
             if not (answer := self._profiles.popleft()).done():
                 answer.set_exception(self._dead())
 
-    async def _generate(
-        self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int
+    async def generate(
+        self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
     ) -> AsyncGenerator[Update]:
         inputs = self.inputs
         inputs.check_params(params)
@@ -188,6 +181,8 @@ class Supervisor:
         if isinstance(prediction, str):
             prediction = await asyncio.to_thread(inputs.prediction_ids, params)
         if not self.is_alive:
+            if self._metrics is not None:
+                self._metrics.observe_unfinished(params.n, FinishReason.ERROR)
             raise self._dead()
         # Ids on the wire are used once: reports on an aborted request reach no later one.
         self._num_sent += 1
@@ -196,26 +191,26 @@ class Supervisor:
         assembly = RequestAssembly(
             request_id, prompt, params, inputs, keeps_steps=trace is not None
         )
-        stream = self._streams[wire_id] = _Stream(assembly)
         sent = replace(params, prediction=prediction)
         ids = assembly.output.prompt_token_ids
-        try:
-            self._send(messages.Add(wire_id, ids, sent, priority, prompt.cache_salt))
-        except BaseException:
-            del self._streams[wire_id]
-            raise
+        self._send(messages.Add(wire_id, ids, sent, priority, prompt.cache_salt))
+        request = self._requests[wire_id] = _OpenRequest(assembly)
         try:
             is_last = False
             while not is_last:
-                update = await stream.next()
+                update = await request.next()
                 is_last = update.output.finished  # it goes on growing while the reader has it
                 yield update
         finally:
-            del self._streams[wire_id]
+            del self._requests[wire_id]
             if not assembly.output.finished and self.is_alive:
                 self._send(messages.Abort(wire_id))
-            if trace is not None and not stream.is_refused:
-                trace.record(assembly, sent, inputs.max_model_len, stream.unfinished)
+            if not request.is_refused:
+                if self._metrics is not None:
+                    unended = [one for one in assembly.output.outputs if one.finish_reason is None]
+                    self._metrics.observe_unfinished(len(unended), request.unfinished)
+                if trace is not None:
+                    trace.record(assembly, sent, inputs.max_model_len, request.unfinished)
 
     async def _read(self, process: EngineLink) -> None:
         while self.is_alive:
@@ -228,65 +223,76 @@ class Supervisor:
             for delta in report.deltas:
                 self._advance(delta)
         elif isinstance(report, messages.Accepted):
-            if (stream := self._streams.get(report.request_id)) is not None:
-                stream.wake()
+            if (request := self._requests.get(report.request_id)) is not None:
+                request.add([])
         elif isinstance(report, messages.Refused):
-            if (stream := self._streams.get(report.request_id)) is not None:
-                stream.fail(_refusal(report))
+            if (request := self._requests.get(report.request_id)) is not None:
+                request.fail(_refusal(report))
         elif isinstance(report, messages.Profiled):
             if not (answer := self._profiles.popleft()).done():  # its reader may have left
                 answer.set_result(report.error)
         elif isinstance(report, Steps):
             for on_steps in self._watchers:
                 on_steps(report)
-        elif isinstance(report, messages.Failed):
+        elif isinstance(report, messages.EngineFailed):
             if report.kind == "ranks":
                 self.ended_by = report.message
             self._end(report.message)
 
     def _advance(self, delta: RequestDelta) -> None:
         wire_id = delta.request_id
-        stream = self._streams.get(wire_id)
-        if stream is None or stream.assembly.output.finished:
+        request = self._requests.get(wire_id)
+        if request is None or request.assembly.output.finished:
             return  # its reader left, or it ended at a stop string
-        stopped = stream.assembly.add(delta)
-        stream.wake()
+        output = request.assembly.output
+        before = output.metrics.last_token_s, output.metrics.num_preemptions
+        gained, stopped = request.assembly.add(delta)
+        if self._metrics is not None:
+            self._metrics.observe_request(output, gained, *before)
+        request.add(gained)
         for completion in stopped:
             num_tokens = len(completion.token_ids)
             self._send(messages.EndSequence(wire_id, completion.index, num_tokens))
 
 
-class _Stream:
+class _OpenRequest:
     """Between the reports on one request and its reader."""
 
     def __init__(self, assembly: RequestAssembly) -> None:
         self.assembly = assembly
-        self._unread = Unread(assembly.output)
+        self._gained: dict[int, CompletionOutput] = {}  # by sequence; not read yet
         self._news = asyncio.Event()
         self._error: OutdraftError | None = None
 
     @property
     def is_refused(self) -> bool:
-        """Whether the engine would not have it."""
+        """True if the engine did not accept it."""
         return isinstance(self._error, RequestError | CapacityError)
 
     @property
     def unfinished(self) -> FinishReason:
-        """Why its sequences without an end have none."""
+        """The reason of its sequences that have not ended."""
         return FinishReason.ABORT if self._error is None else FinishReason.ERROR
 
+    def add(self, gained: Iterable[CompletionOutput]) -> None:
+        """Wake the reader; what it has not read yet becomes one delta for each sequence."""
+        for delta in gained:
+            if (unread := self._gained.setdefault(delta.index, delta)) is not delta:
+                unread.extend(delta)
+        self._news.set()
+
     async def next(self) -> Update:
-        """Everything that came since it was asked last."""
+        """Everything that came since the last call."""
         await self._news.wait()
+        output = self.assembly.output
+        if self._error is None and output.error is not None:
+            self._error = GenerationError(output.error)
         if self._error is not None:
             raise self._error
-        if self.assembly.output.error is not None:
-            raise GenerationError(self.assembly.output.error)
         self._news.clear()
-        return self._unread.take()
-
-    def wake(self) -> None:
-        self._news.set()
+        deltas = [self._gained[index] for index in sorted(self._gained)]
+        self._gained.clear()
+        return Update(output, deltas)
 
     def fail(self, error: OutdraftError) -> None:
         if not self.assembly.output.finished:
@@ -303,7 +309,7 @@ def _refusal(report: messages.Refused) -> OutdraftError:
 
 
 def input_processor_of(info: EngineInfo) -> InputProcessor:
-    """What checks and encodes prompts for an engine, with the tokenizer that it names."""
+    """Checks and encodes prompts for an engine, with the tokenizer that it names."""
     return InputProcessor(
         load_tokenizer(Path(info.tokenizer_path)),
         vocab_size=info.vocab_size,

@@ -19,7 +19,7 @@ _logger = logging.getLogger(__name__)
 
 
 class TraceFile:
-    """A new file that only its owner may read: ids tell what was said to whoever has the tokenizer.
+    """A new file that only its owner may read: with the tokenizer, ids are as good as texts.
 
     A line is written whole or not at all. Where that fails, as on a full disk, the recording ends
     with an error in the log, and the server goes on. Use as a context manager.

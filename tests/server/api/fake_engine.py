@@ -8,12 +8,18 @@ from dataclasses import dataclass, field, replace
 from tokenizers import Tokenizer
 
 from outdraft.core.errors import EngineDeadError
-from outdraft.core.outputs import DraftTrace, RequestDelta, SequenceDelta, TokenOrigin
+from outdraft.core.outputs import (
+    CompletionOutput,
+    DraftTrace,
+    RequestDelta,
+    SequenceDelta,
+    TokenOrigin,
+)
 from outdraft.core.plan import TokenLogprobs
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembly import RequestAssembly
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor
-from outdraft.server.client import Unread, Update
+from outdraft.server.client import Update
 from tests.engine.byte_level import tokenizer
 
 MAX_MODEL_LEN = 4096
@@ -85,7 +91,7 @@ class FakeEngine:
         self.num_running += 1
         text = tokenizer().decode(prompt.token_ids.tolist(), skip_special_tokens=False)
         assembly = RequestAssembly(request_id, prompt, params, self.inputs)
-        unread, output = Unread(assembly.output), assembly.output
+        output = assembly.output
         writers = [
             _Writer(self.script(text, index), index, params, self.sources, self.likely)
             for index in range(params.n)
@@ -97,10 +103,11 @@ class FakeEngine:
                     raise self.error
                 if number == self.stall_at:
                     await asyncio.Event().wait()
+                gained: list[CompletionOutput] = []
                 if number > 0:
-                    assembly.add(self._delta(request_id, prompt, params, writers))
+                    gained, _ = assembly.add(self._delta(request_id, prompt, params, writers))
                 number += 1
-                yield unread.take()
+                yield Update(output, gained)
                 await asyncio.sleep(0)
         finally:
             self.num_running -= 1

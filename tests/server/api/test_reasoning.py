@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from outdraft.core.errors import ConfigError
 from outdraft.core.structured_outputs import StructuredOutput, Thoughts
 from outdraft.server.api.calls import ParsedCall, whole_calls
-from outdraft.server.api.reasoning import AnswerParser, Stage, Thought, check_marks, stage_behind
+from outdraft.server.api.reasoning import AnswerParser, Stage, Thought, check_marks, stage_after
 from outdraft.server.api.tools import FreeCalls
 from tests.engine.byte_level import tokenizer
 from tests.server.api.fake_engine import FakeEngine
@@ -243,8 +243,8 @@ def test_deepseek_r1_thinks_although_neither_side_says_so():
     ],
 )
 def test_the_prompts_end_tells_where_the_model_is(prompt, continued, qwen3, deepseek_r1):
-    assert stage_behind(prompt, continued, "qwen3") is qwen3
-    assert stage_behind(prompt, continued, "deepseek_r1") is deepseek_r1
+    assert stage_after(prompt, continued, "qwen3") is qwen3
+    assert stage_after(prompt, continued, "deepseek_r1") is deepseek_r1
 
 
 @pytest.mark.parametrize("mark", ["<think>", "</think>"])

@@ -1,8 +1,10 @@
-"""Steps and updates written by hand, a client that replays them, and a reader of the exposition."""
+"""Steps and reports written by hand, a client that reads them, and a reader of the exposition."""
 
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 
+import msgspec
 import numpy as np
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -10,16 +12,20 @@ from prometheus_client.parser import text_string_to_metric_families
 from outdraft.core.draft import DraftSource
 from outdraft.core.outputs import (
     CompletionOutput,
+    RequestDelta,
     RequestMetrics,
     RequestOutput,
+    SequenceDelta,
     SpeculationMetrics,
+    TokenOrigin,
 )
 from outdraft.core.plan import PhaseTimes, StepStats
-from outdraft.core.sampling import SamplingParams
 from outdraft.engine.inputs import EncodedPrompt
-from outdraft.server.client import Update
-from outdraft.server.messages import EngineInfo, Steps
+from outdraft.server.client import EngineLink, OnLoading
+from outdraft.server.messages import Add, Command, EngineInfo, Progress, Report, Steps
 from outdraft.server.metrics import Metrics
+from outdraft.server.process_client import Supervisor
+from tests.server.api.fake_engine import fake_inputs
 
 INFO = EngineInfo(
     model_path="/nowhere",
@@ -74,10 +80,11 @@ def report(*steps: StepStats, running: int = 0, waiting: int = 0, kv_usage: floa
 
 
 class Script:
-    """A request that arrives at 10 s and is told what happens to it, one update at a time."""
+    """A request that arrives at 10 s and is told what happens to it; all of it is counted."""
 
-    def __init__(self, num_sequences: int = 1, num_cached: int = 0) -> None:
-        self.output = RequestOutput(
+    def __init__(self, counted: Metrics, num_sequences: int = 1, num_cached: int = 0) -> None:
+        self._counted = counted
+        self._output = RequestOutput(
             "r",
             "the secret prompt",
             PROMPT.token_ids.tolist(),
@@ -87,55 +94,95 @@ class Script:
             num_cached_tokens=num_cached,
         )
 
-    def update(
+    def gain(
         self,
         now_s: float,
         counts: tuple[int, ...],
         reasons: tuple[str | None, ...] = (None,),
         preemptions: int = 0,
-    ) -> Update:
-        """So many tokens for each sequence, and how it ended if it did."""
-        output, times = self.output, self.output.metrics
+    ) -> None:
+        """A number of tokens for each sequence, and how it ended if it did."""
+        output, times = self._output, self._output.metrics
+        before = times.last_token_s, times.num_preemptions
         times.first_scheduled_s = times.first_scheduled_s or 10.5
         times.num_preemptions = preemptions
         if any(counts):
             times.first_token_s = times.first_token_s or now_s
             times.last_token_s = now_s
-        for one, count, reason in zip(output.outputs, counts, reasons, strict=True):
-            one.token_ids.extend([5] * count)
-            one.text += " hidden answer" * count
-            one.finish_reason = reason or one.finish_reason
-        output.finished = all(one.finish_reason is not None for one in output.outputs)
-        if output.finished:
-            times.finished_s = now_s
-        deltas = [
+        gained = [
             CompletionOutput(i, " hidden answer" * n, [5] * n, finish_reason=reason)
             for i, (n, reason) in enumerate(zip(counts, reasons, strict=True))
         ]
-        return Update(output, deltas)
+        for one, delta in zip(output.outputs, gained, strict=True):
+            if one.finish_reason is None:
+                one.extend(delta)
+        output.finished = all(one.finish_reason is not None for one in output.outputs)
+        if output.finished:
+            times.finished_s = now_s
+        self._counted.observe_request(output, gained, *before)
 
 
-@dataclass
-class ScriptedClient:
-    """Replays a script, and has it counted; an exception in it is raised."""
+class ScriptedLink(EngineLink):
+    """The way to an engine that does what a test says."""
 
-    script: Callable[[], list[Callable[[], Update] | Exception]]
-    counted: Metrics
-    closed: list[str] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.commands: list[Command] = []
+        self.reports: asyncio.Queue[list[Report]] = asyncio.Queue()
+        self.has_died = asyncio.Event()
 
-    def generate(
-        self, request_id: str, prompt: EncodedPrompt, params: SamplingParams
-    ) -> AsyncGenerator[Update]:
-        return self.counted.observed(self.replayed(request_id), params.n)
+    async def started(self, on_loading: OnLoading) -> EngineInfo:
+        return INFO
 
-    async def replayed(self, request_id: str) -> AsyncGenerator[Update]:
-        try:
-            for entry in self.script():
-                if isinstance(entry, Exception):
-                    raise entry
-                yield entry()
-        finally:
-            self.closed.append(request_id)
+    async def receive_frame(self) -> bytes:
+        return msgspec.msgpack.encode(await self.reports.get())
+
+    def send_frame(self, command: bytes) -> None:
+        self.commands.append(msgspec.msgpack.decode(command, type=Command))
+
+    async def death(self) -> str:
+        await self.has_died.wait()
+        return "it was meant to"
+
+    def end(self) -> None:
+        self.has_died.set()
+
+    @property
+    def request_id(self) -> str:
+        """Of the newest request, on the wire."""
+        return [command for command in self.commands if isinstance(command, Add)][-1].request_id
+
+    def gain(self, counts: tuple[int, ...], reasons: tuple[str | None, ...]) -> None:
+        """Report a number of tokens for each sequence of the newest request, and its end."""
+        parts = tuple(
+            SequenceDelta(
+                i,
+                (5,) * n,
+                (TokenOrigin.PLAIN,) * n,
+                finish_reason=reason,
+                error="it failed" if reason == "error" else None,
+            )
+            for i, (n, reason) in enumerate(zip(counts, reasons, strict=True))
+            if n or reason is not None
+        )
+        delta = RequestDelta(self.request_id, parts, 0.0, 0, 0, 3, lossless=True)
+        self.reports.put_nowait([Progress([delta])])
+
+
+@asynccontextmanager
+async def supervised(counted: Metrics) -> AsyncGenerator[tuple[Supervisor, ScriptedLink]]:
+    """A client of such an engine, whose requests are counted."""
+    link = ScriptedLink()
+    client = Supervisor(
+        lambda: link, lambda _: None, restarts=False, input_processor=lambda _: fake_inputs()
+    )
+    await client.start()
+    client.observe(counted)
+    running = asyncio.create_task(client.run())
+    try:
+        yield client, link
+    finally:
+        client.close("the test is over")
+        await asyncio.gather(running, return_exceptions=True)
 
 
 class Exposed:

@@ -10,19 +10,10 @@ from datetime import datetime
 import pytest
 
 from outdraft.core.draft import DraftSource
-from outdraft.core.errors import EngineDeadError
-from outdraft.core.sampling import SamplingParams
+from outdraft.core.request import FinishReason
 from outdraft.server.logs import LogLevel, TrafficLog, set_up_logging
 from tests.logging_state import loggers_put_back
-from tests.server.metrics.scripted import (
-    PROMPT,
-    Exposed,
-    Script,
-    ScriptedClient,
-    metrics,
-    report,
-    step,
-)
+from tests.server.metrics.scripted import Exposed, Script, metrics, report, step
 
 
 @pytest.fixture
@@ -32,22 +23,11 @@ def stream() -> Iterator[io.StringIO]:
         yield io.StringIO()
 
 
-async def _read(client) -> None:
-    async for _ in client.generate("r", PROMPT, SamplingParams()):
-        pass
-
-
 def serve_one(counted) -> None:
     """Four prompt tokens, three of them cached."""
-    script = Script(num_cached=3)
-    client = ScriptedClient(
-        lambda: [
-            lambda: script.update(12.0, (1,)),
-            lambda: script.update(12.5, (4,), ("stop",)),
-        ],
-        counted,
-    )
-    asyncio.run(_read(client))
+    script = Script(counted, num_cached=3)
+    script.gain(12.0, (1,))
+    script.gain(12.5, (4,), ("stop",))
 
 
 def test_a_line_has_the_rates_since_the_line_before(stream):
@@ -188,12 +168,8 @@ def test_nothing_of_a_request_is_logged_or_exposed(stream, as_json):
     counted = metrics()
     log = TrafficLog([counted])
     serve_one(counted)
-    script = Script()
-    dying = ScriptedClient(
-        lambda: [lambda: script.update(11.0, (1,)), EngineDeadError("gone")], counted
-    )
-    with pytest.raises(EngineDeadError):
-        asyncio.run(_read(dying))
+    Script(counted).gain(11.0, (1,))
+    counted.observe_unfinished(1, FinishReason.ERROR)
     log.log(elapsed_s=1.0)
     exposed = repr(Exposed(counted).samples)
     assert "tok/s" in stream.getvalue()

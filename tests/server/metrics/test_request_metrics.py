@@ -1,35 +1,22 @@
-"""What a stream that is read through Metrics.observed adds to the metrics."""
+"""Requests add to the metrics what they gain when it is reported, and how they end."""
 
 import asyncio
+from collections.abc import Callable
 from contextlib import aclosing
 
 import pytest
 
-from outdraft.core.errors import CapacityError, EngineDeadError
+from outdraft.core.errors import CapacityError, EngineDeadError, GenerationError
 from outdraft.core.sampling import SamplingParams
+from outdraft.server.messages import Accepted, Refused
 from tests.server.metrics.scripted import (
     PROMPT,
     Exposed,
     Script,
-    ScriptedClient,
+    ScriptedLink,
     metrics,
+    supervised,
 )
-
-
-def observed(*entries):
-    counted = metrics()
-    return counted, ScriptedClient(lambda: list(entries), counted)
-
-
-async def read(client, params=None, updates: int | None = None) -> list[int]:
-    """Tokens of the first sequence after each update; leaves after some updates."""
-    seen: list[int] = []
-    async with aclosing(client.generate("r", PROMPT, params or SamplingParams())) as stream:
-        async for update in stream:
-            seen.append(len(update.output.outputs[0].token_ids))
-            if len(seen) == updates:
-                break
-    return seen
 
 
 def ended(counted) -> dict[str, float]:
@@ -40,13 +27,11 @@ def ended(counted) -> dict[str, float]:
 
 
 def test_a_request_is_timed_from_arrival_to_end():
-    script = Script(num_cached=3)
-    counted, client = observed(
-        lambda: script.update(12.0, (1,)),
-        lambda: script.update(12.5, (4,)),
-        lambda: script.update(14.0, (2,), ("length",)),
-    )
-    assert asyncio.run(read(client)) == [1, 5, 7]
+    counted = metrics()
+    script = Script(counted, num_cached=3)
+    script.gain(12.0, (1,))
+    script.gain(12.5, (4,))
+    script.gain(14.0, (2,), ("length",))
     exposed = Exposed(counted)
     assert exposed.histogram("time_to_first_token_seconds") == (1, 2.0)
     assert exposed.histogram("inter_token_latency_seconds") == (2, 0.5 + 1.5)
@@ -73,26 +58,21 @@ def test_a_watcher_hears_every_latency_that_the_histograms_count():
         def more_tokens(self, gap_s: float) -> None:
             self.heard.append(("more", gap_s))
 
-    script = Script()
-    counted, client = observed(
-        lambda: script.update(12.0, (1,)),
-        lambda: script.update(12.5, (4,)),
-        lambda: script.update(14.0, (2,), ("length",)),
-    )
-    listener = Listener()
+    counted = metrics()
+    script, listener = Script(counted), Listener()
     counted.watch(listener)
-    asyncio.run(read(client))
+    script.gain(12.0, (1,))
+    script.gain(12.5, (4,))
+    script.gain(14.0, (2,), ("length",))
     assert listener.heard == [("first", 2.0), ("more", 0.5), ("more", 1.5)]
 
 
 def test_sequences_end_each_for_its_reason():
-    script = Script(num_sequences=2)
-    counted, client = observed(
-        lambda: script.update(11.0, (1, 1), (None, None)),
-        lambda: script.update(12.0, (1, 3), ("stop", None)),
-        lambda: script.update(13.0, (0, 1), (None, "length")),
-    )
-    asyncio.run(read(client, SamplingParams(n=2)))
+    counted = metrics()
+    script = Script(counted, num_sequences=2)
+    script.gain(11.0, (1, 1), (None, None))
+    script.gain(12.0, (1, 3), ("stop", None))
+    script.gain(13.0, (0, 1), (None, "length"))
     assert ended(counted) == {"stop": 1, "length": 1}
     exposed = Exposed(counted)
     assert exposed.histogram("request_generation_tokens") == (1, 7)
@@ -101,92 +81,143 @@ def test_sequences_end_each_for_its_reason():
 
 
 def test_one_token_has_no_time_per_token():
-    script = Script()
-    counted, client = observed(lambda: script.update(11.0, (1,), ("stop",)))
-    asyncio.run(read(client))
+    counted = metrics()
+    Script(counted).gain(11.0, (1,), ("stop",))
     exposed = Exposed(counted)
     assert exposed.histogram("request_time_per_output_token_seconds") == (0, 0)
     assert exposed.histogram("inter_token_latency_seconds") == (0, 0)
 
 
 def test_an_update_without_tokens_is_no_arrival():
-    script = Script()
-    counted, client = observed(
-        lambda: script.update(11.0, (0,)),
-        lambda: script.update(12.0, (1,)),
-        lambda: script.update(13.0, (0,)),
-        lambda: script.update(14.0, (1,), ("stop",)),
-    )
-    asyncio.run(read(client))
+    counted = metrics()
+    script = Script(counted)
+    script.gain(11.0, (0,))
+    script.gain(12.0, (1,))
+    script.gain(13.0, (0,))
+    script.gain(14.0, (1,), ("stop",))
     exposed = Exposed(counted)
     assert exposed.histogram("time_to_first_token_seconds") == (1, 2.0)
     assert exposed.histogram("inter_token_latency_seconds") == (1, 2.0)
 
 
 def test_preemptions_are_counted_once():
-    script = Script()
-    counted, client = observed(
-        lambda: script.update(11.0, (1,), preemptions=1),
-        lambda: script.update(12.0, (1,), preemptions=1),
-        lambda: script.update(13.0, (1,), ("stop",), preemptions=3),
-    )
-    asyncio.run(read(client))
+    counted = metrics()
+    script = Script(counted)
+    script.gain(11.0, (1,), preemptions=1)
+    script.gain(12.0, (1,), preemptions=1)
+    script.gain(13.0, (1,), ("stop",), preemptions=3)
     assert Exposed(counted).value("num_preemptions_total") == 3
 
 
+def read(
+    happens: Callable[[ScriptedLink], None],
+    params: SamplingParams | None = None,
+    updates: int | None = None,
+):
+    """Metrics of a request to which something happens, and the error that its reader got.
+
+    `updates`: after as many, the acceptance included, the reader leaves.
+    """
+    counted = metrics()
+
+    async def main() -> Exception | None:
+        async with supervised(counted) as (client, link):
+
+            async def reading() -> None:
+                stream = client.generate("r", PROMPT, params or SamplingParams())
+                async with aclosing(stream) as each:
+                    number = 0
+                    async for _ in each:
+                        number += 1
+                        if number == updates:
+                            break
+
+            task = asyncio.create_task(reading())
+            while not link.commands:
+                await asyncio.sleep(0)
+            happens(link)
+            [result] = await asyncio.gather(task, return_exceptions=True)
+            assert client.num_unfinished == 0
+            return result
+
+    return counted, asyncio.run(main())
+
+
 def test_a_reader_that_leaves_aborts_what_still_runs():
-    script = Script(num_sequences=3)
-    counted, client = observed(
-        lambda: script.update(11.0, (1, 1, 1), ("stop", None, None)),
-        lambda: script.update(12.0, (0, 1, 1), (None, "stop", "stop")),
+    counted, error = read(
+        lambda link: link.gain((1, 1, 1), ("stop", None, None)), SamplingParams(n=3), updates=1
     )
-    asyncio.run(read(client, SamplingParams(n=3), updates=1))
+    assert error is None
     assert ended(counted) == {"stop": 1, "abort": 2}
-    assert client.closed == ["r"]
     assert Exposed(counted).histogram("e2e_request_latency_seconds") == (0, 0)
 
 
 def test_leaving_at_the_last_update_is_no_abort():
-    script = Script()
-    counted, client = observed(lambda: script.update(11.0, (1,), ("stop",)))
-    asyncio.run(read(client, updates=1))
+    counted, _ = read(lambda link: link.gain((1,), ("stop",)), updates=1)
+    assert ended(counted) == {"stop": 1}
+
+
+def test_a_reader_that_comes_late_changes_no_times():
+    def happens(link: ScriptedLink) -> None:
+        for reason in (None, None, "stop"):
+            link.gain((1,), (reason,))
+
+    counted, _ = read(happens)
+    assert Exposed(counted).histogram("inter_token_latency_seconds")[0] == 2
     assert ended(counted) == {"stop": 1}
 
 
 def test_a_cancelled_reader_aborts_its_request():
     counted = metrics()
 
-    class Silent(ScriptedClient):
-        async def replayed(self, _):
-            try:
-                await asyncio.Event().wait()
-                yield
-            finally:
-                self.closed.append("r")
-
-    client = Silent(list, counted)
-
     async def main() -> None:
-        task = asyncio.create_task(read(client))
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        async with supervised(counted) as (client, link):
+            task = asyncio.ensure_future(anext(client.generate("r", PROMPT, SamplingParams())))
+            while not link.commands:
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert len(link.commands) == 2  # the second one aborts
 
     asyncio.run(main())
     assert ended(counted) == {"abort": 1}
-    assert client.closed == ["r"]
 
 
 def test_a_dead_engine_is_an_error_and_is_passed_on():
-    script = Script()
-    counted, client = observed(lambda: script.update(11.0, (1,)), EngineDeadError("gone"))
-    with pytest.raises(EngineDeadError, match="gone"):
-        asyncio.run(read(client))
+    def happens(link: ScriptedLink) -> None:
+        link.reports.put_nowait([Accepted(link.request_id)])
+        link.has_died.set()
+
+    counted, error = read(happens)
+    assert isinstance(error, EngineDeadError)
     assert ended(counted) == {"error": 1}
 
 
+def test_a_request_to_a_dead_engine_is_an_error():
+    counted = metrics()
+
+    async def main() -> None:
+        async with supervised(counted) as (client, _):
+            client.close("it was closed")
+            with pytest.raises(EngineDeadError, match="it was closed"):
+                await anext(client.generate("r", PROMPT, SamplingParams(n=2)))
+
+    asyncio.run(main())
+    assert ended(counted) == {"error": 2}
+
+
+def test_a_sequence_that_fails_ends_its_request():
+    counted, error = read(
+        lambda link: link.gain((1, 0), (None, "error")), SamplingParams(n=2, detokenize=False)
+    )
+    assert isinstance(error, GenerationError)
+    assert ended(counted) == {"error": 2}
+    assert Exposed(counted).histogram("e2e_request_latency_seconds") == (0, 0)
+
+
 def test_a_request_that_was_not_accepted_did_not_end():
-    counted, client = observed(CapacityError("full"))
-    with pytest.raises(CapacityError):
-        asyncio.run(read(client))
+    counted, error = read(
+        lambda link: link.reports.put_nowait([Refused(link.request_id, "capacity", "full")])
+    )
+    assert isinstance(error, CapacityError)
     assert ended(counted) == {}

@@ -22,7 +22,7 @@ from outdraft.server.messages import (
     Add,
     Command,
     EndSequence,
-    Failed,
+    EngineFailed,
     Profile,
     Profiled,
     Progress,
@@ -249,7 +249,7 @@ def test_the_loop_ends_with_the_second_failure_in_a_row(sockets):
     core.runner.launch = breaking
     ended_well, reports = live(core, sockets, *(Add(str(i), [5], greedy(4)) for i in range(70)))
     assert not ended_well
-    assert isinstance(reports[-1], Failed)
+    assert isinstance(reports[-1], EngineFailed)
     assert reports[-1].kind == "engine"
     assert "RuntimeError" in reports[-1].message
 
@@ -280,7 +280,7 @@ def test_an_idle_loop_that_loses_a_rank_says_which_and_ends(sockets: Sockets):
     core.ranks = LostRanks()
     ended_well, reports = live(core, sockets)
     assert not ended_well
-    assert reports == [Failed("ranks", "rank 1 of 2: its process was ended by SIGKILL")]
+    assert reports == [EngineFailed("ranks", "rank 1 of 2: its process was ended by SIGKILL")]
 
 
 def test_a_rank_that_ends_after_the_loop_does_not_touch_the_loops_sockets():
@@ -310,7 +310,7 @@ def test_the_loop_ends_with_the_first_step_that_loses_a_rank(sockets: Sockets):
     core.runner.launch = losing
     ended_well, reports = live(core, sockets, Add("0", [5], greedy(4)))
     assert not ended_well
-    assert reports[-1] == Failed("ranks", "rank 1 of 2: its process was ended by SIGKILL")
+    assert reports[-1] == EngineFailed("ranks", "rank 1 of 2: its process was ended by SIGKILL")
     assert not any(isinstance(report, Refused) for report in reports)
 
 

@@ -11,7 +11,6 @@ from outdraft.core.outputs import CompletionOutput, RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembly import RequestAssembly
 from outdraft.engine.llm import LLM
-from outdraft.server.client import Unread
 from outdraft.server.messages import Add, Command, Progress, Report
 from tests.server.process.engines import PROMPTS, config, offline
 
@@ -42,7 +41,7 @@ def reported(
     core = llm.engine
     encoded = core.inputs.encoded(prompt)
     assembly = RequestAssembly("0", encoded, params, core.inputs)
-    unread, deltas = Unread(assembly.output), []
+    deltas: list[CompletionOutput] = []
     core.add_request("0", encoded, params)
     while core.has_work:
         if not (news := core.step()):
@@ -51,9 +50,10 @@ def reported(
         [progress] = msgspec.msgpack.decode(frame, type=list[Report])
         assert progress == Progress(news)
         for delta in progress.deltas:
-            for completion in assembly.add(delta):
+            gained, stopped = assembly.add(delta)
+            deltas.extend(gained)
+            for completion in stopped:
                 core.stop_sequence("0", completion.index, len(completion.token_ids))
-        deltas.extend(unread.take().deltas)
         core.check_invariants()
     return assembly.output, deltas
 

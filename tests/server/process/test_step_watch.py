@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from outdraft.server.step_watch import StepWatch
+from outdraft.server.core_process import StepWatch
 
 TIMEOUT_S = 0.2
 LONG_S = 5 * TIMEOUT_S

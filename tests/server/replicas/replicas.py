@@ -18,8 +18,7 @@ from outdraft.server.engine_process import EngineProcess
 from outdraft.server.replicas.pool import ReplicaPool
 from outdraft.server.replicas.relay import Relay
 from outdraft.server.replicas.replica_metrics import ReplicaMetrics
-from outdraft.server.replicas.switchboard import Switchboard
-from outdraft.server.replicas.wire import Address
+from outdraft.server.replicas.switchboard import Address, Switchboard
 from tests.server.process.engines import config, processes
 
 LOST_AFTER_S = 2.0

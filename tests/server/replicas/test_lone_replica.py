@@ -10,14 +10,21 @@ import zmq.asyncio
 
 from outdraft.core.errors import EngineDeadError
 from outdraft.core.sampling import SamplingParams
-from outdraft.server.messages import Add, Command, EngineInfo, Failed, Refused, Report
+from outdraft.server.messages import Add, Command, EngineFailed, EngineInfo, Refused, Report
 from outdraft.server.replicas.pool import ReplicaPool
 from outdraft.server.replicas.replica_metrics import ReplicaMetrics
-from outdraft.server.replicas.switchboard import Switchboard
-from outdraft.server.replicas.wire import COMMAND, END, HELLO, REPORTS, Address, Hello
+from outdraft.server.replicas.switchboard import (
+    COMMAND,
+    END,
+    HELLO,
+    REPORTS,
+    Address,
+    Hello,
+    Switchboard,
+)
 from tests.cli.pair import pair
 
-FAILED = Failed("engine", "two steps failed")
+FAILED = EngineFailed("engine", "two steps failed")
 REFUSED = Refused("", "engine", "a step failed")
 
 
@@ -54,7 +61,7 @@ async def answer(address: Address, to_request: Report) -> int:
 
 
 @pytest.mark.parametrize("report", [FAILED, REFUSED])
-def test_a_request_that_the_only_replica_fails_is_not_sent_again(report: Failed | Refused):
+def test_a_request_that_the_only_replica_fails_is_not_sent_again(report: EngineFailed | Refused):
     async def ask() -> int:
         metrics = ReplicaMetrics("m")
         board = Switchboard("127.0.0.1", 0, 5.0)

@@ -1,19 +1,26 @@
 """The web application: all routes, one shape of errors."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache
 from importlib.metadata import version
+from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Response
 from fastapi.middleware.cors import CORSMiddleware
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
 
 from outdraft.server.api.chat import chat_router
 from outdraft.server.api.completions import completions_router
-from outdraft.server.api.docs_page import docs_router
 from outdraft.server.api.errors import install_error_handlers
 from outdraft.server.api.middleware import HEADER, EarlyErrors, HostGuard, RequestIds
 from outdraft.server.api.plain_routes import plain_routers
 from outdraft.server.api.responses import responses_router
 from outdraft.server.api.settings import ApiContext
+
+DOCS_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'"
+)
 
 
 def create_app(context: ApiContext, routers: Iterable[APIRouter] = ()) -> FastAPI:
@@ -44,6 +51,40 @@ def create_app(context: ApiContext, routers: Iterable[APIRouter] = ()) -> FastAP
     app.add_middleware(EarlyErrors)
     app.add_middleware(RequestIds, logs=settings.log_requests)  # the outermost one
     own = [make(context) for make in (chat_router, completions_router, responses_router)]
-    for router in (*own, *plain_routers(context), *routers, docs_router(app)):
+    for router in (*own, *plain_routers(context), *routers, _docs_router(app)):
         app.include_router(router)
     return app
+
+
+def _docs_router(app: FastAPI) -> APIRouter:
+    """The page, made of the application's OpenAPI description when it is asked for first."""
+    router = APIRouter(include_in_schema=False)
+
+    @cache
+    def page() -> str:
+        pages = Environment(loader=PackageLoader(__package__ or ""), autoescape=True)
+        template = pages.get_template("docs.html")
+        return template.render(api=app.openapi(), type=_type, represented=repr)
+
+    @router.get("/docs")
+    async def docs() -> Response:
+        headers = {"Content-Security-Policy": DOCS_POLICY, "X-Content-Type-Options": "nosniff"}
+        return Response(page(), media_type="text/html; charset=utf-8", headers=headers)
+
+    return router
+
+
+def _type(schema: Mapping[str, Any]) -> Markup:
+    """The values that a schema allows, as HTML."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return Markup('<a href="#{}"><code>{}</code></a>').format(name, name)
+    for union in ("anyOf", "oneOf", "allOf"):
+        if union in schema:
+            return Markup(" or ").join(dict.fromkeys(map(_type, schema[union])))
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return Markup(" or ").join(Markup("<code>{}</code>").format(repr(one)) for one in values)
+    if schema.get("type") == "array":
+        return Markup("list of ") + _type(schema.get("items", {}))
+    return Markup.escape(schema.get("type", "anything"))

@@ -175,7 +175,7 @@ def _tokenize_kind(body: object) -> str:
     return "TokenizeChatRequest" if is_chat else "TokenizeTextRequest"
 
 
-# Told apart by one field: otherwise an error in a conversation would be that it is no text.
+# One field decides: otherwise an error in a conversation would be that it is no text.
 TokenizeRequest = Annotated[
     Annotated[TokenizeTextRequest, Tag("TokenizeTextRequest")]
     | Annotated[TokenizeChatRequest, Tag("TokenizeChatRequest")],
@@ -246,7 +246,7 @@ def _input_kind(item: object) -> str:
     return "InputReasoning" if is_thought else "InputMessage"
 
 
-# Told apart by the type, which a message may leave out.
+# The type decides, which a message may leave out.
 InputItem = Annotated[
     Annotated[InputMessage, Tag("InputMessage")] | Annotated[InputReasoning, Tag("InputReasoning")],
     Discriminator(_input_kind),

@@ -39,12 +39,12 @@ _OUTSIDE_STRINGS = re.compile(r"[\s:\w.+\-]")  # beside brackets and commas
 
 
 class CallReader:
-    """Reads one object from its brace on, and tells whether it is a call.
+    """Reads one object from its brace on, and finds out if it is a call.
 
     Attributes:
         text: all of the input.
         end: where the object ends in it; None: further on.
-        is_call: its name was told.
+        is_call: a piece with its name was returned.
         is_none: it is no call, or not one of the known functions'.
     """
 
@@ -52,7 +52,7 @@ class CallReader:
         """
         Args:
             names: functions that may be called; None: any. With names, the name comes first.
-            is_forced: it can be nothing but a call: its name is told as soon as it is there.
+            is_forced: it can be nothing but a call, whose name is returned as soon as it is there.
         """
         self.text = ""
         self.end: int | None = None
@@ -63,11 +63,11 @@ class CallReader:
         self._depth = 0  # of brackets there
         self._is_in_string = False
         self._start: int | None = None  # of the arguments
-        self._told = 0  # end of what was told of them
+        self._returned = 0  # end of the part of them that was returned
         self._arguments_end: int | None = None
 
     def push(self, text: str) -> list[Piece]:
-        """What is certain now that the object goes on with `text`."""
+        """Read on; the pieces that no later text can change."""
         self.text += text
         pieces: list[Piece] = []
         self._find_arguments(pieces)
@@ -78,7 +78,7 @@ class CallReader:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """What remains of the arguments, now that the text has ended."""
+        """End the text; the rest of the arguments."""
         pieces: list[Piece] = []
         self._tell_arguments(pieces, len(self.text), is_last=True)
         return pieces
@@ -91,7 +91,7 @@ class CallReader:
         if named is not None and not self.is_call:
             self._name(pieces, _name_of(named[1]))
         if found is not None and self.is_call:
-            self._start = self._told = found.end()
+            self._start = self._returned = found.end()
         elif self._names is not None and _OTHER_KEY.match(self.text):
             self.is_none = True
 
@@ -156,12 +156,12 @@ class CallReader:
             return
         if self._arguments_end is not None:
             end = self._arguments_end
-        piece = self.text[self._told : end]
+        piece = self.text[self._returned : end]
         if not (is_last and self._is_in_string):  # else blanks that may stand after the arguments
             piece = piece.rstrip()
         if piece:
             pieces.append(CallArguments(piece))
-            self._told += len(piece)
+            self._returned += len(piece)
 
 
 def _name_of(notation: str) -> object:

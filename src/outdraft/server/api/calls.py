@@ -35,7 +35,7 @@ def whole_calls(pieces: Iterable[object]) -> list[ParsedCall]:
 
 @dataclass(frozen=True, slots=True)
 class CallMarks:
-    """What a model writes around its calls.
+    """The text that a model writes around its calls.
 
     Attributes:
         begin: texts after which a call may stand.
@@ -77,7 +77,7 @@ class CallFinder:
         self._lead, self._joints = re.compile(marks.lead), re.compile(marks.joints)
         self._held = ""  # from where a call or a mark may begin on
         self._searched = 0  # characters of it in which no mark begins
-        # A call may stand after so many of its characters; None: after none.
+        # Number of its characters after which a call may stand; None: it may not.
         self._opened = 0 if marks.may_begin_answer else None
         self._reader: CallReader | None = None
         self._is_after_call = False  # no text has come since
@@ -85,7 +85,7 @@ class CallFinder:
         self._is_over = False
 
     def push(self, text: str) -> list[Piece]:
-        """What is certain now that the answer goes on with a text."""
+        """Read on; the pieces that no later text can change."""
         self._held += text
         pieces: list[Piece] = []
         if self._reader is not None and not self._read_on(text, pieces):
@@ -95,7 +95,7 @@ class CallFinder:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """What remains, now that it has ended."""
+        """End the answer; the pieces that remain."""
         self._is_over = True
         return self.push("")
 
@@ -149,7 +149,7 @@ class CallFinder:
         return self._read_on(self._held[start:], pieces)
 
     def _read_on(self, text: str, pieces: list[Piece]) -> bool:
-        """Whether the object is over; if it was no call, all of it is text."""
+        """Read on in an object; true if it is over. If it was no call, all of it is text."""
         reader, opened = self._reader, self._opened
         assert reader is not None
         assert opened is not None
@@ -199,7 +199,7 @@ class ForcedCallParser:
         self._has_calls = False
 
     def push(self, text: str) -> list[Piece]:
-        """As of CallFinder."""
+        """Read on; the pieces that no later text can change."""
         pieces: list[Piece] = []
         while text:
             if self._reader is None:
@@ -215,7 +215,7 @@ class ForcedCallParser:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """As of CallFinder."""
+        """End the answer; the pieces that remain."""
         reader = self._reader
         if reader is None:
             return []

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 from uuid import uuid4
 
 from fastapi import APIRouter, Response
@@ -16,9 +16,8 @@ from outdraft.server.api.answers import Answer, Json, check_stream_options
 from outdraft.server.api.bodies import ChatRequest, Tool
 from outdraft.server.api.call_reader import CallArguments, CallName
 from outdraft.server.api.calls import ParsedCall
-from outdraft.server.api.generation import new_generation
-from outdraft.server.api.guard import guarded_router
 from outdraft.server.api.params import check_numbers, sampling_params
+from outdraft.server.api.prompt_batch import prompt_batch
 from outdraft.server.api.prompts import conversation, encode_chat, model_name, prompt_encoder
 from outdraft.server.api.reasoning import (
     AnswerParser,
@@ -27,10 +26,10 @@ from outdraft.server.api.reasoning import (
     Thought,
     first_stage,
     whole_answer,
-    with_form_behind_thoughts,
+    with_form_after_thoughts,
 )
 from outdraft.server.api.reports import Row, TokenNames, content, prompt_logprobs, trace
-from outdraft.server.api.settings import ApiContext
+from outdraft.server.api.settings import ApiContext, guarded_router
 from outdraft.server.api.tools import (
     CallFormat,
     ForcedCalls,
@@ -65,10 +64,9 @@ def chat_router(context: ApiContext) -> APIRouter:
         prompt = await encode_chat(context, conversation(body, tools), encode)
         continued = body.messages[-1] if body.continue_final_message else None
         stage = first_stage(context.settings, prompt, continued)
-        params = with_form_behind_thoughts(params, stage)
-        shape = ChatShape(context.inputs.tokenizer, body, stage, calls)
-        generation = new_generation(context, "chatcmpl-", [prompt], params, body)
-        return Answer(context, body, generation, model, shape).reply()
+        params = with_form_after_thoughts(params, stage)
+        batch = prompt_batch(context, "chatcmpl-", [prompt], params, body)
+        return ChatAnswer(batch, body, model, stage, calls).reply()
 
     return router
 
@@ -91,16 +89,14 @@ def _num_logprobs(body: ChatRequest) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-@dataclass(frozen=True, slots=True)
-class ChatShape:
-    """A choice is a message."""
+@dataclass(slots=True)
+class ChatAnswer(Answer[ChatRequest]):
+    """An answer whose choices are messages."""
 
-    kind: ClassVar[str] = "chat.completion"
-    chunk_kind: ClassVar[str] = "chat.completion.chunk"
-    opens_at_once: ClassVar[bool] = True
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    opens_at_once = True
 
-    tokenizer: Tokenizer | None
-    body: ChatRequest
     stage: Stage | None
     format: CallFormat | None
     parsers: dict[int, AnswerParser] = field(default_factory=dict)  # of the choices that stream
@@ -178,7 +174,7 @@ class ChatShape:
         return parser.push(delta.text, is_last=delta.finish_reason is not None)
 
     def _message(self, index: int, part: Part) -> Json | None:
-        """The delta that tells a part; None: it is of a call after the only one that is wanted."""
+        """The delta of a part; None: it is of a call after the only one that is wanted."""
         if isinstance(part, str):
             return {"content": part}
         if isinstance(part, Thought):

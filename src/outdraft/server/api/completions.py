@@ -1,23 +1,20 @@
 """/v1/completions."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from fastapi import APIRouter, Response
-from tokenizers import Tokenizer
 
 from outdraft.core.errors import RequestError
 from outdraft.core.outputs import CompletionOutput, RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.inputs import EncodedPrompt
 from outdraft.server.api.answers import Answer, Json, check_stream_options
 from outdraft.server.api.bodies import CompletionRequest
-from outdraft.server.api.generation import new_generation
-from outdraft.server.api.guard import guarded_router
 from outdraft.server.api.params import sampling_params
+from outdraft.server.api.prompt_batch import prompt_batch
 from outdraft.server.api.prompts import encode_prompts, model_name, prompt_encoder
 from outdraft.server.api.reports import CompletionLogprobs, Row, TokenNames, prompt_logprobs, trace
-from outdraft.server.api.settings import ApiContext
+from outdraft.server.api.settings import ApiContext, guarded_router
 from outdraft.text.detokenizer import Detokenizer, begun_text
 
 DEFAULT_MAX_TOKENS = 16
@@ -34,16 +31,14 @@ def completions_router(context: ApiContext) -> APIRouter:
         params = _params(body, context)
         encode = prompt_encoder(context, body, params.max_tokens, adds_special_tokens=True)
         prompts = await encode_prompts(context, body.prompt, encode)
-        generation = new_generation(context, "cmpl-", prompts, params, body)
-        shape = CompletionShape(context.inputs.tokenizer, body, prompts)
-        counts = not is_echo_only(body)
-        return Answer(context, body, generation, model, shape, counts_output=counts).reply()
+        batch = prompt_batch(context, "cmpl-", prompts, params, body)
+        return CompletionAnswer(batch, body, model).reply()
 
     return router
 
 
 def is_echo_only(body: CompletionRequest) -> bool:
-    """Whether only the prompt is wanted: for its log-probabilities. The engine makes one token."""
+    """True if only the prompt is wanted, for its log-probabilities. The engine makes one token."""
     return bool(body.echo) and body.max_tokens == 0
 
 
@@ -63,18 +58,19 @@ def _params(body: CompletionRequest, context: ApiContext) -> SamplingParams:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionShape:
-    """A choice is a text."""
+@dataclass(slots=True)
+class CompletionAnswer(Answer[CompletionRequest]):
+    """An answer whose choices are texts."""
 
-    kind: ClassVar[str] = "text_completion"
-    chunk_kind: ClassVar[str] = "text_completion"
-    opens_at_once: ClassVar[bool] = False  # the prompt's log-probabilities may be part of it
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+    opens_at_once = False  # the prompt's log-probabilities may be part of it
 
-    tokenizer: Tokenizer | None
-    body: CompletionRequest
-    prompts: list[EncodedPrompt]
     logprobs: dict[int, CompletionLogprobs] = field(default_factory=dict)  # by choice
+
+    @property
+    def counts_output(self) -> bool:
+        return not is_echo_only(self.body)
 
     def head(self, output: RequestOutput) -> Json:
         return {}
@@ -137,7 +133,7 @@ class CompletionShape:
         return result
 
     def _prompt_text(self, number: int) -> str:
-        prompt = self.prompts[number]
+        prompt = self.batch.prompts[number]
         if prompt.text is not None:
             return prompt.text
         if self.tokenizer is None:
@@ -156,7 +152,7 @@ class CompletionShape:
             start = len(self._prompt_text(number)) if self.body.echo else 0
             writer = self.logprobs[index] = self._writer(
                 start,
-                prompt_ids=self.prompts[number].token_ids.tolist(),
+                prompt_ids=self.batch.prompts[number].token_ids.tolist(),
                 skip_special_tokens=self.body.skip_special_tokens is not False,
             )
         return writer.take(rows)

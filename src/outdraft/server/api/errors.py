@@ -100,7 +100,7 @@ def engine_dead(status: int = 500, ended_by: str | None = None) -> ApiError:
 
 
 def as_api_error(error: Exception, retry_after_s: int) -> ApiError:
-    """The reply to any exception; one that nobody expected says nothing about itself."""
+    """The reply to any exception; it says nothing about one of an unknown type."""
     match error:
         case ApiError():
             return error
@@ -117,7 +117,7 @@ def as_api_error(error: Exception, retry_after_s: int) -> ApiError:
             return engine_dead(ended_by=error.ended_by)
         case _:
             result = api_error(500, "server_error", "internal_error", "internal error")
-            # uvicorn closes the connection behind such a reply: a client must not use it again.
+            # uvicorn closes the connection after such a reply: a client must not use it again.
             result.headers = {"connection": "close"}
             return result
 
@@ -142,7 +142,7 @@ def install_error_handlers(app: FastAPI, retry_after_s: int) -> None:
         if isinstance(error, HTTPException):
             return error_response(_http_error(request, error))
         reply = error_response(as_api_error(error, retry_after_s))
-        # What nobody expected is answered outside of the middleware that does this elsewhere.
+        # Other errors are answered outside of the middleware that does this elsewhere.
         if (request_id := request.scope.get("state", {}).get("request_id")) is not None:
             reply.headers["x-request-id"] = request_id
         return reply
@@ -201,7 +201,7 @@ def _code(kind: str) -> str:
 def _what_is_wrong(detail: Mapping[str, Any], same: Sequence[Mapping[str, Any]]) -> str:
     """The message of `detail`; `same` are the errors of the same value, of all members of a union.
 
-    A value that is of no member's type is told all of these types.
+    The message about a value that is of no member's type names all of these types.
     """
     if detail["type"] == "union_tag_not_found":
         return "Field required"
@@ -255,7 +255,7 @@ def _fields(kind: object) -> dict[str, Any]:
 
 
 def _path(detail: Mapping[str, Any], body: object) -> list[str | int]:
-    """Where an error is, without the names that pydantic gives to the members of a union."""
+    """The place of an error, without the names that pydantic gives to the members of a union."""
     path: list[str | int] = []
     location = detail["loc"][1:]  # the first says "body", "path" or "query"
     value = body if detail["loc"][0] == "body" else dict.fromkeys(location)

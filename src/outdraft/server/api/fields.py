@@ -1,4 +1,4 @@
-"""What the bodies of several routes have in common.
+"""Fields that the bodies of several routes have in common.
 
 A field that no class here or in bodies.py names is refused: silence would change the output. One
 that would change it, but for some values, is accepted with these: see Neutral. null means the same
@@ -35,10 +35,10 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 Choices = Annotated[Texts, Field(min_length=1)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 TokenSet = Annotated[TokenIds, Field(max_length=2**18)]  # no vocabulary has more
-MAX_ERRORS = 100  # of one body that are told apart; each of them takes a kilobyte
+MAX_ERRORS = 100  # of one body that are listed; each of them takes a kilobyte
 TOO_MANY_ERRORS = "too_many_errors"
 UNSUPPORTED = "unsupported"  # the type of an error: there are values that would be fine
-_OLD: JsonDict = {"deprecated": True}  # pydantic's own `deprecated` warns whoever reads the field
+_OLD: JsonDict = {"deprecated": True}  # pydantic's own `deprecated` warns when the field is read
 
 
 class Body(BaseModel):
@@ -126,7 +126,7 @@ class HarmlessExtras(Body):
 
 
 class NeutralFields(Body):
-    """What would change an answer, and is accepted where it does not."""
+    """Fields that would change an answer, accepted with the values that do not."""
 
     use_beam_search: Annotated[Any, Neutral((False,))] = None
     length_penalty: Annotated[Any, Neutral((1.0,))] = None
@@ -228,7 +228,7 @@ class StructuredOutputs(Body):
 
 
 class SamplingFields(HarmlessExtras, NeutralFields):
-    """How tokens are chosen, on all routes that generate. See core.sampling.SamplingParams."""
+    """Fields of all routes that generate: how tokens are chosen, as SamplingParams has it."""
 
     model: str | None = None
     temperature: float | None = None
@@ -271,7 +271,7 @@ class SamplingFields(HarmlessExtras, NeutralFields):
 
 
 class ChoiceFields(SamplingFields):
-    """What the routes that give several choices have."""
+    """Fields of the routes that give several choices."""
 
     n: Int64 | None = None
     best_of: Int64 | None = Field(

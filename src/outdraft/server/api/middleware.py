@@ -1,4 +1,4 @@
-"""What every request passes, whatever its path: which host it is for, its id, and early errors."""
+"""Middleware that every request passes: a check of its host, its id, and early errors."""
 
 import logging
 import re
@@ -16,7 +16,7 @@ from outdraft.server.api.errors import error_response, invalid_request
 class HostGuard:
     """Refuses requests for other hosts than loopback names and those that are allowed.
 
-    A page of somebody else's can have its own name resolve to 127.0.0.1 and then talk to a server
+    A foreign page can have its own name resolve to 127.0.0.1 and then talk to a server
     on its reader's machine (DNS rebinding). Such requests carry the other name in their Host
     header.
     """
@@ -40,7 +40,7 @@ class HostGuard:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address, without port and brackets, can only mean this machine."""
+    """True if a name or an address, without port and brackets, can only mean this machine."""
     name = host.lower().removesuffix(".")
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -59,7 +59,7 @@ def _name(host: str) -> str:
 
 
 def _allowed_name(host: str) -> str:
-    """What an operator wrote: an IPv6 address may stand there without brackets."""
+    """The name that an operator wrote: an IPv6 address may stand there without brackets."""
     try:
         return str(ip_address(host.lower()))
     except ValueError:
@@ -89,7 +89,7 @@ class RequestIds:
         given = Headers(scope=scope).get(HEADER, "")
         request_id = given if _ALLOWED.fullmatch(given) else uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        status = 500  # of an error that nobody expected: its reply is sent further out
+        status = 500  # of an error of an unknown type: its reply is sent further out
         started_s = time.monotonic()
 
         async def send_with_id(message: Message) -> None:

@@ -56,7 +56,7 @@ def _log_verbosity(body: SamplingFields) -> None:
 
 
 def check_numbers(body: ChatRequest | ResponsesRequest, settings: ApiSettings) -> None:
-    """Check fields that SamplingParams has under other names, which the error must not tell.
+    """Check fields that SamplingParams has under other names, so that errors name them right.
 
     Raises:
         RequestError: one is out of its range.
@@ -71,12 +71,12 @@ def check_numbers(body: ChatRequest | ResponsesRequest, settings: ApiSettings) -
 
 
 def wants_metrics(body: SamplingFields) -> bool:
-    """Whether the answer is to tell how speculation fared."""
+    """True if the answer has numbers about its speculation."""
     return bool(body.include_metrics) or body.speculation is not None
 
 
 def structured_output(body: SamplingFields, settings: ApiSettings) -> StructuredOutput | None:
-    """What the output must match.
+    """The form that the output must match, if there is one.
 
     Raises:
         RequestError: it is too large, several fields ask for something, or `structured_outputs` is
@@ -85,8 +85,8 @@ def structured_output(body: SamplingFields, settings: ApiSettings) -> Structured
     asked = list(_structures(body))
     if not asked:
         if body.structured_outputs is not None:
-            told = f"structured_outputs needs one of {', '.join(KINDS)}"
-            raise RequestError(told, "structured_outputs")
+            message = f"structured_outputs needs one of {', '.join(KINDS)}"
+            raise RequestError(message, "structured_outputs")
         return None
     if len(asked) > 1:
         names = ", ".join(field for field, _, _ in asked)

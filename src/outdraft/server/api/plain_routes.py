@@ -18,9 +18,8 @@ from outdraft.server.api.bodies import (
     TokenizeTextRequest,
 )
 from outdraft.server.api.errors import draining, engine_dead, invalid_request, unknown_model
-from outdraft.server.api.guard import guarded_router
 from outdraft.server.api.prompts import chat_text, conversation, model_name
-from outdraft.server.api.settings import ApiContext
+from outdraft.server.api.settings import ApiContext, guarded_router
 
 
 def plain_routers(context: ApiContext) -> list[APIRouter]:
@@ -32,7 +31,7 @@ def plain_routers(context: ApiContext) -> list[APIRouter]:
 
 
 def _health(context: ApiContext) -> APIRouter:
-    """What anybody may ask, without a key."""
+    """The routes that need no key."""
     router = APIRouter()
 
     @router.get("/health", operation_id="health")
@@ -46,7 +45,7 @@ def _health(context: ApiContext) -> APIRouter:
 
     @router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
     async def ping() -> Response:
-        """The same, by the name that some platforms ask for."""
+        """/health by the name that some platforms ask for."""
         return await health()
 
     @router.get("/load", operation_id="load")
@@ -90,7 +89,7 @@ def _profiles(context: ApiContext) -> APIRouter:
 
 
 def _stored_responses(context: ApiContext) -> APIRouter:
-    """What OpenAI's API has for answers that it stores: here a clear error."""
+    """OpenAI's routes for answers that it stores: here a clear error."""
     router = guarded_router(context)
 
     async def refuse(response_id: str) -> Response:

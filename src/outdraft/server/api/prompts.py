@@ -117,14 +117,14 @@ async def encode_chat(
 
 
 def chat_text(context: ApiContext, chat: Mapping[str, Any]) -> str:
-    """What the model reads of a conversation. Raises RequestError if no template can write it."""
+    """The prompt of a conversation. Raises RequestError if no template can write it."""
     if context.chat_template is None:
         raise RequestError("the model has no chat template: use /v1/completions", "messages")
     return context.chat_template.render(**chat)
 
 
 def conversation(body: TemplateFields, tools: list[Tool] | None) -> dict[str, Any]:
-    """What a body says of its conversation, as arguments of ChatTemplate.render."""
+    """Arguments of ChatTemplate.render for the conversation of a body."""
     variables = dict(body.chat_template_kwargs or {})
     if body.documents:
         variables["documents"] = body.documents
@@ -161,7 +161,10 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
 def input_messages(
     items: str | Sequence[InputMessage | InputReasoning], instructions: str | None
 ) -> list[dict[str, Any]]:
-    """The same of /v1/responses, where the first message may come separately, and thoughts do."""
+    """Messages for ChatTemplate.render of a body of /v1/responses.
+
+    Its first message may come separately, as instructions, and thoughts do.
+    """
     result: list[dict[str, Any]] = []
     if instructions is not None:
         result.append({"role": "system", "content": instructions})

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, told apart from the answer, as the text streams.
+"""Splits the thoughts of a model from its answer, as the text streams.
 
 DeepSeek R1 and Qwen3 write `<think>`, their thoughts, `</think>`, then the answer. Templates may
 write the first of the two marks, or both of them for a model that shall not think.
@@ -31,7 +31,7 @@ class Thought:
 
 
 class Stage(Enum):
-    """Where the model is. UNKNOWN: at the beginning, and it may think first or not."""
+    """The part of its output that the model writes. UNKNOWN: it may think first or not."""
 
     UNKNOWN = auto()
     THINKING = auto()
@@ -50,8 +50,8 @@ def check_marks(tokenizer: Tokenizer | None) -> None:
             )
 
 
-def stage_behind(prompt: str, continued: str | None, format_: ReasoningFormat) -> Stage:
-    """Where a model is when it goes on behind a prompt.
+def stage_after(prompt: str, continued: str | None, format_: ReasoningFormat) -> Stage:
+    """The stage in which a model goes on after a prompt.
 
     `continued` is the message that the prompt ends within, None: it ends with a new one.
     """
@@ -70,7 +70,7 @@ def stage_behind(prompt: str, continued: str | None, format_: ReasoningFormat) -
 def first_stage(
     settings: ApiSettings, prompt: EncodedPrompt, continued: ChatMessage | None = None
 ) -> Stage | None:
-    """Where the model begins its answer; None: the server tells no thoughts apart.
+    """The stage in which the model begins its answer; None: thoughts are part of the text.
 
     `continued` is the message that the prompt ends within, None: it ends with a new one.
     """
@@ -79,10 +79,10 @@ def first_stage(
     content = continued.content if continued is not None else None
     if content is not None and not isinstance(content, str):
         content = "".join(part.text for part in content)
-    return stage_behind(prompt.text or "", content, settings.reasoning_parser)
+    return stage_after(prompt.text or "", content, settings.reasoning_parser)
 
 
-def with_form_behind_thoughts(params: SamplingParams, stage: Stage | None) -> SamplingParams:
+def with_form_after_thoughts(params: SamplingParams, stage: Stage | None) -> SamplingParams:
     """The parameters, with the form of the output, if they ask for one, for the answer alone."""
     if params.structured is None or stage in (None, Stage.ANSWERING):
         return params
@@ -91,7 +91,7 @@ def with_form_behind_thoughts(params: SamplingParams, stage: Stage | None) -> Sa
 
 
 class ReasoningParser:
-    """Thoughts and the text behind them. However the input is cut, the pieces add up to the same.
+    """Splits thoughts from the text after them. The pieces add up to the same for any cuts.
 
     Line breaks around thoughts are the format's, and are left out.
     """
@@ -103,7 +103,7 @@ class ReasoningParser:
         self._is_at_start = stage is not Stage.ANSWERING  # of the thoughts, or of the answer
 
     def push(self, text: str) -> list[Thought | str]:
-        """What is certain now that the output goes on with `text`."""
+        """Read on; the pieces that no later text can change."""
         self._held += text
         pieces: list[Thought | str] = []
         if self._awaits_start and not self._find_start():
@@ -115,7 +115,7 @@ class ReasoningParser:
         return pieces
 
     def finish(self) -> list[Thought | str]:
-        """What remains, now that the output has ended."""
+        """End the output; the pieces that remain."""
         held, self._held = self._held, ""
         if not held:
             return []
@@ -171,7 +171,7 @@ class AnswerParser:
         self._calls = tool_call_parser(calls) if calls is not None else None
 
     def push(self, text: str, *, is_last: bool) -> list[Part]:
-        """What is certain now that the answer goes on, or ends, with `text`."""
+        """Read on, or the end; the parts that no later text can change."""
         pieces = self._thoughts.push(text)
         pieces += self._thoughts.finish() if is_last else []
         if self._calls is None:

@@ -57,7 +57,7 @@ class EventStream(Response):
         *,
         silence_s: float,
     ) -> None:
-        """`silence_s`: when nothing was sent for so long, a comment is."""
+        """`silence_s`: after this time without an event, a comment is sent."""
         super().__init__()
         self._events = events
         self._retry_after_s = retry_after_s

@@ -1,4 +1,4 @@
-"""What answers say beside their text: log-probabilities, usage, how speculation fared, traces."""
+"""Parts of answers beside their text: log-probabilities, usage, speculation's numbers, traces."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -24,9 +24,9 @@ Row = dict[int, Logprob]  # the chosen token first
 
 @dataclass(frozen=True, slots=True)
 class TokenNames:
-    """What log-probabilities call a token: its text, or its bytes if these are no characters.
+    """Names of tokens in log-probabilities: their text, or their bytes if these are no characters.
 
-    Parts of characters all decode to the same replacement: by that they could not be told apart.
+    Parts of characters all decode to the same replacement, which would be no name.
     """
 
     tokenizer: Tokenizer | None
@@ -92,7 +92,7 @@ class CompletionLogprobs:
     the chosen one, or of the most likely; the others go by their numbers.
     """
 
-    num_top: int  # most likely tokens to tell; the chosen one is always told
+    num_top: int  # most likely tokens in the lists; the chosen one is always there
     names: TokenNames
     text: Detokenizer | None  # of the tokens so far; None: the model came without a tokenizer
     start: int  # of that text in the choice's
@@ -124,7 +124,7 @@ class CompletionLogprobs:
         return {token_id: name for name, token_id in found.items()}
 
     def take_first(self, token_id: int, decoded: str | None, *, is_in_text: bool) -> dict[str, Any]:
-        """The same of a prompt's first token, which nothing precedes.
+        """The lists of a prompt's first token, which nothing precedes.
 
         `decoded`: as TokenNames.name takes it. `is_in_text`: False if the tokenizer has put the
         token before the text.
@@ -137,7 +137,7 @@ class CompletionLogprobs:
         }
 
     def _advance(self, token_id: int) -> int:
-        """Where the token begins, which the text goes on with."""
+        """Append the next token of the text; the offset where it begins."""
         if self.text is None:
             return self.start
         offset = self.start + len(self.text.text)
@@ -187,15 +187,15 @@ def usage(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
 
 
 def metrics(output: RequestOutput) -> dict[str, Any]:
-    """How speculation fared for a request, all its choices together; with a trace, its summary."""
+    """Numbers about a request's speculation, over all its choices; with a trace, its summary."""
     found = output.metrics.speculative_decoding
     by_length = found.acceptance_histogram_by_draft_length
-    told = {name: getattr(found, name) for name in _SPECULATION}
-    told["acceptance_histogram_by_draft_length"] = {str(k): v for k, v in by_length.items()}
+    numbers = {name: getattr(found, name) for name in _SPECULATION}
+    numbers["acceptance_histogram_by_draft_length"] = {str(k): v for k, v in by_length.items()}
     steps = [step for one in output.outputs for step in one.trace or ()]
     if steps:
-        told |= {"acceptance_by_level": _by_level(steps), "decisions": _by_reason(steps)}
-    return {"speculative_decoding": told}
+        numbers |= {"acceptance_by_level": _by_level(steps), "decisions": _by_reason(steps)}
+    return {"speculative_decoding": numbers}
 
 
 _SPECULATION = (
@@ -208,7 +208,7 @@ _SPECULATION = (
 
 
 def trace(delta: CompletionOutput, tokenizer: Tokenizer | None) -> dict[str, Any] | None:
-    """Every new token with how it came, and what was drafted; None if nobody asked."""
+    """Every new token with its origin, and all drafts; None if the request asked for none."""
     if delta.trace is None:
         return None
     pairs = zip(delta.token_ids, delta.origins, strict=True)
@@ -219,10 +219,10 @@ def trace(delta: CompletionOutput, tokenizer: Tokenizer | None) -> dict[str, Any
 
 
 def _by_level(steps: Sequence[DraftTrace]) -> list[dict[str, int]]:
-    """How many drafts reached each level, the first one first, and how many were accepted there.
+    """Numbers of drafts that reached each level, from the first on, and were accepted there.
 
-    A draft reaches the level behind its last accepted token if it goes on there. What lies behind
-    the end of the text does not count.
+    A draft reaches the level after its last accepted token if it goes on there. Tokens after the
+    end of the text do not count.
     """
     reached: Counter[int] = Counter()
     accepted: Counter[int] = Counter()
@@ -241,10 +241,10 @@ def _by_level(steps: Sequence[DraftTrace]) -> list[dict[str, int]]:
 
 def _by_reason(steps: Sequence[DraftTrace]) -> dict[str, dict[str, float]]:
     """Steps by the reason of their decision, with the mean of each number that decisions had."""
-    told: dict[str, list[dict[str, Any]]] = {}
+    by_reason: dict[str, list[dict[str, Any]]] = {}
     for step in steps:
         if step.decision is not None:
-            told.setdefault(step.decision.reason, []).append(_decision(step))
+            by_reason.setdefault(step.decision.reason, []).append(_decision(step))
     return {
         reason: {"steps": len(those)}
         | {
@@ -252,7 +252,7 @@ def _by_reason(steps: Sequence[DraftTrace]) -> dict[str, dict[str, float]]:
             for name in ("predicted_gain", "price")
             if (values := [one[name] for one in those if name in one])
         }
-        for reason, those in told.items()
+        for reason, those in by_reason.items()
     }
 
 
@@ -278,13 +278,13 @@ def _decision(step: DraftTrace) -> dict[str, Any]:
     """Why the step drafted as it did, and what was expected of it; nothing if that is not known."""
     if step.decision is None:
         return {}
-    told: dict[str, Any] = {"reason": step.decision.reason, "granted": step.granted}
+    result: dict[str, Any] = {"reason": step.decision.reason, "granted": step.granted}
     if step.decision.price is not None:
-        told["price"] = step.decision.price
+        result["price"] = step.decision.price
     if step.decision.is_predicted:
-        told["predicted_seconds"] = step.decision.step_s
-        told["predicted_gain"] = step.decision.gain
-    return told
+        result["predicted_seconds"] = step.decision.step_s
+        result["predicted_gain"] = step.decision.gain
+    return result
 
 
 def _token(token_id: int, tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -13,9 +13,8 @@ from outdraft.core.errors import RequestError
 from outdraft.core.outputs import RequestOutput
 from outdraft.server.api.bodies import ResponsesRequest
 from outdraft.server.api.errors import ApiError
-from outdraft.server.api.generation import Generation, new_generation, outputs, updates
-from outdraft.server.api.guard import guarded_router
 from outdraft.server.api.params import check_numbers, sampling_params, wants_metrics
+from outdraft.server.api.prompt_batch import PromptBatch, prompt_batch
 from outdraft.server.api.prompts import encode_chat, input_messages, model_name, prompt_encoder
 from outdraft.server.api.reasoning import (
     AnswerParser,
@@ -24,11 +23,11 @@ from outdraft.server.api.reasoning import (
     Thought,
     first_stage,
     whole_answer,
-    with_form_behind_thoughts,
+    with_form_after_thoughts,
 )
 from outdraft.server.api.replies import EventStream, JsonLater, event
 from outdraft.server.api.reports import Row, TokenNames, content, metrics, usage
-from outdraft.server.api.settings import ApiContext
+from outdraft.server.api.settings import ApiContext, guarded_router
 
 Json = dict[str, Any]
 
@@ -55,9 +54,9 @@ def responses_router(context: ApiContext) -> APIRouter:
         stage = first_stage(context.settings, prompt)
         if stage is not None and body.includes_logprobs:
             raise RequestError("include needs a server without --reasoning-parser", "include")
-        params = with_form_behind_thoughts(params, stage)
-        generation = new_generation(context, "resp_", [prompt], params, body)
-        answer = ResponseAnswer(context, body, generation, model, stage)
+        params = with_form_after_thoughts(params, stage)
+        batch = prompt_batch(context, "resp_", [prompt], params, body)
+        answer = ResponseAnswer(batch, body, model, stage)
         if body.stream:
             settings = context.settings
             return EventStream(
@@ -74,30 +73,29 @@ def responses_router(context: ApiContext) -> APIRouter:
 @dataclass(slots=True)
 class ResponseAnswer:
     """A response under way: one message with one part of text, and before it the thoughts, if the
-    server tells them apart.
+    server splits them from the text.
     """
 
-    context: ApiContext
+    batch: PromptBatch
     body: ResponsesRequest
-    generation: Generation
     model: str
     stage: Stage | None = None  # where the model begins; None: thoughts are part of the text
     created_s: int = field(default_factory=lambda: int(time.time()), init=False)
     message_id: str = field(default_factory=lambda: f"msg_{uuid4().hex}", init=False)
     thoughts_id: str = field(default_factory=lambda: f"rs_{uuid4().hex}", init=False)
     num_events: int = field(default=0, init=False)
-    thoughts: str = field(default="", init=False)  # that were told of in events
+    thoughts: str = field(default="", init=False)  # that events have brought
     is_message_open: bool = field(default=False, init=False)
 
     async def whole(self) -> Json:
-        [output] = await outputs(self.context, self.generation)
+        [output] = await self.batch.outputs()
         return self._finished(output)
 
     async def events(self) -> AsyncGenerator[bytes]:
         """In the order that OpenAI documents; the last one holds the whole response."""
         output = None
         parser = AnswerParser(self.stage, None)
-        async with aclosing(updates(self.context, self.generation)) as stream:
+        async with aclosing(self.batch.updates()) as stream:
             async for _, update in stream:
                 if output is None:
                     for each in self._opening():
@@ -181,7 +179,7 @@ class ResponseAnswer:
         return event({"type": kind, "sequence_number": number} | values, kind)
 
     def _place(self, item_id: str) -> Json:
-        """Where an item's part is: the message stands behind the thoughts, if there are some."""
+        """The place of an item's part: the message comes after the thoughts, if there are some."""
         index = 1 if self.thoughts and item_id == self.message_id else 0
         return {"item_id": item_id, "output_index": index, "content_index": 0}
 
@@ -216,15 +214,15 @@ class ResponseAnswer:
         return result
 
     def _logprobs(self, rows: list[Row] | None) -> list[Json]:
-        names = TokenNames(self.context.inputs.tokenizer)
+        names = TokenNames(self.batch.context.inputs.tokenizer)
         return content(rows or [], self.body.top_logprobs or 0, names)
 
     def _response(self, status: str) -> Json:
-        body, params = self.body, self.generation.params
+        body, params = self.body, self.batch.params
         format_ = body.text.format if body.text is not None else None
         shown = format_.model_dump(by_alias=True) if format_ is not None else {"type": "text"}
         return {
-            "id": self.generation.request_id,
+            "id": self.batch.request_id,
             "object": "response",
             "created_at": self.created_s,
             "status": status,

@@ -46,7 +46,7 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 
 
 def active_tools(body: ChatRequest) -> list[Tool] | None:
-    """The functions that the model is told of.
+    """The functions that stand in the prompt.
 
     Raises:
         RequestError: it would have to call one, and there is none.
@@ -65,7 +65,7 @@ def call_format(
     *,
     template_takes_several: bool = True,
 ) -> CallFormat | None:
-    """How calls will be written. Raises RequestError if a call could not be understood.
+    """The form in which calls will be written. Raises RequestError if none could be understood.
 
     `template_takes_several`: the chat template can write a message with several calls.
     """
@@ -87,7 +87,7 @@ def call_format(
 
 
 def hides_calls(calls: CallFormat | None, tokenizer: Tokenizer | None) -> bool:
-    """Whether a text without special tokens would lack the tags that its calls stand between."""
+    """True if a text without special tokens would lack the tags around its calls."""
     if not isinstance(calls, FreeCalls) or tokenizer is None:
         return False
     marks = MARKS[calls.format]

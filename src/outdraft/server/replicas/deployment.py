@@ -19,10 +19,9 @@ from ray.serve.schema import ApplicationStatus
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.server.engine_process import EngineProcess
-from outdraft.server.replicas.plan import ReplicaPlan, config_of_replica
+from outdraft.server.replicas.plan import ReplicaPlan, config_of_replica, num_wanted
 from outdraft.server.replicas.relay import FrontEndLostError, Relay
-from outdraft.server.replicas.scaling import num_wanted
-from outdraft.server.replicas.wire import Address
+from outdraft.server.replicas.switchboard import Address
 
 HEALTH_PERIOD_S = 2.0  # of Serve's question whether a replica lives
 LEAVES_AFTER_S = 0.1  # Serve looks for requests of its own first, of which there are none
@@ -34,7 +33,7 @@ _logger = logging.getLogger(__name__)
 
 
 class EngineReplica:
-    """What Ray Serve runs: a relay and its engine. It answers no requests itself."""
+    """A replica of Ray Serve: a relay and its engine. It answers no requests itself."""
 
     async def __init__(  # Serve awaits it
         self, config: EngineConfig, plan: ReplicaPlan, address: Address
@@ -55,7 +54,7 @@ class EngineReplica:
             raise RuntimeError("the engine has ended")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What the policy gets to see."""
+        """The statistics that the policy gets."""
         return {OUTSTANDING: float(self._relay.num_requests)}
 
     async def __del__(self) -> None:  # Serve awaits it, too, before it ends the process
@@ -65,7 +64,7 @@ class EngineReplica:
         try:
             await self._relay.run()
         except FrontEndLostError as error:
-            # Nobody is left who could use the application, or end it.
+            # Without the front end the application is of no use, and would never end.
             _logger.error("%s: the application ends", error)
             serve.delete(self._app, _blocking=False)
 
@@ -132,7 +131,7 @@ class Deployment:
 
 
 def has_gpus() -> bool:
-    """Whether a machine of the cluster has a GPU."""
+    """True if a machine of the cluster has a GPU."""
     return ray.cluster_resources().get("GPU", 0) > 0
 
 

@@ -1,6 +1,7 @@
-"""What is asked of whoever starts replicas."""
+"""The number of replicas, what each one needs, and how many a load asks for."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
@@ -9,7 +10,7 @@ from outdraft.config.engine import EngineConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPlan:
-    """How many replicas there are, and what each one needs.
+    """The number of replicas, and what each one needs.
 
     Attributes:
         num_replicas: at the start.
@@ -47,3 +48,17 @@ def config_of_replica(config: EngineConfig, name: str) -> EngineConfig:
     """
     digest = blake2b(repr((config.seed, name)).encode(), digest_size=7).digest()
     return replace(config, seed=int.from_bytes(digest, "little"))
+
+
+def num_wanted(outstanding: Sequence[float], num_replicas: int, target: float) -> int:
+    """The number of replicas for `target` outstanding requests each; at least 1.
+
+    Args:
+        outstanding: requests of each replica that has reported.
+        num_replicas: that run; those that have not reported yet count as the mean of the others.
+    """
+    if not outstanding:
+        return max(1, num_replicas)
+    mean = sum(outstanding) / len(outstanding)
+    # A sum of means need not be whole where it should be.
+    return max(1, math.ceil(round(mean * max(num_replicas, len(outstanding)) / target, 6)))

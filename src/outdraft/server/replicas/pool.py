@@ -3,9 +3,8 @@ one if that is lost."""
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from itertools import count
 
 from outdraft.core.errors import EngineDeadError, ReplicaLostError
@@ -13,26 +12,18 @@ from outdraft.core.request import block_salt
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor
 from outdraft.kv.prefix_cache import extend_hashes
-from outdraft.server.client import Update
-from outdraft.server.engine_link import OnLoading
+from outdraft.server.client import OnLoading, Update
 from outdraft.server.messages import EngineInfo
 from outdraft.server.process_client import Supervisor, input_processor_of
 from outdraft.server.replicas.replica_metrics import ReplicaMetrics
 from outdraft.server.replicas.router import PrefixRouter, Route
-from outdraft.server.replicas.switchboard import RemoteEngine, Switchboard
-from outdraft.server.replicas.wire import Address
+from outdraft.server.replicas.switchboard import Address, RemoteEngine, Switchboard
 from outdraft.server.trace_file import TraceFile
 
-EXPECTED_TOKENS = 256  # an output counts as no longer than that: nobody knows where it will end
+EXPECTED_TOKENS = 256  # an output counts as no longer than that: its end is not known before
 ATTEMPTS = 2
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Replica:
-    client: Supervisor
-    place: int
 
 
 class ReplicaPool:
@@ -42,7 +33,7 @@ class ReplicaPool:
 
     Args:
         block_size: tokens of a block of the engines' prefix caches.
-        on_loading: is told how far replicas are that start.
+        on_loading: is called with the stages of replicas that start.
         localised: the same facts with paths of this machine.
     """
 
@@ -61,7 +52,8 @@ class ReplicaPool:
         self._metrics = metrics
         self._trace: TraceFile | None = None
         self._router = PrefixRouter(block_size)
-        self._replicas: dict[str, _Replica] = {}  # by name; those that leave included
+        self.clients: dict[str, Supervisor] = {}  # by name; those that leave included
+        self._places: dict[str, int] = {}  # of the same replicas, for metrics
         self._known: tuple[EngineInfo, InputProcessor] | None = None
         self._lives: set[asyncio.Task[None]] = set()
         self._calls: asyncio.Task[None] | None = None
@@ -73,12 +65,12 @@ class ReplicaPool:
 
     @property
     def address(self) -> Address:
-        """Where replicas have to call."""
+        """The address that replicas have to call."""
         return self._switchboard.address
 
     @property
     def info(self) -> EngineInfo:
-        """What the replica told that was ready first."""
+        """Facts of the replica that was ready first."""
         return self._first[0]
 
     @property
@@ -89,17 +81,12 @@ class ReplicaPool:
     def is_alive(self) -> bool:
         return bool(self._router.replicas)
 
-    @property
-    def clients(self) -> Mapping[str, Supervisor]:
-        """Clients of single replicas, by name; those that leave included."""
-        return {name: replica.client for name, replica in self._replicas.items()}
-
     def record(self, trace: TraceFile) -> None:
         """Have every attempt at a request written down from now on."""
         self._trace = trace
 
     async def start(self, num_replicas: int) -> None:
-        """Wait until so many replicas are ready.
+        """Wait until `num_replicas` are ready.
 
         Raises:
             ConfigError, EngineDeadError: one of them could not start.
@@ -112,7 +99,7 @@ class ReplicaPool:
             if self._failure is not None:
                 raise self._failure
             if self._calls.done():
-                self._calls.result()  # nobody hears replicas any more
+                self._calls.result()  # calls of replicas are not heard any more
 
     async def run(self) -> None:
         """Until it is closed. A pool without replicas waits for some."""
@@ -127,8 +114,8 @@ class ReplicaPool:
         if self._closed.is_set():
             return
         self._closed.set()
-        for replica in self._replicas.values():
-            replica.client.close(cause)
+        for client in self.clients.values():
+            client.close(cause)
         for task in (*self._lives, self._calls):
             if task is not None:
                 task.cancel()
@@ -146,11 +133,11 @@ class ReplicaPool:
                 route = self._router.route(hashes, len(prompt.token_ids) + num_output, avoided)
                 if route is None:
                     raise EngineDeadError("there is no replica", self.ended_by)
-                replica = self._replicas[route.replica]
-                self._metrics.routed(replica.place, route.num_matched)
+                self._metrics.routed(self._places[route.replica], route.num_matched)
                 has_begun = False
                 try:
-                    stream = replica.client.generate(request_id, prompt, params, priority)
+                    client = self.clients[route.replica]
+                    stream = client.generate(request_id, prompt, params, priority)
                     async with aclosing(stream) as updates:
                         async for update in updates:
                             if update.deltas:
@@ -198,16 +185,15 @@ class ReplicaPool:
             if self._known is None:
                 info = await asyncio.to_thread(self._localised, client.info)
                 self._known = self._known or (info, client.inputs)
-        except Exception as error:  # whatever it is, whoever waits for replicas is told
+        except Exception as error:  # whatever it is, `start` raises it
             _logger.error("a replica on %s could not start: %s", engine.node, error)
             client.close("it could not start")
             self._failure = error
             self._changed.set()
             return
-        places = {replica.place for replica in self._replicas.values()}
-        place = next(number for number in count() if number not in places)
+        place = next(number for number in count() if number not in self._places.values())
         self._metrics.joined(place, client)
-        self._replicas[engine.name] = _Replica(client, place)
+        self.clients[engine.name], self._places[engine.name] = client, place
         self._router.join(engine.name)
         self._changed.set()
         _logger.info("replica %d on %s is ready", place, engine.node)
@@ -217,20 +203,23 @@ class ReplicaPool:
         finally:
             leaving.cancel()
             self._leave(engine.name)
-            del self._replicas[engine.name]
+            del self.clients[engine.name], self._places[engine.name]
             self.ended_by = client.ended_by
             self._metrics.left(place)
-            told = f": {client.ended_by}" if client.ended_by else ""
-            _logger.info("replica %d on %s has ended%s", place, engine.node, told)
+            cause = f": {client.ended_by}" if client.ended_by else ""
+            _logger.info("replica %d on %s has ended%s", place, engine.node, cause)
 
     async def _let_go(self, engine: RemoteEngine) -> None:
         """Wait until a replica wants no more requests, then until it has none, then end it."""
         await engine.is_leaving.wait()
         self._leave(engine.name)
-        replica = self._replicas[engine.name]
-        client = replica.client
-        told = replica.place, engine.node, client.num_unfinished
-        _logger.info("replica %d on %s is not needed any more: it has %d requests left", *told)
+        client = self.clients[engine.name]
+        _logger.info(
+            "replica %d on %s is not needed any more: it has %d requests left",
+            self._places[engine.name],
+            engine.node,
+            client.num_unfinished,
+        )
         while client.num_unfinished:
             await asyncio.sleep(0.05)
         client.close("it has left")

@@ -1,6 +1,6 @@
-"""Stands beside an engine process and passes on what it and a front end elsewhere tell each other.
+"""Passes messages on between an engine process beside it and a front end elsewhere.
 
-The relay also tells how the engine's process ended, and that it lives as long as it does.
+The relay also reports that the engine lives, and how its process ended.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import zmq.asyncio
 from outdraft.core.errors import EngineDeadError
 from outdraft.server.engine_process import EngineProcess
 from outdraft.server.messages import EngineInfo, Report
-from outdraft.server.replicas.wire import (
+from outdraft.server.replicas.switchboard import (
     BEAT,
     BEAT_S,
     COMMAND,
@@ -24,7 +24,6 @@ from outdraft.server.replicas.wire import (
     REPORTS,
     Address,
     Beat,
-    Gone,
     Hello,
     Silence,
 )
@@ -80,7 +79,7 @@ class Relay:
         """Until the front end says so, or the engine dies.
 
         Raises:
-            FrontEndLostError: nobody says anything any more.
+            FrontEndLostError: the front end is silent.
         """
         cause = "its relay failed"
         try:
@@ -98,7 +97,7 @@ class Relay:
             self._ended.set()
             self._engine.end()
             # Without a limit to what is queued, it is done at once.
-            self._socket.send_multipart([GONE, msgspec.msgpack.encode(Gone(cause))], zmq.NOBLOCK)
+            self._socket.send_multipart([GONE, cause.encode()], zmq.NOBLOCK)
             self._socket.close()
             self._context.term()
 

@@ -7,9 +7,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from outdraft.server.messages import Steps
-from outdraft.server.metrics import LatencyWatcher, Metrics
+from outdraft.server.metrics import LatencyWatcher, Metrics, Series
 from outdraft.server.process_client import Supervisor
-from outdraft.server.series import Series
 
 BY = ("prefix", "load")
 
@@ -45,7 +44,7 @@ class ReplicaMetrics:
 
     @property
     def all(self) -> Collection[Metrics]:
-        """Those of each replica there has been, by its place."""
+        """Metrics of each replica there has been, by its place."""
         return self._replicas.values()
 
     def watch(self, watcher: LatencyWatcher) -> None:
@@ -55,7 +54,7 @@ class ReplicaMetrics:
             metrics.watch(watcher)
 
     def watch_steps(self, on_steps: Callable[[Steps], None]) -> None:
-        """Have a function called with what replicas tell of their steps, and all their loads."""
+        """Have a function called with the steps of each report, and the load of all replicas."""
         self._step_watchers.append(on_steps)
 
     def joined(self, place: int, client: Supervisor) -> None:
@@ -78,7 +77,7 @@ class ReplicaMetrics:
         self._series.add("replicas", -1)
 
     def routed(self, place: int, num_matched: int) -> None:
-        """A request was sent to it; it knows so many blocks of the prompt."""
+        """A request was sent to it; it knows `num_matched` blocks of the prompt."""
         by = BY[0] if num_matched else BY[1]
         self._series.add("routed_requests", 1, place, by)
 
@@ -107,7 +106,7 @@ class ReplicaMetrics:
 
 
 class _Merged(Collector):
-    """The metrics of several registries with the same names, told apart by the label `replica`."""
+    """The metrics of several registries with the same names, with `replica` as a further label."""
 
     def __init__(self, replicas: dict[int, Metrics]) -> None:
         self._replicas = replicas

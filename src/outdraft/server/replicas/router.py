@@ -1,4 +1,4 @@
-"""Which replica gets a request: the one with the beginning of its prompt, unless it is overfull.
+"""Sends a request to the replica with the beginning of its prompt, unless that is overfull.
 
 Plain Python: no clock, no network. What a replica has in its prefix cache is guessed from what it
 was sent, by the names of blocks that the cache itself uses (`kv.prefix_cache`).
@@ -27,13 +27,13 @@ class Route:
 
 
 @dataclass(slots=True)
-class _Replica:
+class _ReplicaLoad:
     load_tokens: int = 0
     turn: int = 0  # of the router, when a request was last sent here
     blocks: OrderedDict[bytes, None] = field(default_factory=OrderedDict[bytes, None])
 
     def num_known(self, hashes: Sequence[bytes]) -> int:
-        """How many of the first blocks it has."""
+        """Number of the first blocks that it has."""
         return next((i for i, one in enumerate(hashes) if one not in self.blocks), len(hashes))
 
     def remember(self, hashes: Sequence[bytes], max_blocks: int) -> None:
@@ -60,7 +60,7 @@ class PrefixRouter:
         self._block_size = block_size
         self._slack_tokens = slack_tokens
         self._max_blocks = max_blocks
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, _ReplicaLoad] = {}
         self._turn = 0
 
     @property
@@ -68,13 +68,13 @@ class PrefixRouter:
         return self._replicas.keys()
 
     def load_tokens(self, replica: str) -> int:
-        """What a replica has left to compute."""
+        """Tokens that a replica has left to compute."""
         return self._replicas[replica].load_tokens
 
     def join(self, replica: str) -> None:
         """A replica is there. It knows nothing yet."""
         assert replica not in self._replicas
-        self._replicas[replica] = _Replica()
+        self._replicas[replica] = _ReplicaLoad()
 
     def leave(self, replica: str) -> None:
         """A replica takes no more requests; what it still has is no longer counted."""
@@ -107,7 +107,7 @@ class PrefixRouter:
         return self._send(chosen, hashes, num_tokens, known[chosen])
 
     def settle(self, route: Route, num_tokens: int) -> None:
-        """So many of a request's tokens were computed."""
+        """`num_tokens` of a request were computed."""
         settled = min(num_tokens, route.left_tokens)
         route.left_tokens -= settled
         if (replica := self._replicas.get(route.replica)) is not None:

@@ -3,49 +3,95 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
+from msgspec import Struct
 from msgspec.structs import replace
 
-from outdraft.server.engine_link import OnLoading, Result, first_info, unless_dead
-from outdraft.server.messages import Command, EngineInfo, Progress, Report
-from outdraft.server.replicas.wire import (
-    BEAT,
-    BEAT_S,
-    COMMAND,
-    END,
-    GONE,
-    HELLO,
-    LEAVING,
-    REPORTS,
-    Address,
-    Beat,
-    Gone,
-    Hello,
-    Silence,
-)
+from outdraft.server.client import EngineLink
+from outdraft.server.messages import Progress, Report
+
+# Relay to front end.
+HELLO, REPORTS, GONE, LEAVING = b"hello", b"reports", b"gone", b"leaving"
+# Front end to relay.
+COMMAND, END = b"command", b"end"
+# Both ways.
+BEAT = b"beat"
+
+BEAT_S = 0.5
+
+
+class Hello(Struct, frozen=True):
+    """The first message of a relay."""
+
+    node: str  # the machine's address
+    clock_s: float  # monotonic clock of the relay's machine
+
+
+class Beat(Struct, frozen=True):
+    """A sign of life, every BEAT_S seconds."""
+
+    clock_s: float  # as in Hello
+    num_sent: int  # reports or commands so far; a receiver that has fewer has lost some
+    num_requests: int = 0  # that the front end has open at the replica
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The address of the front end for relays.
+
+    Attributes:
+        url: as ZeroMQ writes it, tcp://10.0.0.1:5555.
+        public_key: of the front end; 40 characters.
+    """
+
+    url: str
+    public_key: bytes
+
+
+class Silence:
+    """Measures for how long nothing was heard. Time in which the process stood hardly counts.
+
+    A process that was stopped for a while finds its peers' messages when it goes on: it must not
+    think before it has read them that they were silent.
+    """
+
+    def __init__(self) -> None:
+        self._silent_s = 0.0
+        self._last_s: float | None = None
+
+    def heard(self) -> None:
+        self._silent_s = 0.0
+
+    def passed(self, now_s: float) -> float:
+        """Called every BEAT_S seconds. Seconds of silence; `now_s`: of the monotonic clock."""
+        if self._last_s is not None:
+            self._silent_s += min(now_s - self._last_s, 2 * BEAT_S)
+        self._last_s = now_s
+        return self._silent_s
+
 
 Send = Callable[[bytes, bytes], None]  # a kind and a body, to one relay
 
 
-class RemoteEngine:
-    """The engine of a replica, as a client sees it: an `EngineLink`."""
+class RemoteEngine(EngineLink):
+    """The way to the engine of a replica."""
 
     def __init__(self, name: str, hello: Hello, send: Send, on_end: Callable[[], object]) -> None:
         self.name = name
         self.node = hello.node
+        self.place = f" on {hello.node}"
         self.is_leaving = asyncio.Event()
         self.num_requests: Callable[[], int] = lambda: 0  # that are open at the replica
         self._send = send
         self._on_end = on_end
         self._is_ended = False
         self._reports: asyncio.Queue[bytes] = asyncio.Queue()
-        self._decoder = msgspec.msgpack.Decoder(list[Report])
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._num_received = 0
         self._num_sent = 0
@@ -53,20 +99,19 @@ class RemoteEngine:
         self._silence = Silence()
         self._set_clock(hello.clock_s)
 
-    async def started(self, on_loading: OnLoading) -> EngineInfo:
-        told = f"the engine on {self.node} died while it started"
-        return await self.while_alive(first_info(self.receive, on_loading), told)
-
     async def receive(self) -> list[Report]:
-        """As EngineLink, in times of this machine's clock."""
-        return [self._in_own_time(one) for one in self._decoder.decode(await self._reports.get())]
+        """Wait for the engine's next reports; their times are of this machine's clock."""
+        return [self._in_own_time(report) for report in await super().receive()]
 
-    def send(self, command: Command) -> None:
+    async def receive_frame(self) -> bytes:
+        return await self._reports.get()
+
+    def send_frame(self, command: bytes) -> None:
         self._num_sent += 1
-        self._send(COMMAND, msgspec.msgpack.encode(command))
+        self._send(COMMAND, command)
 
-    async def while_alive(self, work: Coroutine[Any, Any, Result], told: str) -> Result:
-        return await unless_dead(work, self._wait_lost(), told)
+    async def death(self) -> str:
+        return await asyncio.shield(self._lost)
 
     def end(self) -> None:
         if not self._is_ended:
@@ -87,7 +132,7 @@ class RemoteEngine:
             if beat.num_sent != self._num_received:
                 self.lose(f"{beat.num_sent - self._num_received} of its reports were lost")
         elif kind == GONE:
-            self.lose(msgspec.msgpack.decode(body, type=Gone).cause)
+            self.lose(body.decode())
         elif kind == LEAVING:
             self.is_leaving.set()
 
@@ -99,12 +144,9 @@ class RemoteEngine:
             self.lose(f"nothing was heard of {self.node} for {lost_after_s:g} s")
 
     def lose(self, cause: str) -> None:
-        """The replica is gone, for a cause that is told in words."""
+        """The replica is gone; `cause`: in words."""
         if not self._lost.done():
             self._lost.set_result(cause)
-
-    async def _wait_lost(self) -> str:
-        return await asyncio.shield(self._lost)
 
     def _set_clock(self, clock_s: float) -> None:
         # The way takes time, once more and once less: the fastest message is the most exact.
@@ -123,7 +165,7 @@ class RemoteEngine:
 
 
 class Switchboard:
-    """Where relays call; `run` has to run beside it.
+    """The socket that relays call; `run` has to run beside it.
 
     Args:
         host: address of this machine that the relays' machines can reach.

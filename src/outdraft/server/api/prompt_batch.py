@@ -1,4 +1,4 @@
-"""One HTTP request's generation: as many engine requests as it has prompts, streamed as one."""
+"""The prompts of one HTTP request: each is a request to the engine, and all are one stream."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -17,24 +17,69 @@ from outdraft.server.client import Update
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """What the engine is asked for."""
+class PromptBatch:
+    """Prompts with the same sampling parameters, and the id of their answer."""
 
-    request_id: str
+    context: ApiContext
+    body: SamplingFields
     prompts: Sequence[EncodedPrompt]
-    params: SamplingParams  # of every prompt
-    priority: int
-    form_field: str  # the body's field that asks for a form of the output, if one does
+    params: SamplingParams
+    request_id: str
+
+    async def updates(self) -> AsyncGenerator[tuple[int, Update]]:
+        """Every update with the number of its prompt. Closing it early aborts all that runs.
+
+        Raises:
+            RequestError, CapacityError, GenerationError, EngineDeadError: as EngineClient.generate.
+        """
+        client, priority = self.context.client, self.body.priority or 0
+        async with AsyncExitStack() as stack:
+            streams: list[AsyncGenerator[Update]] = []
+            for number, prompt in enumerate(self.prompts):
+                request_id = f"{self.request_id}-{number}"
+                stream = client.generate(request_id, prompt, self.params, priority)
+                streams.append(await stack.enter_async_context(aclosing(stream)))
+            try:
+                if len(streams) == 1:
+                    async for update in streams[0]:
+                        yield 0, update
+                    return
+                async with aclosing(_merged(streams)) as merged:
+                    async for pair in merged:
+                        yield pair
+            except RequestError as error:
+                if error.field != "structured":
+                    raise
+                raise RequestError(str(error), form_field(self.body)) from error
+
+    async def outputs(self) -> list[RequestOutput]:
+        """The finished outputs, one a prompt. Nothing was sent before them, so a replica that is
+        lost is no error: another one begins anew.
+
+        Raises:
+            RequestError, CapacityError, GenerationError, EngineDeadError: as EngineClient.generate.
+        """
+        try:
+            return await self._outputs()
+        except ReplicaLostError:
+            return await self._outputs()
+
+    async def _outputs(self) -> list[RequestOutput]:
+        last: dict[int, RequestOutput] = {}
+        async with aclosing(self.updates()) as stream:
+            async for number, update in stream:
+                last[number] = update.output
+        return [last[number] for number in range(len(self.prompts))]
 
 
-def new_generation(
+def prompt_batch(
     context: ApiContext,
     prefix: str,
     prompts: Sequence[EncodedPrompt],
     params: SamplingParams,
     body: SamplingFields,
-) -> Generation:
-    """A generation with its own id.
+) -> PromptBatch:
+    """A batch with its own id, which begins with `prefix`.
 
     Raises:
         ContextLengthError: the context has no room for all tokens that are asked for.
@@ -42,7 +87,6 @@ def new_generation(
     """
     for prompt in prompts:
         _check_room(context, prompt, body)
-    request_id = f"{prefix}{body.request_id or uuid4().hex}"
     num_choices, most = len(prompts) * params.n, context.settings.max_choices
     if num_choices > most:
         raise RequestError(
@@ -50,7 +94,8 @@ def new_generation(
             "are allowed",
             "n",
         )
-    return Generation(request_id, prompts, params, body.priority or 0, form_field(body))
+    request_id = f"{prefix}{body.request_id or uuid4().hex}"
+    return PromptBatch(context, body, prompts, params, request_id)
 
 
 def _check_room(context: ApiContext, prompt: EncodedPrompt, body: SamplingFields) -> None:
@@ -66,56 +111,6 @@ def _check_room(context: ApiContext, prompt: EncodedPrompt, body: SamplingFields
             f"tokens, and {name} asks for {max_tokens} more: {most - used} are left",
             name,
         )
-
-
-async def updates(
-    context: ApiContext, generation: Generation
-) -> AsyncGenerator[tuple[int, Update]]:
-    """Every update with the number of its prompt. Closing it early aborts all that runs.
-
-    Raises:
-        RequestError, CapacityError, GenerationError, EngineDeadError: as EngineClient.generate.
-    """
-    async with AsyncExitStack() as stack:
-        streams: list[AsyncGenerator[Update]] = []
-        for number, prompt in enumerate(generation.prompts):
-            stream = context.client.generate(
-                f"{generation.request_id}-{number}", prompt, generation.params, generation.priority
-            )
-            streams.append(await stack.enter_async_context(aclosing(stream)))
-        try:
-            if len(streams) == 1:
-                async for update in streams[0]:
-                    yield 0, update
-                return
-            async with aclosing(_merged(streams)) as merged:
-                async for pair in merged:
-                    yield pair
-        except RequestError as error:
-            if error.field != "structured":
-                raise
-            raise RequestError(str(error), generation.form_field) from error
-
-
-async def outputs(context: ApiContext, generation: Generation) -> list[RequestOutput]:
-    """The finished outputs, one a prompt. Nothing was sent before them, so a lost replica is nobody
-    else's concern: another one begins anew.
-
-    Raises:
-        RequestError, CapacityError, GenerationError, EngineDeadError: as EngineClient.generate.
-    """
-    try:
-        return await _outputs(context, generation)
-    except ReplicaLostError:
-        return await _outputs(context, generation)
-
-
-async def _outputs(context: ApiContext, generation: Generation) -> list[RequestOutput]:
-    last: dict[int, RequestOutput] = {}
-    async with aclosing(updates(context, generation)) as stream:
-        async for number, update in stream:
-            last[number] = update.output
-    return [last[number] for number in range(len(generation.prompts))]
 
 
 async def _merged(
