@@ -148,7 +148,7 @@ class ScriptedLink(EngineLink):
 
     @property
     def request_id(self) -> str:
-        """Of the newest request, on the wire."""
+        """The newest request as the wire has it."""
         return [command for command in self.commands if isinstance(command, Add)][-1].request_id
 
     def gain(self, counts: tuple[int, ...], reasons: tuple[str | None, ...]) -> None:
