@@ -3,6 +3,7 @@
 Dimension key: as in expert_ops.py.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.data.coded_weight import CodedWeight
-from outdraft.kernels.expert_ops import Activation, ExpertWeights, Gate, PackExperts
+from outdraft.kernels.expert_ops import Activation, ExpertWeights, Gate
 from outdraft.kernels.native.experts import NativeExpertKernels, NativeExperts
 from outdraft.kernels.native.library import open_library, usable_instruction_sets
 from outdraft.kernels.native.linear import NativeLinear
@@ -189,7 +190,7 @@ def instruction_set(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def native(instruction_set: str, num_threads: int) -> PackExperts:
+def native(instruction_set: str, num_threads: int) -> Callable[..., NativeExperts]:
     library = open_library(instruction_set)
     assert library is not None
     linear = NativeLinear(Team(library, num_threads))

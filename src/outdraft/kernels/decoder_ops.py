@@ -198,11 +198,3 @@ class DecoderPass(Protocol):
             by_levels: as in `draft`.
         """
         ...
-
-
-class CompileDecoder(Protocol):
-    """Prepare the passes of a network whose products are packed."""
-
-    def __call__(self, spec: DecoderSpec) -> DecoderPass:
-        """It reads the weights where they lie."""
-        ...

@@ -137,7 +137,7 @@ class Movable(Protocol):
         ...
 
     def over(self, tensors: tuple[Tensor | None, ...], common: tuple[int, ...]) -> TreeLevels:
-        """The same levels of other tensors; both as of `parts`."""
+        """These levels of other tensors; both arguments are as from `parts`."""
         ...
 
 
@@ -327,44 +327,6 @@ class DrawnLevel:
     is_drawn_BF: Tensor
     probs_BFV: Tensor
     weight_BF: Tensor
-
-
-class AddSilu(Protocol):
-    """x + silu(y): a residual block of a draft head."""
-
-    def __call__(self, x_RD: Tensor, y_RD: Tensor) -> Tensor:
-        """[R, D], of x's dtype, which is y's."""
-        ...
-
-
-class ScaleToRms(Protocol):
-    """Rows of one root mean square: x / sqrt(mean(x ** 2) + eps) * rms."""
-
-    def __call__(self, x_RS: Tensor, rms: float, eps: float) -> Tensor:
-        """[R, S], of x's dtype; statistics are float32 at least."""
-        ...
-
-
-class MixTokens(Protocol):
-    """The state of an MLP speculator behind tokens: gelu(n(z + share * embedding) * w + b), where n
-    scales a row to a root mean square of 1."""
-
-    def __call__(
-        self,
-        z_RS: Tensor,
-        ids_R: Tensor,
-        embedding_VS: Tensor,
-        share: float,
-        norm_2S: Tensor,
-        eps: float,
-    ) -> Tensor:
-        """[R, S], of z's dtype, which is that of all numbers.
-
-        Args:
-            ids_R: int64.
-            norm_2S: w, then b; contiguous, as the embedding.
-        """
-        ...
 
 
 def side_shares(num_ranks: int) -> list[float]:

@@ -87,14 +87,3 @@ class Experts(Protocol):
             IndexError: an id is out of range.
         """
         ...
-
-
-class PackExperts(Protocol):
-    """Make the experts of a layer. Their weights are neither changed nor written later."""
-
-    def __call__(
-        self, weights: ExpertWeights, gate: Gate, quantization: WeightFormat | None = None
-    ) -> Experts:
-        """Numbers of weights are those given, or those that `quantization` rounds them to; codes
-        stay as they are."""
-        ...

@@ -12,12 +12,12 @@ from outdraft.distributed.group import RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.ops import Product
 
-# Makes of one rank's product, and the bias of all ranks' product, what the model computes.
+# From one rank's product and the bias of all ranks' product to the product of the model.
 Spread = Callable[[Product, Tensor | None], Product]
 
 
 class SummedProduct:
-    """As `ops.Product`: each rank has some of the inputs; every rank gets the sum.
+    """A product whose inputs are spread over the ranks; every rank gets the sum.
 
     Each rank rounds its part to the dtype of the rows. The sum is rounded once, and so is the bias
     added to it.
@@ -42,7 +42,7 @@ class SummedProduct:
 
 
 class PaddedProduct:
-    """As `ops.Product`, without a bias: each rank gets its own outputs, padded with -inf.
+    """A product without a bias: each rank gets its own outputs, padded with -inf.
 
     Attributes:
         shard: the outputs.

@@ -53,7 +53,7 @@ class StepTask(NamedTuple):
         taps: as in DecoderPass.
         chooser: None: nothing is chosen. Else what works emit is written to their texts.
         states_of: of rows with logits at least, if nothing is chosen or something is tapped.
-        window: as in `ops.PlaceStates`; 0: nobody keeps states.
+        window: newest tokens of a text whose states are kept, as `place_states` counts; 0: none.
     """
 
     spans: Sequence["Span"]
@@ -87,7 +87,7 @@ class Choice(Protocol):
 
     @property
     def on_host(self) -> "KnownChoice | None":
-        """The same where the host knows it already; None: it would have to wait for it."""
+        """The choice as lists where the host knows it already; None: it would have to wait."""
         ...
 
 
@@ -113,7 +113,7 @@ class DeviceChoice(NamedTuple):
 
 
 class StatePlaces(NamedTuple):
-    """What `ops.PlaceStates` gives."""
+    """Places of kept states, int64, as `place_states` returns them."""
 
     places_T: Tensor
     last_rows_W: Tensor

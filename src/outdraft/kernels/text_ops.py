@@ -72,21 +72,3 @@ class SuffixTexts(NgramTexts, Protocol):
         All texts must be counted whole. Returns how many tokens these were.
         """
         ...
-
-
-class NgramTextsMaker(Protocol):
-    """Makes an object without texts."""
-
-    def __call__(self, min_n: int, max_n: int, branching: int) -> NgramTexts:
-        """1 <= min_n <= max_n, 1 <= branching <= MAX_DRAFTS."""
-        ...
-
-
-class SuffixTextsMaker(Protocol):
-    """Makes an object without texts."""
-
-    def __call__(
-        self, max_depth: int, max_spec_factor: float, min_token_prob: float, branching: int
-    ) -> SuffixTexts:
-        """max_depth >= 2, max_spec_factor >= 0, 1 <= branching <= MAX_DRAFTS."""
-        ...

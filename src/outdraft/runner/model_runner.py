@@ -390,4 +390,4 @@ class ModelRunner:
     def _scored(self, hidden_RD: Tensor, chosen_R: Tensor, num_top: int) -> Scores:
         """As `ScoreTokens`, behind the hidden states."""
         logits_RV = self.model.logits(hidden_RD)
-        return self.model.kernels.score_tokens(logits_RV, chosen_R, num_top)
+        return self.model.kernels.score_tokens(logits_RV, chosen_R, num_top, None)

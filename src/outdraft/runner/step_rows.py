@@ -13,8 +13,7 @@ from torch import Tensor
 from outdraft.attention.rows import Span, lay_out, metadata_of
 from outdraft.core.plan import Work
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
-from outdraft.kernels.ops import Kernels, PlacedRows
-from outdraft.kernels.sampling_ops import choose_by_parts
+from outdraft.kernels.ops import Kernels, PlacedRows, choose_by_parts
 from outdraft.kernels.step_ops import DeviceChoice, StatePlaces, StatesOf, StepRead, StepTask
 from outdraft.models.base import LanguageModel
 from outdraft.runner.slots import Slots
@@ -140,10 +139,10 @@ def _choice(
 
 @dataclass(frozen=True, slots=True)
 class _Choosing:
-    """As `ops.Choosing`.
+    """An `ops.Choosing` by the model's head and the verifier.
 
     Attributes:
-        paths: None: nobody looks at texts.
+        paths: None: no operation looks at texts.
     """
 
     model: LanguageModel

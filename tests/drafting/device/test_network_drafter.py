@@ -26,7 +26,6 @@ from outdraft.kernels.draft_ops import (
     TreeLevels,
     UnreadTexts,
 )
-from outdraft.kernels.ops import Grow
 from outdraft.kv.cache import KVCache
 from tests.drafting.small_networks import BLOCK_SIZE, KINDS, random_window, small_network
 from tests.kernels.tables import kernels_for
@@ -86,7 +85,7 @@ def propose(
     chosen: slice = slice(None),
     *,
     samples: bool = True,
-    grow: Grow | None = None,
+    grow: Callable[..., ModelDrafts] | None = None,
     rounded: Callable[[int], int] = int,
 ) -> ModelDrafts:
     """`grow`: instead of the table's. `rounded`: numbers of requests."""
@@ -133,7 +132,7 @@ def probs_behind(network: Network, ask: DraftModelAsk, path: Sequence[int]) -> T
 
 
 class MovedGrowth:
-    """As `Grow`: over copies of the levels' tensors, as a graph reads them."""
+    """Over copies of the levels' tensors, as a graph reads them."""
 
     def __init__(self) -> None:
         self.num_calls = 0

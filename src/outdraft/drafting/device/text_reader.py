@@ -75,7 +75,7 @@ class TextReader:
         if self._window is None:
             return
         features_TF = self.network.features(states)
-        self.network.kernels.copy_rows(self._window.features_NF, states.places_T, features_TF)
+        self.network.kernels.copy_rows(self._window.features_NF, states.places_T, features_TF, None)
         if not states.reads:
             return
         spans = self._spans([read.text for read in states.reads], states.token_ids_SL)

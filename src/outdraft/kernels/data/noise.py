@@ -10,7 +10,7 @@ position: the anchor of a drawn child is the number of committed tokens + (its p
 so that the draws of a level are independent.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -69,3 +69,6 @@ class NoiseKeys:
             purposes_R,
             torch.zeros_like(positions_R) if anchors_R is None else anchors_R,
         )
+
+
+Gumbel = Callable[[NoiseKeys, int], Tensor]  # from keys and V to float32 [R, V]

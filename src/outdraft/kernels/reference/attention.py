@@ -44,7 +44,6 @@ class ReferenceAttention:
         self._in_order = in_order
 
     def temporary_bytes(self, most: AttentionSizes) -> int:
-        """As `AttentionBackend`."""
         own, wide = most.dtype.itemsize, torch.promote_types(most.dtype, torch.float32).itemsize
         key_size, value_size = most.cache.key_size, most.cache.value_size
         key = most.num_keys * most.cache.num_kv_heads * max(key_size, value_size)

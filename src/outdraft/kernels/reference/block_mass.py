@@ -1,4 +1,4 @@
-"""How much of a row's attention each block of its text gets, in torch, for any device.
+"""The share of a row's attention that each block of its text gets, in torch, for any device.
 
 Dimension key: B requests, H heads, G kv heads, R query heads per kv head, C head size, P blocks,
 S slots per block, K keys of the longest request.
@@ -11,6 +11,17 @@ from torch import Tensor
 def block_mass(
     q_BHC: Tensor, k_PSGC: Tensor, block_table_BP: Tensor, num_keys_B: Tensor, scale: float
 ) -> Tensor:
+    """Sum one row's attention over each block of its text: float32 [B, P], new.
+
+    softmax(scale * q k^T) over the first keys of each request, summed over all heads and over the
+    slots of each block; 0 for blocks after them.
+
+    Args:
+        q_BHC: of one row of each request, of the dtype of the keys.
+        k_PSGC: of the layer's cache.
+        block_table_BP: int32, as in AttentionMetadata.
+        num_keys_B: int64, at least 1.
+    """
     block_size, num_kv_heads = k_PSGC.shape[1:3]
     width = block_table_BP.shape[1]
     dtype = torch.promote_types(q_BHC.dtype, torch.float32)

@@ -20,7 +20,7 @@ from outdraft.kernels.step_ops import StepRead, StepTask
 
 
 class ReferenceDecoder:
-    """As `decoder_ops.DecoderPass`, for any device and floating dtype.
+    """The passes of a decoder, for any device and floating dtype. It reads weights where they lie.
 
     All numbers have the network's dtype; statistics of norms, scores and softmax are float32 at
     least. A bfloat16 decoder of the compiled library rounds less: only inputs of products, cached

@@ -24,18 +24,19 @@ class _Text:
 
 
 class ReferenceNgramTexts:
-    """As `text_ops.NgramTexts`."""
+    """Texts of requests, scanned; `text_ops.NgramTexts` says what is drafted.
+
+    It starts without texts. 1 <= min_n <= max_n, 1 <= branching <= MAX_DRAFTS.
+    """
 
     def __init__(self, min_n: int, max_n: int, branching: int) -> None:
         self._min_n, self._max_n, self._branching = min_n, max_n, branching
         self._texts: dict[str, _Text] = {}
 
     def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
-        """One draft per ask."""
         return [self._draft(ask) for ask in asks]
 
     def forget(self, request_id: str) -> None:
-        """Drop what is remembered of a text."""
         self._texts.pop(request_id, None)
 
     def _draft(self, ask: DraftAsk) -> Draft:

@@ -1,4 +1,8 @@
-"""Where rows stand and which tokens they read: on the host row by row, else by tensors."""
+"""Places of rows and the tokens that they read: on the host row by row, else by tensors.
+
+Dimension key: B requests that sample of W works; T rows, N most drafts of one request, F rows of a
+level of a growing tree, S texts of L tokens, D numbers of a row.
+"""
 
 from collections.abc import Sequence
 
@@ -15,6 +19,15 @@ from outdraft.kernels.ops import PlacedRows
 def place_rows(
     spans: Sequence[Span], extra: Sequence[Sequence[int]], block_size: int, width: int
 ) -> PlacedRows:
+    """Lay out the rows of a step: for each request its causal rows, then its drafted ones.
+
+    New contiguous tensors on the host.
+
+    Args:
+        spans: one at least; only those that sample have parents.
+        extra: numbers to pass on as int64 tensors.
+        width: N, the places of each work's drafts.
+    """
     starts, ancestors, positions, slots = [0], list[int](), list[int](), list[int]()
     state_index, draft_index = list[int](), list[int]()
     logit_rows, root_rows, draft_slots = list[int](), list[int](), list[list[int]]()
@@ -52,6 +65,15 @@ def place_rows(
 def shape_rows(
     parents_BN: Tensor, draft_index_T: Tensor, positions_T: Tensor, ancestors_T: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Give drafted rows the position and the ancestors that follow from their parents.
+
+    New positions and ancestors; rows that are not drafted keep theirs. B, N > 0.
+
+    Args:
+        parents_BN: int64, contiguous, as in DraftBatch.
+        draft_index_T: int64, as in PlacedRows; the rows of a draft follow its root, in order.
+        positions_T, ancestors_T: int64, as in AttentionMetadata.
+    """
     width, device = parents_BN.shape[1], parents_BN.device
     # Row 0 is the root, which is above itself; padding may hold anything.
     places_N = torch.arange(width, device=device)
@@ -81,6 +103,20 @@ def place_states(
     row_len: int,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Find where the states of a pass are kept, in windows over the newest tokens of texts.
+
+    int64 [T]: the place of each row's state, -1 for drafts that were refused and for tokens
+    before the newest `window` of those that the pass read; int64 [W]: the last row that each
+    text keeps; int64 [W]: that row's place. All are new.
+
+    Token i of text s has place s * window + i % window.
+
+    Args:
+        rows: of W works.
+        state_index_T, root_rows_B: as in PlacedRows.
+        kept_rows_BN: int64, as rows_BN of a Verdict.
+        row_len: L, of the texts.
+    """
     starts_W1, contexts_W, causal_W = (
         one.long() for one in (rows.query_start_B1, rows.context_lens_B, rows.num_causal_B)
     )
@@ -110,6 +146,15 @@ def place_states(
 def copy_rows(
     to_ND: Tensor, places_R: Tensor | None, from_TD: Tensor, rows_R: Tensor | None = None
 ) -> None:
+    """Copy rows of numbers to their places: to_ND[places_R[r]] = from_TD[rows_R[r]].
+
+    A row with place -1 goes to the last place, or nowhere. Row -1 stands for any numbers.
+
+    Args:
+        to_ND, from_TD: of one dtype; to_ND is contiguous.
+        places_R, rows_R: int64; no place but -1 occurs twice. One of them may be None: all in
+            order.
+    """
     from_RD = from_TD if rows_R is None else from_TD[rows_R]
     # Place -1 is the last one, and so is row -1.
     to_ND[slice(None) if places_R is None else places_R] = from_RD
@@ -118,6 +163,14 @@ def copy_rows(
 def read_token_ids(
     texts_SL: Tensor, drafts_BN: Tensor, state_index_T: Tensor, draft_index_T: Tensor
 ) -> Tensor:
+    """Read the tokens of rows from the texts, or from the drafts: int64 [T], new.
+
+    A place that nothing was drafted for (-1) reads as 0: nothing matches it.
+
+    Args:
+        texts_SL, drafts_BN: int64, contiguous; N may be 0.
+        state_index_T, draft_index_T: int64, as in PlacedRows.
+    """
     ids_T = texts_SL.view(-1)[state_index_T]
     if drafts_BN.numel() == 0:
         return ids_T
@@ -128,6 +181,16 @@ def read_token_ids(
 def append_token_ids(
     texts_SL: Tensor, state_rows_B: Tensor, starts_B: Tensor, token_ids_BN: Tensor
 ) -> None:
+    """Write emitted tokens, padded with -1, after the first tokens of texts.
+
+    The texts change. Their last column takes writes that must go nowhere.
+
+    Args:
+        texts_SL: int64, contiguous.
+        state_rows_B: int64; the row of each request's text.
+        starts_B: int64; the number of tokens that stay.
+        token_ids_BN: int64, contiguous; its tokens fit into the text.
+    """
     places_N = torch.arange(token_ids_BN.shape[1], device=token_ids_BN.device)
     columns_BN = starts_B[:, None] + places_N
     columns_BN = torch.where(token_ids_BN >= 0, columns_BN, texts_SL.shape[1] - 1)
@@ -137,6 +200,18 @@ def append_token_ids(
 def place_level(
     ancestors_BF: Tensor, first_row: int, num_drafts_B: Tensor, start: DraftStart
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Place one level of growing trees, whose rows are kept after what a network has read.
+
+    ancestors_T, positions_T and slots_T as in AttentionMetadata, new, T = B * F. A row for which
+    its request has no slot is kept nowhere, and no row sees it. Its position follows from what it
+    sees, as that of any other row.
+
+    Args:
+        ancestors_BF: int64; bit j: the row continues drafted row j, or is it.
+        first_row: number of the level's first row; the others follow it.
+        num_drafts_B: int64; slots after what was read that belong to each request.
+        start: where the network stands; its table of blocks is contiguous.
+    """
     width, contexts_B, block_size = ancestors_BF.shape[1], start.contexts_B, start.block_size
     places_F = torch.arange(first_row, first_row + width, device=contexts_B.device)
     has_slot_BF = places_F < num_drafts_B[:, None]

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from outdraft.kernels.data.noise import NoiseKeys
+from outdraft.kernels.data.noise import Gumbel, NoiseKeys
 from outdraft.kernels.reference import noise
-from outdraft.kernels.sampling_ops import Gumbel
 
 if TYPE_CHECKING:
     from outdraft.sampling.batch import SamplingBatch
@@ -24,18 +23,34 @@ _MASKED = -torch.inf
 
 
 def mask_forbidden(logits_RV: Tensor, grammar_RW: Tensor) -> Tensor:
+    """The logits, -inf where a grammar forbids the token: bit v % 32 of word v // 32 is 0.
+
+    Args:
+        grammar_RW: int32.
+    """
     bits_32 = torch.arange(32, dtype=torch.int32, device=grammar_RW.device)
     is_allowed_RV = (grammar_RW[:, :, None] >> bits_32 & 1).bool().flatten(1)
     return logits_RV.masked_fill(~is_allowed_RV[:, : logits_RV.shape[1]], _MASKED)
 
 
 def finite_rows(logits_RV: Tensor) -> Tensor:
+    """bool [R]: rows of logits with a best one: no NaN or inf among them, not all -inf."""
     return logits_RV.amax(1).abs() < torch.inf  # the largest is NaN where any is
 
 
 def penalize(
     logits_RV: Tensor, request_R: Tensor, paths: "Paths", sampling: "SamplingBatch"
 ) -> Tensor:
+    """Penalties on the tokens of a row's text: [R, V] of the logits' dtype, new.
+
+    For repetition of prompt and output (Keskar et al. 2019, arXiv 1909.05858), for frequency and
+    presence in the output as OpenAI's API defines them.
+
+    Args:
+        logits_RV: float32 or float64; not written to.
+        request_R: int64, the request of each row.
+        paths: with the committed texts.
+    """
     assert paths.history_BL is not None
     history_BL = paths.history_BL
     place_L = torch.arange(history_BL.shape[1], device=history_BL.device)
@@ -61,6 +76,15 @@ def penalize(
 
 
 def scale_and_cut(logits_RV: Tensor, request_R: Tensor, sampling: "SamplingBatch") -> Tensor:
+    """Process each row's logits alone: [R, V] of their dtype, -inf where a token has no mass.
+
+    Temperature, with the best logit moved to 0; min_p; top_k, where ties with the k-th logit stay;
+    top_p, where the lowest ids stay of ties at the border of the nucleus.
+
+    Args:
+        logits_RV: float32 or float64; not written to.
+        request_R: int64, the request of each row.
+    """
     logits_RV = apply_temperature(logits_RV, sampling.temperature_B[request_R])
     if sampling.needs_min_p:
         logits_RV = apply_min_p(logits_RV, sampling.min_p_B[request_R])

@@ -17,7 +17,15 @@ from outdraft.kernels.data.scores import (
 def score_tokens(
     logits_AV: Tensor, chosen_R: Tensor, num_top: int, rows_R: Tensor | None = None
 ) -> Scores:
-    """As `ScoreTokens`."""
+    """Log-probabilities of raw logits: of a chosen token of each row, and the best K = num_top.
+
+    K is at most V.
+
+    Args:
+        logits_AV: of any float type.
+        chosen_R: int64.
+        rows_R: int64, rows of the logits; None: all, in order.
+    """
     vocab_size = logits_AV.shape[1]
     most_logits = SCORED_LOGITS if logits_AV.is_cpu else SCORED_ON_DEVICE
     num_rows, num_top = max(1, most_logits // vocab_size), min(num_top, vocab_size)

@@ -19,7 +19,10 @@ class _Text:
 
 
 class ReferenceSuffixTexts:
-    """As `text_ops.SuffixTexts`."""
+    """Texts of requests and finished texts, scanned; `text_ops.SuffixTexts` says what is drafted.
+
+    It starts without texts. max_depth >= 2, max_spec_factor >= 0, 1 <= branching <= MAX_DRAFTS.
+    """
 
     def __init__(
         self, max_depth: int, max_spec_factor: float, min_token_prob: float, branching: int
@@ -29,25 +32,21 @@ class ReferenceSuffixTexts:
         self._finished: list[_Text] = []
 
     def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
-        """One draft per ask."""
         return [self._draft(ask.token_ids.tolist(), ask.max_tokens) for ask in asks]
 
     def forget(self, request_id: str) -> None:
         """Nothing is remembered of a text from step to step."""
 
     def add_finished(self, token_ids_T: np.ndarray) -> None:
-        """Keep a text."""
         self._finished.append(_Text(token_ids_T.tolist(), 0, 0))
 
     def count_finished(self, max_tokens: int) -> int:
-        """Count more strings of the newest text."""
         newest = self._finished[-1]
         before = newest.stop
         newest.stop = min(newest.stop + max_tokens, len(newest.tokens))
         return newest.stop - before
 
     def remove_finished(self, max_tokens: int) -> int:
-        """Take back strings of the oldest text."""
         oldest = self._finished[0]
         before = oldest.start
         oldest.start = min(oldest.start + max_tokens, oldest.stop)

@@ -59,6 +59,7 @@ Draw = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def requests_of_rows(drafts: DraftBatch, num_rows: int) -> Tensor:
+    """int64 [R]: the request of each flat row; rows past the last request count as its own."""
     ends_B = drafts.num_rows_B.cumsum(0)
     rows_R = torch.arange(num_rows, device=drafts.device)
     return torch.searchsorted(ends_B, rows_R, right=True).clamp_(max=drafts.num_requests - 1)
@@ -72,7 +73,17 @@ def verify(
     rule: Rule,
     source: noise.Noise = noise,
 ) -> Verdict:
-    """As `ops.Verify`; `source`: a faster maker of the same noise."""
+    """Decide how far the drafts of each request survive, and the token after them; new tensors.
+
+    Requests that draw (`SamplingBatch.draws_B`) are judged by a rule where they have sampled
+    drafts; all others are matched with choices of Purpose.SAMPLE.
+
+    Args:
+        processed_RV: processed logits of the target, flat rows; those past the last request are
+            ignored.
+        num_tokens_B: int64, committed tokens.
+        source: another one makes the same noise faster.
+    """
     step = Step(processed_RV, drafts, sampling, num_tokens_B, source)
     if rule == Rule.MATCH or not (drafts.any_sampled and sampling.any_draws):
         return step.matched()
@@ -148,6 +159,14 @@ class Step:
 
 
 def match(choices_R: Tensor, drafts: DraftBatch) -> Verdict:
+    """Walk every draft along the target's own choices.
+
+    The path is the one that plain decoding would have produced, however the drafts were made and
+    cut.
+
+    Args:
+        choices_R: int64, the target's pick after each flat row, by argmax or by sampling.
+    """
     choices_BN1 = choices_R[row_index_BN1(drafts)]
     parents_BN = torch.where(drafts.is_draft_BN, drafts.parents_BN, 0)
     is_hit_BN = (choices_BN1.gather(1, parents_BN) == drafts.token_ids_BN) & drafts.is_draft_BN

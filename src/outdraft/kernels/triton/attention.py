@@ -107,7 +107,6 @@ class TritonAttention:
         return out_THE
 
     def temporary_bytes(self, most: AttentionSizes) -> int:
-        """As `AttentionBackend`."""
         cache, heads_per_kv = most.cache, most.num_heads // most.cache.num_kv_heads
         head_size, found = max(cache.key_size, cache.value_size), 0
         for launch in _launches(heads_per_kv, head_size, most.dtype.itemsize):

@@ -21,7 +21,7 @@ from outdraft.kernels.triton.pointwise import HeadNorms, add_and_norm, silu_mul,
 
 
 class TritonDecoder(ReferenceDecoder):
-    """As `decoder_ops.DecoderPass`, for the dtypes that Triton's attention reads."""
+    """A decoder's passes, for the dtypes that Triton's attention reads."""
 
     def __init__(self, spec: DecoderSpec, *, has_graphs: bool, first_times: FirstTimes) -> None:
         """

@@ -50,7 +50,7 @@ def place_rows_of_level(
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,  # at least NUM_ROWS
 ):
-    """As `ops.PlaceLevel`. Grid: [B]."""
+    """Compute `place_level`. Grid: [B]."""
     request = tl.program_id(0).to(tl.int64)
     row_F = tl.arange(0, WIDTH)
     is_row_F = row_F < NUM_ROWS
@@ -199,7 +199,7 @@ def match_chains(
     width,  # N
     WIDTH: tl.constexpr,  # at least N + 1
 ):
-    """As `ops.Match`, of chains. Grid: [B]."""
+    """Compute `match` of chains. Grid: [B]."""
     request = tl.program_id(0).to(tl.int64)
     root = first_row_of(num_drafts, tl.program_id(0))
     number = tl.load(num_drafts + request)

@@ -32,7 +32,6 @@ _TILE = 256  # blocks of four ids
 def place_level(
     ancestors_BF: Tensor, first_row: int, num_drafts_B: Tensor, start: DraftStart
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `ops.PlaceLevel`."""
     num_requests, num_rows = ancestors_BF.shape
     own, positions, slots = (
         torch.empty(num_requests * num_rows, dtype=torch.int64, device=ancestors_BF.device)
@@ -57,7 +56,6 @@ def place_level(
 
 
 def draw_level(logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnLevel:
-    """As `ops.DrawLevel`."""
     num_requests, num_nodes, size = logits_BEV.shape
     is_chain = num_nodes == task.num_rows == 1
     if not is_chain or logits_BEV.dtype != torch.float32 or num_requests == 0:
@@ -113,7 +111,6 @@ def draw_level(logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnL
 
 
 def match(choices_R: Tensor, drafts: DraftBatch) -> Verdict:
-    """As `ops.Match`."""
     number, width = drafts.num_requests, drafts.width
     if not drafts.is_chain or number == 0:
         return verification.match(choices_R, drafts)

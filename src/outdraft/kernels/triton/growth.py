@@ -11,7 +11,7 @@ from outdraft.kernels.triton.kept_graphs import OfCaches
 
 
 class GraphedGrowth:
-    """As `ops.Grow`."""
+    """The operation `grow`, as CUDA graphs of levels that can be asked of other tensors."""
 
     def __init__(self, first_times: FirstTimes) -> None:
         """`first_times`: counts kinds of growth that are new, and graphs."""

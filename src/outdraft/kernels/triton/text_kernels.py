@@ -20,7 +20,7 @@ def append_ids(
     width,  # N
     WIDTH: tl.constexpr,  # at least N
 ):
-    """As `ops.AppendTokenIds`. Grid: [B]."""
+    """Compute `append_token_ids`. Grid: [B]."""
     request = tl.program_id(0).to(tl.int64)
     place_N = tl.arange(0, WIDTH)
     id_N = tl.load(token_ids + request * width + place_N, mask=place_N < width, other=-1)

@@ -14,7 +14,6 @@ from outdraft.kernels.triton import text_kernels as kernels
 def append_token_ids(
     texts_SL: Tensor, state_rows_B: Tensor, starts_B: Tensor, token_ids_BN: Tensor
 ) -> None:
-    """As `ops.AppendTokenIds`."""
     num_requests, width = token_ids_BN.shape
     if num_requests == 0 or width == 0:
         return

@@ -32,7 +32,7 @@ def verify(
     num_tokens_B: Tensor,
     rule: Rule,
 ) -> Verdict:
-    """As `ops.Verify`: drawn chains by kernels of their own, everything else as the reference."""
+    """Verify drawn chains by kernels of their own, everything else as the reference."""
     draws = drafts.any_sampled and sampling.any_draws and drafts.width > 0
     is_plain = rule == Rule.TRAVERSAL and drafts.is_chain and processed_RV.dtype == torch.float32
     if not (draws and is_plain):
@@ -45,7 +45,7 @@ def verify(
 def traverse_chains(
     logits_RV: Tensor, drafts: DraftBatch, seeds_B: Tensor, num_tokens_B: Tensor
 ) -> Verdict:
-    """As `verification.traverse`, of chains.
+    """Traversal verification of chains; the verdicts of `verification.traverse`.
 
     Args:
         logits_RV: float32, processed.

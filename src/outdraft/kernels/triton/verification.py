@@ -13,8 +13,7 @@ from torch import Tensor
 
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
 from outdraft.kernels.data.graph_sizes import rounded_rows
-from outdraft.kernels.ops import Kernels
-from outdraft.kernels.sampling_ops import Choosing, choose_by_parts
+from outdraft.kernels.ops import Choosing, Kernels, choose_by_parts
 from outdraft.kernels.triton.graphed_calls import CallGraphs
 from outdraft.kernels.triton.graphs import Capture
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GraphedVerification:
-    """As `ops.Match`, `ops.Verify` and `ops.Choose`."""
+    """The operations `match`, `verify` and `choose`, each as CUDA graphs."""
 
     def __init__(self, others: Kernels, capture: Capture | None = None) -> None:
         """
@@ -38,7 +37,6 @@ class GraphedVerification:
         self._is_choosing = False
 
     def match(self, choices_R: Tensor, drafts: DraftBatch) -> Verdict:
-        """As `ops.Match`."""
         if self._is_choosing:
             return self._others.match(choices_R, drafts)
         number = rounded_rows(drafts.num_requests)
@@ -56,7 +54,6 @@ class GraphedVerification:
         num_tokens_B: Tensor,
         rule: Rule,
     ) -> Verdict:
-        """As `ops.Verify`."""
         if self._is_choosing:
             return self._others.verify(processed_RV, drafts, sampling, num_tokens_B, rule)
         number, num_requests = rounded_rows(drafts.num_requests), drafts.num_requests
@@ -79,7 +76,6 @@ class GraphedVerification:
         sampling: "SamplingBatch",
         num_tokens_B: Tensor,
     ) -> tuple[Verdict, Tensor]:
-        """As `ops.Choose`."""
         number, num_requests = rounded_rows(drafts.num_requests), drafts.num_requests
         self._is_choosing = True
         try:
@@ -98,15 +94,15 @@ class GraphedVerification:
 
 
 def _num_rows(rows_RX: Tensor, drafts: DraftBatch) -> int:
-    """What rows are padded to: as if each request had the most drafts, where few have fewer. These
-    are few sizes."""
+    """The number of rows to pad to: as if each request had the most drafts, where few have fewer.
+    These are few sizes."""
     number = rounded_rows(drafts.num_requests)
     most, least = number * (drafts.width + 1), len(rows_RX) + number - drafts.num_requests
     return most if least <= most <= 2 * least else rounded_rows(least)
 
 
 def _bare(drafts: DraftBatch) -> DraftBatch:
-    """The same without what verification does not look at."""
+    """The drafts without fields that verification ignores: fewer kinds of graphs."""
     return replace(drafts, margins_BL=None)
 
 
