@@ -27,8 +27,8 @@ from outdraft.attention.base import AttentionForm, AttentionMetadata
 from outdraft.attention.rows import Span, lay_out, metadata_of
 from outdraft.bench.environment import compute, environment
 from outdraft.kernels.choose import choose_kernels
-from outdraft.kernels.reference.attention import ReferenceAttention
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.attention import TorchAttention
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.kv.cache import LayerCache
 
 NUM_KV_HEADS, HEADS_PER_KV, HEAD_SIZE, BLOCK_SIZE = 8, 4, 128, 16
@@ -132,7 +132,7 @@ def candidates(inputs: Inputs, device: torch.device) -> dict[str, Run]:
     fast = choose_kernels("auto", device, inputs.q_THC.dtype).attention
     runs = {type(fast).__name__: paged(fast, inputs), "sdpa": sdpa(inputs)}
     if device.type == "cpu":
-        return runs | {"reference": paged(ReferenceAttention(), inputs)}
+        return runs | {"reference": paged(TorchAttention(), inputs)}
     torch.compiler.reset()  # or the shapes so far would count against the limit of recompiles
     return {name: graphed(run) for name, run in (runs | {"flex": flex(inputs)}).items()}
 

@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from outdraft.kernels.reference.noise import LN2, LOG_SERIES, ROUNDS, SQRT2
+from outdraft.kernels.torch.noise import LN2, LOG_SERIES, ROUNDS, SQRT2
 from outdraft.kernels.triton import attention_kernels as kernels
 from outdraft.kernels.triton import noise_kernels, padding_kernels, pointwise_kernels
 from outdraft.kernels.triton.attention import _launches

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outdraft.attention.rows import Span, lay_out, metadata_of, pack, unpack
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from tests.reference.draft_trees import ancestor_masks, tree_depths
 
 

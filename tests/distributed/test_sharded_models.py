@@ -18,7 +18,7 @@ from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import Ranks
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.choose import choose_kernels
-from outdraft.kernels.reference.linear import quantized
+from outdraft.kernels.torch.linear import quantized
 from outdraft.models import loader
 from outdraft.models.choose import load_language_model
 from outdraft.models.config import ModelConfig

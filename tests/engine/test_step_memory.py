@@ -27,10 +27,10 @@ from outdraft.engine.memory import (
 from outdraft.kernels.data.drafts import DraftBatch, Rule
 from outdraft.kernels.data.noise import NOISE_NUMBERS, NoiseKeys, Purpose
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference import noise
-from outdraft.kernels.reference.attention import ReferenceAttention
-from outdraft.kernels.reference.scores import score_tokens
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch import noise
+from outdraft.kernels.torch.attention import TorchAttention
+from outdraft.kernels.torch.scores import score_tokens
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.kv.shapes import LayerCacheShape
 from outdraft.models.config import ModelConfig
 from outdraft.models.llama import CausalLM
@@ -342,7 +342,7 @@ def test_the_reference_attention_takes_no_more_than_it_says(batch, mode, dtype):
     requests, (in_order, max_elements) = BATCHES[batch], mode
     model = Model(8, 4, 32, 16)
     made = build_batch(requests, model, dtype, seed=0)
-    attention = ReferenceAttention(max_elements, in_order=in_order)
+    attention = TorchAttention(max_elements, in_order=in_order)
     taken = peak_bytes(
         lambda: attention.attend(made.q_THC, made.cache, made.metadata, AttentionForm(1.0, 100))
     )

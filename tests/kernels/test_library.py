@@ -22,7 +22,7 @@ from outdraft.kernels.native.library import (
     usable_instruction_sets,
 )
 from outdraft.kernels.native.rows import NativeRows
-from outdraft.kernels.reference.rows import place_rows
+from outdraft.kernels.torch.rows import place_rows
 from tests.pairwise import some
 
 ARCHITECTURE = build_kernels.architecture()

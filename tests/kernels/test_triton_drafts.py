@@ -9,7 +9,7 @@ import torch
 
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.draft_ops import DraftStart, LevelTask
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 
 pytest.importorskip("triton", reason="needs triton")
 from outdraft.kernels.triton import drafting, texts

@@ -15,8 +15,8 @@ from outdraft.kernels import choose
 from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.kernels.data.noise import NoiseKeys
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference import noise
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch import noise
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from tests.attention.ragged import on
 from tests.kernels.decoders import (

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outdraft.kernels.data.drafts import Rule
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from tests.kernels.test_verification import Step
 
 pytest.importorskip("triton", reason="needs triton")

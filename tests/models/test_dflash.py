@@ -19,7 +19,7 @@ from outdraft.drafting.device.block_drafter import BlockDrafter, num_spare_block
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.state_window import StateWindow
 from outdraft.kernels.draft_ops import Frontier
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.dflash import DFlashNetwork, load_dflash
 from outdraft.models.llama import CausalLM

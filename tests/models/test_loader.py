@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outdraft.core.errors import ConfigError
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model, resolve_model_path
 from tests.kernels.tables import cpu_kernels

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from outdraft.attention.rows import Span, lay_out, metadata_of
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.loader import load_model
 from tests.kernels.tables import cpu_kernels

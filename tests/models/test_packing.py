@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.models.layers.linear import Linear
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model

@@ -28,7 +28,7 @@ from outdraft.attention.rows import Span, lay_out, metadata_of
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.choose import choose_kernels
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
 from outdraft.models.choose import load_language_model, uses_transformers

@@ -18,9 +18,9 @@ from outdraft.engine import loading
 from outdraft.engine.llm import LLM
 from outdraft.kernels.data.graph_sizes import rounded_rows
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference.attention import ReferenceAttention
-from outdraft.kernels.reference.decoder import ReferenceDecoder
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.attention import TorchAttention
+from outdraft.kernels.torch.decoder import TorchDecoder
+from outdraft.kernels.torch.table import reference_kernels
 from tests.oracle.engines import config, engine, greedy, ids, prompts_of, run, speculation
 from tests.pairwise import some
 
@@ -37,7 +37,7 @@ METHODS = some(
 )
 
 
-class OfRows(ReferenceAttention):
+class OfRows(TorchAttention):
     """Attends for the rows that are no padding."""
 
     def attend(
@@ -92,7 +92,7 @@ class ReadableDecoder(TritonDecoder):
         taps: Sequence[int],
         states_TD: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        return ReferenceDecoder.__call__(self, token_ids_T, caches, metadata, taps, states_TD)
+        return TorchDecoder.__call__(self, token_ids_T, caches, metadata, taps, states_TD)
 
 
 class Repeated:

@@ -11,7 +11,7 @@ from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.plan import DraftChoice, Work
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.ops import PlacedRows
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.runner.device_state import DeviceState
 from outdraft.runner.slots import RequestSlot
 from outdraft.runner.step_rows import step_spans

@@ -14,7 +14,7 @@ import torch
 
 from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.data.drafts import Verdict
-from outdraft.kernels.reference import noise, verification
+from outdraft.kernels.torch import noise, verification
 from outdraft.sampling.processors import Paths
 from outdraft.verification.verifier import Verifier
 from tests.kernels.tables import kernels_for

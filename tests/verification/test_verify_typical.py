@@ -9,7 +9,7 @@ from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.data.drafts import DraftBatch, row_start_B
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
-from outdraft.kernels.reference import noise
+from outdraft.kernels.torch import noise
 from outdraft.sampling.processors import Paths
 from outdraft.verification.typical import TypicalAcceptance
 from outdraft.verification.verifier import Verifier

@@ -10,7 +10,7 @@ from outdraft.kernels.native.ranks import NativeMemoryTransports
 from outdraft.kernels.native.table import DTYPES, native_host_kernels, native_kernels
 from outdraft.kernels.native.team import shared_team
 from outdraft.kernels.ops import Kernels, operation_names
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.kernels.triton.select import with_triton
 
 AUTO, REFERENCE = "auto", "reference"

@@ -2,7 +2,7 @@
 
 `choose.py` fills it when a model is loaded. All other code gets the table and calls
 `kernels.<operation>(...)`. The contract of an operation is the docstring of its readable
-implementation: shapes, dtypes, what may alias, errors. `reference/table.py` names these
+implementation: shapes, dtypes, what may alias, errors. `torch/table.py` names these
 implementations; fast ones compute the same.
 
 Dimension key: B requests, or those that sample of W works; T rows, R rows that need logits,

@@ -1,7 +1,7 @@
 """The weights of a decoder's layers, and the one place where models use its compiled passes.
 
 One file for Llama, Mistral, Qwen 2, Qwen 3, MiMo and EAGLE: ModelConfig says which biases,
-query-key norms and windows there are. What a pass computes is in kernels/reference/decoder.py.
+query-key norms and windows there are. What a pass computes is in kernels/torch/decoder.py.
 
 Dimension key: R rows, D hidden, H heads, G kv heads, C head size, V vocabulary.
 """
@@ -20,7 +20,7 @@ from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec, LayerSpec, StateEntry
 from outdraft.kernels.ops import Kernels, Product
 from outdraft.kernels.rank_products import Spread, SummedProduct
-from outdraft.kernels.reference.pointwise import rotate
+from outdraft.kernels.torch.pointwise import rotate
 from outdraft.models.config import ModelConfig
 from outdraft.models.layers.linear import Linear
 from outdraft.models.layers.norm import RMSNorm, norm_weight

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from outdraft.config.speculation import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD
 from outdraft.kernels.data.drafts import DraftBatch, Verdict, ancestors_BN1N, row_index_BN1
-from outdraft.kernels.reference.verification import Draw, verdict_of_path
+from outdraft.kernels.torch.verification import Draw, verdict_of_path
 
 
 @dataclass(frozen=True, slots=True)

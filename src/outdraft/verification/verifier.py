@@ -1,7 +1,7 @@
 """Verification of a batch: greedy and sampled requests, deterministic and sampled drafts mixed.
 
 The verifier processes the target's logits and says which rule judges which drafts. The rules are
-those of `kernels.reference.verification`, which says when they are exact.
+those of `kernels.torch.verification`, which says when they are exact.
 
 Dimension key: R flat rows, V vocabulary.
 """
@@ -15,7 +15,7 @@ from outdraft.config.speculation import RejectionMethod
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict, path_ids_BN1K, place_R
 from outdraft.kernels.data.logit_parts import most_logit_rows
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference.verification import Step
+from outdraft.kernels.torch.verification import Step
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths, process_logits
 from outdraft.verification.typical import TypicalAcceptance, verify_typical

@@ -22,7 +22,7 @@ from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.device.state_window import StateWindow
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.draft_ops import ModelDrafts
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.kv.shapes import LayerCacheShape
 from outdraft.models.llama import CausalLM

@@ -17,7 +17,7 @@ from outdraft.drafting.device.translated_model import TranslatedModel
 from outdraft.drafting.device.vocabulary_map import VocabularyMap
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.config import ModelConfig
 from outdraft.models.llama import CausalLM

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.models.layers.linear import linears_of
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model

@@ -26,7 +26,7 @@ from outdraft.kernels.native.step import NativeStep
 from outdraft.kernels.native.team import Team
 from outdraft.kernels.ops import Product
 from outdraft.kernels.rank_products import PaddedProduct, SummedProduct
-from outdraft.kernels.reference.decoder import ReferenceDecoder
+from outdraft.kernels.torch.decoder import TorchDecoder
 from outdraft.kernels.step_ops import StepRead, StepTask
 
 
@@ -307,7 +307,7 @@ def compile_decoder(team: Team, spec: DecoderSpec) -> DecoderPass:
     """
     are_alike = not any(layer.is_causal for layer in spec.layers)
     can_meet = spec.shard is None or shares_memory(spec.shard.group)
-    return NativeDecoder(team, spec) if are_alike and can_meet else ReferenceDecoder(spec)
+    return NativeDecoder(team, spec) if are_alike and can_meet else TorchDecoder(spec)
 
 
 def rows_of(metadata: AttentionMetadata, token_ids: int, wanted_R: Tensor | None) -> Rows:

@@ -1,6 +1,6 @@
 """Log-probabilities by the compiled library, see csrc/scores.cpp.
 
-Dimension key: as in kernels/reference/scores.py.
+Dimension key: as in kernels/torch/scores.py.
 """
 
 import ctypes

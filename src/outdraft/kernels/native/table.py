@@ -20,7 +20,7 @@ from outdraft.kernels.native.team import shared_team
 from outdraft.kernels.native.texts import NativeSuffixTexts, ngram_texts
 from outdraft.kernels.native.verification import NativeVerification
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 
 DTYPES = (torch.float32, torch.bfloat16)  # that it computes with
 

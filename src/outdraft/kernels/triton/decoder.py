@@ -1,6 +1,6 @@
 """Whole passes of a decoder on a GPU: few launches for a layer, or one for all of them.
 
-What it means is reference/decoder.py. Passes of few rows are replayed as graphs (graphs.py).
+What it means is torch/decoder.py. Passes of few rows are replayed as graphs (graphs.py).
 
 Dimension key: T rows, R wanted rows, X inputs of layer 0, D hidden, K tapped layers.
 """
@@ -14,13 +14,13 @@ from outdraft.attention.base import AttentionForm, AttentionMetadata, LayerCache
 from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.kernels.decoder_ops import DecoderSpec, LayerSpec
 from outdraft.kernels.rank_products import SummedProduct
-from outdraft.kernels.reference.decoder import ReferenceDecoder, with_earlier_drafts
+from outdraft.kernels.torch.decoder import TorchDecoder, with_earlier_drafts
 from outdraft.kernels.triton.attention import most_rows_of_few
 from outdraft.kernels.triton.graphs import GraphedPasses
 from outdraft.kernels.triton.pointwise import HeadNorms, add_and_norm, silu_mul, turn_heads
 
 
-class TritonDecoder(ReferenceDecoder):
+class TritonDecoder(TorchDecoder):
     """A decoder's passes, for the dtypes that Triton's attention reads."""
 
     def __init__(self, spec: DecoderSpec, *, has_graphs: bool, first_times: FirstTimes) -> None:

@@ -22,7 +22,7 @@ from outdraft.kernels.draft_ops import (
     DrawnLevel,
     LevelTask,
 )
-from outdraft.kernels.reference import drawn_level, verification
+from outdraft.kernels.torch import drawn_level, verification
 from outdraft.kernels.triton import draft_kernels as kernels
 from outdraft.kernels.triton.noise import GUMBEL, gumbel
 

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from outdraft.kernels.data.noise import NoiseKeys
-from outdraft.kernels.reference.noise import LN2, LOG_SERIES, ROUNDS, SQRT2
+from outdraft.kernels.torch.noise import LN2, LOG_SERIES, ROUNDS, SQRT2
 from outdraft.kernels.triton import noise_kernels as kernels
 
 # What kernels that make Gumbel noise are compiled for. A fused sum would round less: other bits.

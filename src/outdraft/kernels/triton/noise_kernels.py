@@ -2,7 +2,7 @@
 # pyright: reportInvalidTypeForm=false, reportOperatorIssue=false
 # ruff: noqa: ANN001, ANN201, ANN202
 # Triton infers the types of these functions and specialises on them.
-"""The noise of reference/noise.py, bit for bit: the same operations on each number, in one kernel.
+"""The noise of torch/noise.py, bit for bit: the same operations on each number, in one kernel.
 
 Dimension key: W blocks of a tile, each of which serves four neighbouring vocabulary ids.
 """

@@ -2,7 +2,7 @@
 # A launch takes more than the parameters of the kernel.
 """The pointwise parts of a decoder on a GPU, by the kernels of pointwise_kernels.py.
 
-They are what reference/pointwise.py computes, in as few launches as a layer has places where all
+They are what torch/pointwise.py computes, in as few launches as a layer has places where all
 rows must be complete. A compiler must not fuse multiplications and additions: then it would round
 less than the reference.
 
@@ -90,7 +90,7 @@ def turn_heads(
 
 
 def silu_mul(gate_up_T2I: Tensor) -> Tensor:
-    """As reference/pointwise.py, of contiguous rows."""
+    """As torch/pointwise.py, of contiguous rows."""
     num_rows, size = len(gate_up_T2I), gate_up_T2I.shape[1] // 2
     out_TI = gate_up_T2I.new_empty(num_rows, size)
     if num_rows:

@@ -4,7 +4,7 @@
 # Triton infers the types of these functions and specialises on them.
 """What a decoder computes number by number, several steps of it in one kernel each.
 
-Numbers are rounded to the network's dtype where the functions of reference/pointwise.py round them;
+Numbers are rounded to the network's dtype where the functions of torch/pointwise.py round them;
 between these places they are float32.
 
 Dimension key: D size of a row, C head size, F = C / 2 frequencies, each of them rounded up.

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
 from outdraft.kernels.data.noise import Purpose
-from outdraft.kernels.reference import verification
-from outdraft.kernels.reference.noise import ROUNDS
+from outdraft.kernels.torch import verification
+from outdraft.kernels.torch.noise import ROUNDS
 from outdraft.kernels.triton import noise
 from outdraft.kernels.triton import traverse_kernels as kernels
 

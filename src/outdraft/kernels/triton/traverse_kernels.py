@@ -2,7 +2,7 @@
 # pyright: reportInvalidTypeForm=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # ruff: noqa: ANN001, ANN201, ANN202
 # Triton infers the types of these functions and specialises on them.
-"""Traversal verification of chains: reference/verification.py, `traverse`, in six launches.
+"""Traversal verification of chains: torch/verification.py, `traverse`, in six launches.
 
 A chain's row i has the weight w_i, and one child that was drawn from q. Its p and its weight do not
 depend on what comes after it, so what the child leaves of p,

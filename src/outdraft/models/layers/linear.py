@@ -12,7 +12,7 @@ from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.data.coded_weight import Codes
 from outdraft.kernels.ops import Kernels, Product
 from outdraft.kernels.rank_products import Spread
-from outdraft.kernels.reference.linear import linear
+from outdraft.kernels.torch.linear import linear
 
 
 class Linear(nn.Module):

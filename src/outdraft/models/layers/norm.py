@@ -6,7 +6,7 @@ Dimension key: T rows, D hidden.
 import torch
 from torch import Tensor, nn
 
-from outdraft.kernels.reference.pointwise import rms_norm
+from outdraft.kernels.torch.pointwise import rms_norm
 
 
 class RMSNorm(nn.Module):

@@ -15,11 +15,11 @@ from outdraft.kernels.decoder_ops import DecoderSpec, LayerSpec
 from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Product
 from outdraft.kernels.rank_products import PaddedProduct
-from outdraft.kernels.reference.pointwise import rms_norm, rotate, silu_mul
+from outdraft.kernels.torch.pointwise import rms_norm, rotate, silu_mul
 from outdraft.kernels.step_ops import StepRead, StepTask
 
 
-class ReferenceDecoder:
+class TorchDecoder:
     """The passes of a decoder, for any device and floating dtype. It reads weights where they lie.
 
     All numbers have the network's dtype; statistics of norms, scores and softmax are float32 at

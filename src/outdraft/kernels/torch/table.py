@@ -1,16 +1,16 @@
 """The table whose entries are all readable."""
 
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference import heads, noise, rows, sampling, verification
-from outdraft.kernels.reference.attention import ReferenceAttention
-from outdraft.kernels.reference.block_mass import block_mass
-from outdraft.kernels.reference.decoder import ReferenceDecoder
-from outdraft.kernels.reference.drawn_level import draw_level, grow
-from outdraft.kernels.reference.experts import ReferenceExperts
-from outdraft.kernels.reference.linear import PlainProduct, pack_codes
-from outdraft.kernels.reference.ngram_texts import ReferenceNgramTexts
-from outdraft.kernels.reference.scores import score_tokens
-from outdraft.kernels.reference.suffix_texts import ReferenceSuffixTexts
+from outdraft.kernels.torch import heads, noise, rows, sampling, verification
+from outdraft.kernels.torch.attention import TorchAttention
+from outdraft.kernels.torch.block_mass import block_mass
+from outdraft.kernels.torch.decoder import TorchDecoder
+from outdraft.kernels.torch.drawn_level import draw_level, grow
+from outdraft.kernels.torch.experts import TorchExperts
+from outdraft.kernels.torch.linear import PlainProduct, pack_codes
+from outdraft.kernels.torch.ngram_texts import ReferenceNgramTexts
+from outdraft.kernels.torch.scores import score_tokens
+from outdraft.kernels.torch.suffix_texts import ReferenceSuffixTexts
 
 
 def reference_kernels(*, in_order: bool = False) -> Kernels:
@@ -22,7 +22,7 @@ def reference_kernels(*, in_order: bool = False) -> Kernels:
     return Kernels(
         name="reference",
         has_threads=False,
-        attention=ReferenceAttention(in_order=in_order),
+        attention=TorchAttention(in_order=in_order),
         place_rows=rows.place_rows,
         place_level=rows.place_level,
         draw_level=draw_level,
@@ -38,7 +38,7 @@ def reference_kernels(*, in_order: bool = False) -> Kernels:
         append_token_ids=rows.append_token_ids,
         pack_linear=PlainProduct,
         pack_codes=pack_codes,
-        pack_experts=ReferenceExperts,
+        pack_experts=TorchExperts,
         ngram_texts=ReferenceNgramTexts,
         suffix_texts=ReferenceSuffixTexts,
         gumbel=noise.gumbel,
@@ -50,5 +50,5 @@ def reference_kernels(*, in_order: bool = False) -> Kernels:
         requests_of_rows=verification.requests_of_rows,
         match=verification.match,
         verify=verification.verify,
-        compile_decoder=ReferenceDecoder,
+        compile_decoder=TorchDecoder,
     )

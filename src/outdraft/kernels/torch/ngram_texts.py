@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk
-from outdraft.kernels.reference.grown_tree import Path, grow
+from outdraft.kernels.torch.grown_tree import Path, grow
 
 
 @dataclass(slots=True)

@@ -47,8 +47,8 @@ from outdraft.kernels.data.drafts import (
     row_start_B,
 )
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
-from outdraft.kernels.reference import noise
-from outdraft.kernels.reference.sampling import choose
+from outdraft.kernels.torch import noise
+from outdraft.kernels.torch.sampling import choose
 
 if TYPE_CHECKING:
     from outdraft.sampling.batch import SamplingBatch

@@ -14,11 +14,11 @@ from torch import Tensor
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.data.coded_weight import Codes
 from outdraft.kernels.expert_ops import Activation, ExpertWeights, Gate
-from outdraft.kernels.reference.linear import PlainProduct, pack_codes
-from outdraft.kernels.reference.pointwise import silu_mul
+from outdraft.kernels.torch.linear import PlainProduct, pack_codes
+from outdraft.kernels.torch.pointwise import silu_mul
 
 
-class ReferenceExperts:
+class TorchExperts:
     """The experts of a layer, one after the other, those that have rows.
 
     Their weights are neither changed nor written later.

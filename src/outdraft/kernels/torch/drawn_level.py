@@ -26,7 +26,7 @@ from outdraft.kernels.draft_ops import (
     best_places,
     side_shares,
 )
-from outdraft.kernels.reference.noise import gumbel
+from outdraft.kernels.torch.noise import gumbel
 
 LOW = -(2.0**100)  # below all sums of logits and noise; times any id it is finite in float32
 

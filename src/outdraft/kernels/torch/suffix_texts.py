@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk
-from outdraft.kernels.reference.grown_tree import Path, grow
+from outdraft.kernels.torch.grown_tree import Path, grow
 
 
 @dataclass(slots=True)

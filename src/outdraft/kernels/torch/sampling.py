@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outdraft.kernels.data.noise import Gumbel, NoiseKeys
-from outdraft.kernels.reference import noise
+from outdraft.kernels.torch import noise
 
 if TYPE_CHECKING:
     from outdraft.sampling.batch import SamplingBatch

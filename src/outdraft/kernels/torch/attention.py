@@ -28,7 +28,7 @@ MAX_ELEMENTS = 1 << 26  # 256 MiB of float32
 _MASK_BYTES = 32  # for each row and key: three int64 on the way to the mask, and its bools
 
 
-class ReferenceAttention:
+class TorchAttention:
     """Attention as attention/base.py states it, for any device and floating dtype.
 
     Scores and softmax are float64 for float64 queries and float32 otherwise. Rows behind the last
