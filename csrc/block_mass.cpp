@@ -1,5 +1,5 @@
 // How much of a row's attention each block of its text gets. The readable twin is
-// src/outdraft/kernels/torch/block_mass.py.
+// src/outdraft/kernels/torch/attention.py.
 //
 // A long text has parts of some blocks, which threads share. A part's keys meet all heads in
 // pieces, laid out for products as tile_work.h does it. Its weights are relative to its own highest
@@ -20,7 +20,7 @@ constexpr int64_t kPartKeys = 512;  // about so many
 constexpr int64_t kPiece = 64;      // keys
 constexpr float kLog2E = 1.44269504f;
 
-// What Python fills (kernels/native/block_mass.py).
+// What Python fills (kernels/native/attention.py).
 struct MassTask {
   const float* q;              // [B, H, C]
   const void* k;               // [P, S, G, C]
@@ -254,7 +254,7 @@ void add_shares(const MassTask& task, const Part* parts, int64_t num_parts, cons
 }  // namespace
 }  // namespace outdraft
 
-// As `block_mass` of kernels/torch/block_mass.py, of one layer. When it returns, no helper reads
+// As `block_mass` of kernels/torch/attention.py, of one layer. When it returns, no helper reads
 // the task any more.
 OUTDRAFT_EXPORT void block_mass(outdraft::Team* team, const outdraft::MassTask* of) {
   using namespace outdraft;

@@ -12,7 +12,7 @@ struct RowCounts {
   int64_t num_works, num_rows, num_logits, num_sampling, num_extra, table_width, block_size, width;
 };
 
-// As `PlacedRows` of kernels/ops.py, all arrays in one piece of memory, those of int32 last.
+// As `RowBatch` of attention/rows.py, all arrays in one piece of memory, those of int32 last.
 struct PlacedRows {
   int64_t *ancestors, *positions, *slots, *state_index, *draft_index;  // [T]
   int64_t* logit_rows;                                                 // [R]

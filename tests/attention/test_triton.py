@@ -13,7 +13,7 @@ from outdraft.attention.base import AttentionForm, AttentionMetadata, AttentionS
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.torch.attention import TorchAttention
-from outdraft.kv.shapes import LayerCacheShape
+from outdraft.kv.block_pool import LayerCacheShape
 from tests.attention.ragged import Model, Shape, build_batch, build_metadata, converted, on
 from tests.pairwise import some
 
@@ -245,7 +245,7 @@ def test_it_is_the_default_on_a_gpu():
 
 
 def test_without_triton_a_gpu_has_the_reference(monkeypatch):
-    monkeypatch.setattr("outdraft.kernels.triton.select.find_spec", lambda name: None)
+    monkeypatch.setattr("outdraft.kernels.choose.find_spec", lambda name: None)
     kernels = choose_kernels("auto", torch.device("cuda"), torch.bfloat16)
     assert isinstance(kernels.attention, TorchAttention)
 

@@ -10,8 +10,8 @@ from outdraft.core.errors import ConfigError
 from outdraft.engine.device_memory import DeviceMemory
 from outdraft.engine.loading import load_models
 from outdraft.engine.memory_plan import plan_memory, plan_together
+from outdraft.kernels.choose import with_triton
 from outdraft.kernels.data.graph_sizes import GRAPH_BYTES, GRAPHED_FUNCTIONS
-from outdraft.kernels.triton.select import with_triton
 from tests.cli.pair import pair
 from tests.ranks import spread_models
 

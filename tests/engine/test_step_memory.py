@@ -26,12 +26,13 @@ from outdraft.engine.memory import (
 )
 from outdraft.kernels.data.drafts import DraftBatch, Rule
 from outdraft.kernels.data.noise import NOISE_NUMBERS, NoiseKeys, Purpose
+from outdraft.kernels.data.sampling import Paths
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.torch import noise
 from outdraft.kernels.torch.attention import TorchAttention
-from outdraft.kernels.torch.scores import score_tokens
+from outdraft.kernels.torch.sampling import score_tokens
 from outdraft.kernels.torch.table import reference_kernels
-from outdraft.kv.shapes import LayerCacheShape
+from outdraft.kv.block_pool import LayerCacheShape
 from outdraft.models.config import ModelConfig
 from outdraft.models.llama import CausalLM
 from outdraft.models.rope_config import RopeConfig
@@ -39,7 +40,7 @@ from outdraft.runner.device_state import DeviceState
 from outdraft.runner.logprobs import PROMPT_ROWS
 from outdraft.runner.step_texts import StepTexts
 from outdraft.runner.verified_parts import PartToVerify, PartVerifier, joined, step_parts
-from outdraft.sampling.processors import Paths, process_logits
+from outdraft.sampling.processors import process_logits
 from outdraft.verification.verifier import Verifier
 from tests.attention.ragged import Model, Shape, build_batch
 from tests.engine.measured_memory import peak_bytes

@@ -1,6 +1,6 @@
 """Mixtures of experts by every table, against float64.
 
-Dimension key: as in expert_ops.py.
+Dimension key: as in kernels/products.py.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,10 @@ from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.data.coded_weight import CodedWeight
-from outdraft.kernels.expert_ops import Activation, ExpertWeights, Gate
 from outdraft.kernels.native.experts import NativeExpertKernels, NativeExperts
-from outdraft.kernels.native.library import open_library, usable_instruction_sets
+from outdraft.kernels.native.library import Team, open_library, usable_instruction_sets
 from outdraft.kernels.native.linear import NativeLinear
-from outdraft.kernels.native.team import Team
+from outdraft.kernels.products import Activation, ExpertWeights, Gate
 from outdraft.kernels.torch.experts import TorchExperts
 from outdraft.kernels.torch.linear import quantized
 from tests.kernels.comparisons import Case

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.data.coded_weight import CodedWeight
-from outdraft.kernels.native.library import open_library, usable_instruction_sets
+from outdraft.kernels.native.library import Team, open_library, usable_instruction_sets
 from outdraft.kernels.native.linear import NativeLinear, NativeProduct
-from outdraft.kernels.native.team import Team
 from outdraft.kernels.torch.linear import quantized
 from tests.kernels.comparisons import Case
 from tests.rounding import UNIT, as_bytes, as_shorts, assert_float32_products

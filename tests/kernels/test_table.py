@@ -14,10 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outdraft.kernels.choose import REFERENCE, choose_kernels, computed_by, kernels_options
+from outdraft.kernels.choose import (
+    REFERENCE,
+    choose_kernels,
+    computed_by,
+    kernels_options,
+    with_triton,
+)
 from outdraft.kernels.native.library import usable_instruction_sets
 from outdraft.kernels.ops import Kernels, operation_names
-from outdraft.kernels.triton.select import with_triton
 from tests.kernels.comparisons import Case, Comparison
 
 CPU = torch.device("cpu")

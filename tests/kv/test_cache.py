@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outdraft.kernels.torch.attention import TorchAttention
+from outdraft.kv.block_pool import LayerCacheShape
 from outdraft.kv.cache import KVCache
-from outdraft.kv.shapes import LayerCacheShape
 from tests.attention.ragged import trees
 
 CPU = torch.device("cpu")

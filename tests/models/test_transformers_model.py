@@ -24,7 +24,7 @@ from transformers import (
     XmodConfig,
 )
 
-from outdraft.attention.rows import Span, lay_out, metadata_of
+from outdraft.attention.rows import Span
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.choose import choose_kernels
@@ -38,6 +38,7 @@ from outdraft.models.transformers_products import pack_products
 from outdraft.models.transformers_survey import check_packed
 from tests.models.checkpoints import TINY, VARIANTS, llama, randomised, save
 from tests.models.families import CONFIGS, family_model, randomise, randomised_family
+from tests.row_batches import row_batch
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 8
@@ -83,7 +84,7 @@ class Texts:
     def _pass(
         self, spans: list[Span], ids_T: Tensor, taps: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]:
-        metadata = metadata_of(lay_out(spans, BLOCK_SIZE, self.model.kernels, CPU), spans)
+        metadata = row_batch(spans, BLOCK_SIZE)
         with torch.inference_mode():
             hidden_TD, tapped_TKD = self.model.forward_tapped(
                 ids_T, self.cache.layers, metadata, taps

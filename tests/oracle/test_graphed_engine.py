@@ -27,7 +27,7 @@ from tests.pairwise import some
 pytest.importorskip("triton", reason="needs triton")
 from outdraft.kernels.triton import graphed_calls, graphs
 from outdraft.kernels.triton.decoder import TritonDecoder
-from outdraft.kernels.triton.growth import GraphedGrowth
+from outdraft.kernels.triton.graphed_calls import GraphedGrowth
 from outdraft.kernels.triton.verification import GraphedVerification
 
 FAMILY, NUM_DRAFTS, LENGTHS = "qwen2", 3, (3, 14, 9)
@@ -126,14 +126,12 @@ def graphed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
         verification = GraphedVerification(kernels)
         return replace(
             kernels,
-            grow=GraphedGrowth(kernels.first_times),
+            grow=GraphedGrowth(kernels.warm_ups),
             match=verification.match,
             verify=verification.verify,
             choose=verification.choose,
             num_grown=rounded_rows,
-            compile_decoder=partial(
-                ReadableDecoder, has_graphs=True, first_times=kernels.first_times
-            ),
+            compile_decoder=partial(ReadableDecoder, has_graphs=True, warm_ups=kernels.warm_ups),
         )
 
     monkeypatch.setattr(loading, "choose_kernels", choose)

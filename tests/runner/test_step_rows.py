@@ -5,17 +5,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outdraft.attention.rows import lay_out
+from outdraft.attention.rows import RowBatch
 from outdraft.core.admission import Admission, TokenRules
 from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.plan import DraftChoice, Work
 from outdraft.kernels.data.drafts import DraftBatch
-from outdraft.kernels.ops import PlacedRows
 from outdraft.kernels.torch.table import reference_kernels
 from outdraft.runner.device_state import DeviceState
 from outdraft.runner.slots import RequestSlot
 from outdraft.runner.step_rows import step_spans
 from outdraft.runner.step_texts import StepTexts
+from tests.row_batches import row_batch
 
 CPU = torch.device("cpu")
 BLOCK, ROW_LEN = 4, 65
@@ -74,9 +74,9 @@ def drafts_of(works: list[Work]) -> DraftBatch:
     return DraftBatch.from_drafts(chains, CPU)
 
 
-def placed_rows(batch: Batch, drafts: DraftBatch) -> PlacedRows:
+def placed_rows(batch: Batch, drafts: DraftBatch) -> RowBatch:
     spans, facts = step_spans(batch.works, batch.slots, ROW_LEN)
-    return lay_out(spans, BLOCK, reference_kernels(), CPU, drafts.width, facts)
+    return row_batch(spans, BLOCK, CPU, drafts.width, facts)
 
 
 @given(batches())

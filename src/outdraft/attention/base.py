@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from outdraft.core.record import record
+from outdraft.kv.block_pool import LayerCacheShape
 from outdraft.kv.cache import LayerCache
-from outdraft.kv.shapes import LayerCacheShape
 
 
 @record

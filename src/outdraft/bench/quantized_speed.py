@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.ops import Kernels, Product
+from outdraft.kernels.ops import Kernels
+from outdraft.kernels.products import Product
 
 # Hidden size and number of square products: 2 MB and 256 MB in 16 bits.
 SMALL, LARGE = (512, 4), (2048, 32)

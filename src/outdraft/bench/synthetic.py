@@ -11,9 +11,8 @@ from torch import Tensor
 
 from outdraft.config.speculation import RejectionMethod
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
+from outdraft.kernels.data.sampling import Paths, SamplingBatch
 from outdraft.kernels.ops import Kernels
-from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.processors import Paths
 from outdraft.verification.verifier import Verifier
 
 

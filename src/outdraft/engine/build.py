@@ -30,7 +30,7 @@ from outdraft.engine.memory_plan import drafter_of, longest_text, plan_memory
 from outdraft.engine.ready_graphs import make_graphs
 from outdraft.engine.stages import stage
 from outdraft.kernels.choose import has_graphs
-from outdraft.kernels.data.logit_parts import most_drawn
+from outdraft.kernels.data.logits import most_drawn
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.block_pool import BlockPool
 from outdraft.models.base import LanguageModel
@@ -39,8 +39,7 @@ from outdraft.runner.model_runner import ModelRunner
 from outdraft.runner.parallel_runner import StepRunner
 from outdraft.runner.sharded_runner import ShardedRunner
 from outdraft.scheduling.scheduler import Scheduler
-from outdraft.verification.typical import TypicalAcceptance
-from outdraft.verification.verifier import Verifier
+from outdraft.verification.verifier import TypicalAcceptance, Verifier
 
 WARM_UP_TOKENS, WARM_UP_STEPS = 4, 4  # of its prompt; the prompt's, then some with drafts
 

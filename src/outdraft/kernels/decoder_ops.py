@@ -6,18 +6,15 @@ V vocabulary, M positions, N outputs of a head, S those of one rank.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
+from outdraft.attention.base import AttentionBackend, AttentionMetadata, LayerCache
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
+from outdraft.kernels.products import EmbeddingTable, Product
 from outdraft.kernels.step_ops import StepRead, StepTask
-
-if TYPE_CHECKING:
-    from outdraft.attention.base import AttentionBackend, AttentionMetadata, LayerCache
-    from outdraft.kernels.ops import Product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +36,10 @@ class LayerSpec:
     post_norm_D: Tensor
     q_norm_C: Tensor | None
     k_norm_C: Tensor | None
-    qkv: "Product"
-    o: "Product"
-    gate_up: "Product"
-    down: "Product"
+    qkv: Product
+    o: Product
+    gate_up: Product
+    down: Product
     window: int | None
     is_causal: bool = False
 
@@ -61,7 +58,7 @@ class StateEntry:
 
     token_norm_D: Tensor | None
     state_norm_D: Tensor | None
-    fc: "Product | None" = None
+    fc: Product | None = None
     adds_to_normed: bool = False
     leaves_out_first: bool = False
 
@@ -84,7 +81,7 @@ class DecoderSpec:
             read; as csrc/draft_tokens.h says. 0: among all.
         shard: of a network that is spread over ranks, the tokens whose vectors `embedding` holds.
             Heads and intermediate_size are this rank's. The products give what the network goes on
-            with: `o` and `down` of all layers are `SummedProduct`s, the head is a `PaddedProduct`.
+            with: `o` and `down` of all layers are `RowParallel`s, the head is a `VocabParallel`.
             None: the network is whole.
     """
 
@@ -96,10 +93,10 @@ class DecoderSpec:
     embedding: EmbeddingTable
     cos_sin_MC: Tensor
     layers: Sequence[LayerSpec]
-    attention: "AttentionBackend"
+    attention: AttentionBackend
     final_norm_D: Tensor | None
     entry: StateEntry | None = None
-    head: "Product"
+    head: Product
     head_norm_D: Tensor | None = None
     draft_ids_N: Tensor | None = None
     num_first_drafts: int = 0
@@ -115,8 +112,8 @@ class DecoderPass(Protocol):
     def __call__(
         self,
         token_ids_T: Tensor,
-        caches: Sequence["LayerCache"],
-        metadata: "AttentionMetadata",
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
         taps: Sequence[int] = (),
         states_TD: Tensor | None = None,
         wanted_R: Tensor | None = None,
@@ -167,9 +164,9 @@ class DecoderPass(Protocol):
 
     def write_context(
         self,
-        product: "Product",
+        product: Product,
         features_TD: Tensor,
-        caches: Sequence["LayerCache"],
+        caches: Sequence[LayerCache],
         positions_T: Tensor,
         slots_T: Tensor,
     ) -> None:

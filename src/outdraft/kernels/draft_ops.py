@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from outdraft.attention.rows import Span
 from outdraft.core.record import record
 from outdraft.core.tree_shape import TreeShape
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
+from outdraft.kernels.data.sampling import SamplingBatch
+from outdraft.kernels.products import Product
+from outdraft.kv.cache import LayerCache
 
 if TYPE_CHECKING:
-    from outdraft.attention.rows import Span
-    from outdraft.kernels.ops import Kernels, Product
-    from outdraft.kv.cache import LayerCache
-    from outdraft.sampling.batch import SamplingBatch
+    from outdraft.kernels.ops import Kernels  # whose operations grow drafts
 
 
 PARENT_SHIFT = 24  # an anchor of noise is committed tokens + (row of the parent << PARENT_SHIFT)
@@ -80,7 +81,7 @@ class Growth:
     num_tokens_B: Tensor
     num_drafts_G: Tensor
     fewest: int
-    sampling: "SamplingBatch"
+    sampling: SamplingBatch
     samples: bool
     stops: StopRules | None = None
     shares: RequestShares = ALL_HERE
@@ -166,9 +167,9 @@ class UnreadTexts:
             position in the text is by so much larger than its cache index. (): none.
     """
 
-    spans: Sequence["Span"]
+    spans: Sequence[Span]
     token_ids_SL: Tensor
-    caches: Sequence["LayerCache"]
+    caches: Sequence[LayerCache]
     block_size: int
     features_NF: Tensor | None
     places: Sequence[int]
@@ -195,10 +196,10 @@ class BlockSpec:
     first_draft: int
     mask_token_id: int
     is_causal: bool
-    context: "Product"
+    context: Product
     pair_embedding_VM: Tensor | None = None
-    pairs: "Product | None" = None
-    confidence: "Product | None" = None
+    pairs: Product | None = None
+    confidence: Product | None = None
     confidence_reads_token: bool = False
 
 
@@ -215,7 +216,7 @@ class DraftStart:
     """
 
     states_BD: Tensor
-    caches: Sequence["LayerCache"]
+    caches: Sequence[LayerCache]
     contexts_B: Tensor
     block_table_BP: Tensor
     block_size: int

@@ -5,24 +5,26 @@
 implementation: shapes, dtypes, what may alias, errors. `torch/table.py` names these
 implementations; fast ones compute the same.
 
-Dimension key: B requests, or those that sample of W works; T rows, R rows that need logits,
-P blocks, N most drafts of one request, D inputs, E outputs.
+Dimension key: B requests, R rows that need logits, D hidden, T tokens.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from outdraft.core.record import record
+from outdraft.attention.base import AttentionBackend
+from outdraft.attention.rows import RowBatch, Span
+from outdraft.core.draft import Draft, DraftAsk
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.data.coded_weight import Codes
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
-from outdraft.kernels.data.first_times import FirstTimes
+from outdraft.kernels.data.logits import Scores
 from outdraft.kernels.data.noise import Gumbel
-from outdraft.kernels.data.scores import Scores
+from outdraft.kernels.data.sampling import Paths, SamplingBatch
 from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec
 from outdraft.kernels.draft_ops import (
     DraftStart,
@@ -32,81 +34,90 @@ from outdraft.kernels.draft_ops import (
     ModelDrafts,
     TreeLevels,
 )
-from outdraft.kernels.expert_ops import Experts, ExpertWeights, Gate
-from outdraft.kernels.text_ops import NgramTexts, SuffixTexts
-
-if TYPE_CHECKING:
-    from outdraft.attention.base import AttentionBackend, AttentionMetadata
-    from outdraft.attention.rows import Span
-    from outdraft.sampling.batch import SamplingBatch
-    from outdraft.sampling.processors import Paths
+from outdraft.kernels.products import Experts, ExpertWeights, Gate, Product
+from outdraft.kernels.step_ops import StatePlaces
 
 
-@record
-class PlacedRows:
-    """Where rows stand, which tokens they read, and which of them are needed behind the pass.
+@dataclass(slots=True)
+class WarmUps:
+    """Counts work that is done once and slows its step down: compiled kernels, new CUDA graphs."""
 
-    Attributes:
-        query_start_W1, context_lens_W, num_causal_W, block_table_WP: int32, as in
-            AttentionMetadata.
-        ancestors_T, positions_T, slots_T: int64, as there. All others are int64 too.
-        state_index_T: where a row's token stands in the flat texts, 0 for drafted rows.
-        draft_index_T: where a drafted row's token stands in the flat drafts, else -1.
-        logit_rows_R: of each work that samples its root, then its drafts.
-        root_rows_B: the root of each work that samples.
-        draft_slots_BN: cache slots behind each root, padded with -1.
-        extra: what was to be passed on.
+    count: int = 0
+
+
+class NgramTexts(Protocol):
+    """Drafts from the texts of requests by prompt lookup, and remembers what speeds that up.
+
+    The longest end of a text is looked up that has min_n to max_n tokens and occurred before. Its
+    newest `branching` occurrences are merged into a tree. A row's path matches some of them; the
+    probability of a token behind it is that of the path, times the share of these occurrences that
+    go on with the token, times a. a is the chance that any of the occurrences is right. It is
+    measured for each text and match length, as the share of tokens that came true among those that
+    were looked up and reached, from one of two at first. The most probable paths are drafted; among
+    equals the deepest, then the one with the earlier parent, then the token that follows more
+    occurrences, then the newer one.
     """
 
-    query_start_W1: Tensor
-    context_lens_W: Tensor
-    num_causal_W: Tensor
-    block_table_WP: Tensor
-    ancestors_T: Tensor
-    positions_T: Tensor
-    slots_T: Tensor
-    state_index_T: Tensor
-    draft_index_T: Tensor
-    logit_rows_R: Tensor
-    root_rows_B: Tensor
-    draft_slots_BN: Tensor
-    extra: tuple[Tensor, ...]
+    def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        """One draft per ask, of at most `max_tokens` and MAX_DRAFTS tokens.
 
-
-class Product(Protocol):
-    """x W^T + b, with a weight that is kept as it is read fastest.
-
-    A row's bits depend neither on the rows beside it nor on the number of threads. Where the weight
-    is quantised, rows may be rounded first: of every 128 inputs of a row, or of each group of the
-    format if that is smaller, the number of largest size to 15 bits, and the others as far.
-
-    Attributes:
-        nbytes: of its own copy of the weight; 0: it reads the one that it was made from.
-    """
-
-    format: WeightFormat
-    nbytes: int
-
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        """[T, E], of x's dtype, which is the weight's. float32 sums or better; rounded once."""
+        A text that cannot be the one before of its request, grown, starts anew: that is judged by
+        its length and by the token where the one before ended. The score is the sum of the
+        probabilities of all rows, which is the expected number of accepted tokens. The match length
+        is that of the end that was looked up; of ends that occurred at the same places, the
+        longest. Token ids are contiguous; a new token costs the same however long the text is.
+        """
         ...
 
-    def rows(self, outputs_T: Tensor) -> Tensor:
-        """[T, D]: the weights of some outputs, int64 ids below E. Only of a weight in blocks, or of
-        plain numbers."""
+    def forget(self, request_id: str) -> None:
+        """Drop what is remembered of a text; unknown ids are fine."""
+        ...
+
+
+class SuffixTexts(NgramTexts, Protocol):
+    """Drafts what usually followed, in a request's own text and in texts of finished requests.
+
+    For each end of the text of less than max_depth tokens that has occurred, a tree of its
+    continuations is grown, as deep as max_spec_factor times the length of that end, and as
+    max_depth allows for both together. A row's probability is the product of count(string + token)
+    / count(string) along its path, and at least min_token_prob. A string is followed by its
+    `branching` most frequent continuations, the latest first among equals. The tree with the
+    largest sum of probabilities is drafted, of equals that of the longest end. Finished texts count
+    all together, and the text that is drafted for as one occurrence more, without continuation.
+    They are taken if their sum is larger than that of the own text.
+
+    Finished texts come and go in order, some tokens at a time, so that no call takes long: a string
+    counts as often as it starts at a token that is counted. Texts that are counted in part give the
+    draft of the largest sum by these counts; its match length may then be that of a shorter end
+    which occurred at the same places.
+    """
+
+    def add_finished(self, token_ids_T: np.ndarray) -> None:
+        """Keep a text, int32 with T >= 1; the one before must be counted whole."""
+        ...
+
+    def count_finished(self, max_tokens: int) -> int:
+        """Count what starts at the next tokens of the newest text; returns how many these were."""
+        ...
+
+    def remove_finished(self, max_tokens: int) -> int:
+        """Take back what starts at the next tokens of the oldest text, at last the text itself.
+
+        All texts must be counted whole. Returns how many tokens these were.
+        """
         ...
 
 
 # From states of the rows with logits, drafts, their sampling and lengths of texts to the verdict,
 # and for each row whether it has a finite logit to choose by.
-Choosing = Callable[[Tensor, DraftBatch, "SamplingBatch", Tensor], tuple[Verdict, Tensor]]
+Choosing = Callable[[Tensor, DraftBatch, SamplingBatch, Tensor], tuple[Verdict, Tensor]]
 
 
 def choose_by_parts(
     choosing: Choosing,
     states_RD: Tensor,
     drafts: DraftBatch,
-    sampling: "SamplingBatch",
+    sampling: SamplingBatch,
     num_tokens_B: Tensor,
 ) -> tuple[Verdict, Tensor]:
     """Choose the tokens of a step by calling a function of the other operations.
@@ -119,7 +130,6 @@ def choose_by_parts(
     return choosing(states_RD, drafts, sampling, num_tokens_B)
 
 
-Tensors3 = tuple[Tensor, Tensor, Tensor]
 DraftGrower = Callable[[TreeLevels, Growth], ModelDrafts]
 
 
@@ -131,7 +141,7 @@ class Kernels:
         name: as people read it.
         has_threads: products and attention have threads of their own, which wait for cores while
             torch's threads have them.
-        first_times: counts what the operations do once.
+        warm_ups: counts what the operations do once.
         num_grown: from the number of requests that want drafts to the number that drafts should
             grow for: more where something would be made for each number.
         choose: `choose_by_parts`, or a faster way to compute the same.
@@ -139,22 +149,20 @@ class Kernels:
 
     name: str
     has_threads: bool
-    attention: "AttentionBackend"
-    place_rows: "Callable[[Sequence[Span], Sequence[Sequence[int]], int, int], PlacedRows]"
+    attention: AttentionBackend
+    place_rows: Callable[[Sequence[Span], Sequence[Sequence[int]], int, int], RowBatch]
     shape_rows: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    place_states: "Callable[[AttentionMetadata, Tensor, Tensor, Tensor, int, int], Tensors3]"
+    place_states: Callable[[RowBatch, Tensor, int, int], StatePlaces]
     copy_rows: Callable[[Tensor, Tensor | None, Tensor, Tensor | None], None]
     block_mass: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
     read_token_ids: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     append_token_ids: Callable[[Tensor, Tensor, Tensor, Tensor], None]
-    pack_linear: Callable[
-        [Tensor | Sequence[Tensor], Tensor | None, WeightFormat | None], Product
-    ]
+    pack_linear: Callable[[Tensor | Sequence[Tensor], Tensor | None, WeightFormat | None], Product]
     pack_codes: Callable[[Codes, Tensor | None, torch.dtype], Product]
     pack_experts: Callable[[ExpertWeights, Gate, WeightFormat | None], Experts]
     ngram_texts: Callable[[int, int, int], NgramTexts]
     suffix_texts: Callable[[int, float, float, int], SuffixTexts]
-    place_level: Callable[[Tensor, int, Tensor, DraftStart], Tensors3]
+    place_level: Callable[[Tensor, int, Tensor, DraftStart], tuple[Tensor, Tensor, Tensor]]
     draw_level: Callable[[Tensor, Tensor, LevelTask], DrawnLevel]
     grow: Callable[[TreeLevels, Growth, DraftGrower], ModelDrafts]
     add_silu: Callable[[Tensor, Tensor], Tensor]
@@ -163,18 +171,18 @@ class Kernels:
     gumbel: Gumbel
     mask_forbidden: Callable[[Tensor, Tensor], Tensor]
     finite_rows: Callable[[Tensor], Tensor]
-    penalize: "Callable[[Tensor, Tensor, Paths, SamplingBatch], Tensor]"
-    scale_and_cut: "Callable[[Tensor, Tensor, SamplingBatch], Tensor]"
+    penalize: Callable[[Tensor, Tensor, Paths, SamplingBatch], Tensor]
+    scale_and_cut: Callable[[Tensor, Tensor, SamplingBatch], Tensor]
     score_tokens: Callable[[Tensor, Tensor, int, Tensor | None], Scores]
     requests_of_rows: Callable[[DraftBatch, int], Tensor]
     match: Callable[[Tensor, DraftBatch], Verdict]
-    verify: "Callable[[Tensor, DraftBatch, SamplingBatch, Tensor, Rule], Verdict]"
+    verify: Callable[[Tensor, DraftBatch, SamplingBatch, Tensor, Rule], Verdict]
     compile_decoder: Callable[[DecoderSpec], DecoderPass]
-    first_times: FirstTimes = field(default_factory=FirstTimes)
+    warm_ups: WarmUps = field(default_factory=WarmUps)
     num_grown: Callable[[int], int] = int
-    choose: (
-        "Callable[[Choosing, Tensor, DraftBatch, SamplingBatch, Tensor], tuple[Verdict, Tensor]]"
-    ) = choose_by_parts
+    choose: Callable[
+        [Choosing, Tensor, DraftBatch, SamplingBatch, Tensor], tuple[Verdict, Tensor]
+    ] = choose_by_parts
 
 
 def operation_names() -> list[str]:
@@ -183,5 +191,5 @@ def operation_names() -> list[str]:
     `choose` is none: it only says how some of them follow each other, and computes nothing else.
     tests/kernels/test_graphed_verification.py compares what a GPU's table has there.
     """
-    others = ("name", "has_threads", "first_times", "num_grown", "choose")
+    others = ("name", "has_threads", "warm_ups", "num_grown", "choose")
     return [one.name for one in fields(Kernels) if one.name not in others]

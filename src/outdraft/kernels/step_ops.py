@@ -6,17 +6,14 @@ one request, S state rows, L tokens of a text, D hidden, K tapped layers.
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from outdraft.attention.rows import RowBatch, Span
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
-
-if TYPE_CHECKING:
-    from outdraft.attention.rows import Span
-    from outdraft.kernels.ops import PlacedRows
-    from outdraft.kv.cache import LayerCache
-    from outdraft.sampling.batch import SamplingBatch
+from outdraft.kernels.data.sampling import SamplingBatch
+from outdraft.kv.cache import LayerCache
 
 
 class StatesOf(IntEnum):
@@ -35,7 +32,7 @@ class Chooser(NamedTuple):
         rule: of the drafts that were drawn.
     """
 
-    sampling: "SamplingBatch"
+    sampling: SamplingBatch
     rule: Rule
 
 
@@ -56,12 +53,12 @@ class StepTask(NamedTuple):
         window: newest tokens of a text whose states are kept, as `place_states` counts; 0: none.
     """
 
-    spans: Sequence["Span"]
+    spans: Sequence[Span]
     facts: Sequence[Sequence[int]]
     token_ids_SL: Tensor
     drafts: DraftBatch | None
     are_shaped: bool
-    caches: Sequence["LayerCache"]
+    caches: Sequence[LayerCache]
     block_size: int
     taps: Sequence[int]
     chooser: Chooser | None
@@ -113,7 +110,14 @@ class DeviceChoice(NamedTuple):
 
 
 class StatePlaces(NamedTuple):
-    """Places of kept states, int64, as `place_states` returns them."""
+    """Places of kept states, int64.
+
+    Attributes:
+        places_T: of each row's state; -1 for drafts that were refused, and for tokens before the
+            newest `window` of those that the pass read.
+        last_rows_W: the last row that each text keeps.
+        last_places_W: that row's place.
+    """
 
     places_T: Tensor
     last_rows_W: Tensor
@@ -132,7 +136,7 @@ class StepRead(NamedTuple):
         kept: where states are kept; None: nobody keeps them, or the step does not choose.
     """
 
-    place: Callable[[], "PlacedRows"]
+    place: Callable[[], RowBatch]
     states_RD: Tensor | None
     tapped_TKD: Tensor | None
     choice: Choice | None

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec, LayerSpec, StateEntry
-from outdraft.kernels.ops import Kernels, Product
-from outdraft.kernels.rank_products import Spread, SummedProduct
+from outdraft.kernels.ops import Kernels
+from outdraft.kernels.products import EmbeddingTable, Product, RowParallel, ShardWrap
 from outdraft.kernels.torch.pointwise import rotate
 from outdraft.models.config import ModelConfig
 from outdraft.models.layers.linear import Linear
@@ -75,7 +74,7 @@ class DecoderLayer(nn.Module):
         own, size, eps = config.shard(group.size), config.hidden_size, config.rms_norm_eps
         self.head_size, self.window = config.head_size, window
         self._q, self._kv, self._intermediate = _parts(config, group)
-        spread: Spread | None = None if group.size == 1 else partial(SummedProduct, group)
+        spread: ShardWrap | None = None if group.size == 1 else partial(RowParallel, group)
         intermediate, mlp_bias = own.intermediate_size, config.mlp_bias
         qkv_size = self._q.size + 2 * self._kv.size
         self.input_norm = RMSNorm(size, eps, **kind) if has_input_norm else None

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.decoder_ops import DecoderPass
+from outdraft.kernels.products import EmbeddingTable
 from outdraft.models.decoder import Decoder, Kind, first_drafts, product_of
 from outdraft.models.drafter_config import DrafterConfig
 from outdraft.models.layers.embedding import Embedding

@@ -12,8 +12,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import QUANTIZATIONS
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.data.embedding_table import EmbeddingTable
-from outdraft.kernels.rank_products import PaddedProduct
+from outdraft.kernels.products import EmbeddingTable, VocabParallel
 from outdraft.models.base import LanguageModel
 from outdraft.models.config import ModelConfig
 from outdraft.models.decoder import Kind
@@ -27,7 +26,7 @@ from outdraft.models.slots import Slot, rows_of
 def vocabulary_linear(num_inputs: int, shard: VocabularyShard, kind: Kind) -> Linear:
     """A head without a bias: each rank has the weights of its tokens, and gets their logits, padded
     with -inf."""
-    spread = None if shard.group.size == 1 else partial(PaddedProduct, shard)
+    spread = None if shard.group.size == 1 else partial(VocabParallel, shard)
     return Linear(num_inputs, shard.num_own, bias=False, **kind, spread=spread)
 
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outdraft.distributed.group import ALONE, RankGroup
-from outdraft.kernels.expert_ops import ExpertWeights, Gate
 from outdraft.kernels.ops import Kernels
+from outdraft.kernels.products import ExpertWeights, Gate
 from outdraft.models.experts import ACTIVATIONS, PackedExperts, present_modules
 from outdraft.models.layers.linear import Linear
 from outdraft.models.quantized.stand_ins import Packing

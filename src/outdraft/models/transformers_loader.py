@@ -30,7 +30,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
-from outdraft.kv.shapes import LayerCacheShape
+from outdraft.kv.block_pool import LayerCacheShape
 from outdraft.models.config import read_config as read_raw_config
 from outdraft.models.config import read_generation_config
 from outdraft.models.counts import read_token_ids

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from outdraft.core.errors import ConfigError
-from outdraft.kernels.ops import Kernels, Product
+from outdraft.kernels.ops import Kernels
+from outdraft.kernels.products import Product
 from outdraft.models.transformers_attention import attend
 
 _ROUTERS = ("Router", "Gate")  # how the library's classes of routers end

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from outdraft.kernels.data.embedding_table import EmbeddingTable
-from outdraft.kernels.rank_products import Spread
+from outdraft.kernels.products import EmbeddingTable, ShardWrap
 from outdraft.models.experts import keeps_codes as experts_keep_codes
 from outdraft.models.experts import present_modules
 from outdraft.models.layers.linear import Linear
@@ -57,7 +56,7 @@ def table_of(embedding: nn.Embedding) -> EmbeddingTable:
 def pack_products(
     model: nn.Module,
     packing: Packing,
-    spreads: Mapping[nn.Module, Spread] = MappingProxyType({}),
+    spreads: Mapping[nn.Module, ShardWrap] = MappingProxyType({}),
 ) -> None:
     """Replace all products by packed ones, each as it is reached, so that few are there twice.
 
@@ -127,7 +126,7 @@ def _pack_table(embedding: nn.Embedding, packing: Packing, head: Linear | None) 
 
 
 def _packed(
-    part: nn.Linear | Conv1D, packing: Packing, spread: Spread | None, *, is_tied: bool
+    part: nn.Linear | Conv1D, packing: Packing, spread: ShardWrap | None, *, is_tied: bool
 ) -> Linear:
     """`is_tied`: the weight is a table of embeddings too, which stays as it is."""
     weight_ED = part.weight.data

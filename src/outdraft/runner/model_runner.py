@@ -16,16 +16,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from outdraft.attention.base import AttentionMetadata
-from outdraft.attention.rows import Span, metadata_of
+from outdraft.attention.rows import RowBatch
 from outdraft.core.allowed import AllowedTokens, Drafted
 from outdraft.core.plan import StepPlan, StepResult, Work
 from outdraft.core.record import record
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.data.drafts import DraftBatch, Rule
-from outdraft.kernels.data.scores import Scores
-from outdraft.kernels.ops import PlacedRows
+from outdraft.kernels.data.logits import Scores
+from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.step_ops import Choice, Chooser, DeviceChoice, StatesOf, StepRead, StepTask
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
@@ -54,7 +53,7 @@ from outdraft.runner.logprobs import (
 )
 from outdraft.runner.results import StepCopies, VerifiedRows, to_host, work_results
 from outdraft.runner.slots import RequestSlot
-from outdraft.runner.states import chunk_reads, spread_rows, state_places
+from outdraft.runner.states import chunk_reads, spread_rows
 from outdraft.runner.step_rows import read_by_parts, step_spans, with_logits
 from outdraft.runner.step_texts import StepTexts
 from outdraft.runner.timing import PhaseClock
@@ -66,13 +65,12 @@ from outdraft.runner.verified_parts import (
     logit_rows_of,
     step_parts,
 )
-from outdraft.sampling.batch import SamplingBatch
 from outdraft.verification.verifier import Verifier
 
 
 @dataclass(frozen=True)
 class TargetPass:
-    """The target's forward pass over all rows of a step, laid out as `spans`.
+    """The target's forward pass over all rows of a step.
 
     Attributes:
         states_of: whose hidden states are there.
@@ -80,7 +78,6 @@ class TargetPass:
     """
 
     read: StepRead
-    spans: Sequence[Span]
     states_of: StatesOf
 
     @property
@@ -88,16 +85,12 @@ class TargetPass:
         return self.read.choice
 
     @cached_property
-    def rows(self) -> PlacedRows:
+    def rows(self) -> RowBatch:
         return self.read.place()
 
     @property
     def texts(self) -> StepTexts:
         return StepTexts(*self.rows.extra)
-
-    @property
-    def metadata(self) -> AttentionMetadata:
-        return metadata_of(self.rows, self.spans)
 
     @property
     def hidden_TD(self) -> Tensor | None:
@@ -185,7 +178,7 @@ class ModelRunner:
         If a token that is chosen must keep to a grammar, it stops behind the target's pass, and
         `verify` issues the rest.
         """
-        clock = PhaseClock(self.device, self.model.kernels.first_times)
+        clock = PhaseClock(self.device, self.model.kernels.warm_ups)
         clock.mark()
         self._take_news(plan)
         works = [work for work in plan.works if work.samples]
@@ -320,7 +313,7 @@ class ModelRunner:
         )
         by_parts = partial(read_by_parts, self.model, self.verifier, task)
         read = self.model.step(task, by_parts)
-        return TargetPass(read, spans, states_of)
+        return TargetPass(read, states_of)
 
     def _verified(
         self,
@@ -375,15 +368,11 @@ class ModelRunner:
                 hidden_TD = spread_rows(hidden_TD, target.rows.logit_rows_R, len(tapped_TKD))
         places = target.read.kept
         if places is None:
-            verdict = None if verified is None else verified.choice.verdict
-            places = state_places(
-                target.rows,
-                target.metadata,
-                verdict,
-                self.state.row_len,
-                self.proposer.drafter.state_window,
-                self.model.kernels,
-            )
+            rows, window = target.rows, self.proposer.drafter.state_window
+            kept_rows_BN = rows.draft_slots_BN[:0]  # no request samples
+            if verified is not None:
+                kept_rows_BN = verified.choice.verdict.rows_BN
+            places = self.model.kernels.place_states(rows, kept_rows_BN, self.state.row_len, window)
         reads = chunk_reads(works, self._slots)
         return TargetStates(hidden_TD, tapped_TKD, *places, self.state.token_ids_SL, reads)
 

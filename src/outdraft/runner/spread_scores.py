@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.distributed.group import RankGroup
-from outdraft.kernels.data.scores import Scores
+from outdraft.kernels.data.logits import Scores
 from outdraft.kernels.ops import Kernels
 from outdraft.runner.logprobs import LogprobRows
 from outdraft.runner.shares import Shares

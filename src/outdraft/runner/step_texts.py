@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.processors import Paths
+from outdraft.kernels.data.sampling import Paths, SamplingBatch
 
 
 class StepTexts(NamedTuple):

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 
 from outdraft.core.plan import PhaseTimes
-from outdraft.kernels.data.first_times import FirstTimes
+from outdraft.kernels.ops import WarmUps
 
 
 class PhaseClock:
     """Marks in the order they were set; `times` after the device has passed them all."""
 
-    def __init__(self, device: torch.device, first_times: FirstTimes) -> None:
-        """`first_times`: of the kernels, told to be a part of the step if some come to pass."""
+    def __init__(self, device: torch.device, warm_ups: WarmUps) -> None:
+        """`warm_ups`: of the kernels; steps with some are marked."""
         # The stream is asked for once: to look for it takes longer than to record an event.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._marks: list[Any] = []  # seconds, or events of a GPU
-        self._first_times, self._number_before = first_times, first_times.number
+        self._warm_ups, self._number_before = warm_ups, warm_ups.count
         self._is_first = False
 
     def mark(self) -> None:
@@ -32,7 +32,7 @@ class PhaseClock:
             self._marks.append(time.perf_counter())
         else:
             self._marks.append(self._stream.record_event(torch.cuda.Event(enable_timing=True)))
-        self._is_first = self._first_times.number != self._number_before
+        self._is_first = self._warm_ups.count != self._number_before
 
     def times(self) -> PhaseTimes:
         """The phases between the marks."""

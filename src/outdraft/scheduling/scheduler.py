@@ -14,9 +14,7 @@ from outdraft.core.errors import CapacityError, RequestError
 from outdraft.core.plan import DraftChoice, StepPlan, StepResult, StepRoom, Work
 from outdraft.core.request import FinishReason, Request, RequestStatus
 from outdraft.core.scheduled import BookedWork, ScheduledStep
-from outdraft.kv.block_pool import BlockPool
-from outdraft.kv.block_table import BlockTable
-from outdraft.kv.prefix_cache import extend_hashes
+from outdraft.kv.block_pool import BlockPool, BlockTable, extend_hashes
 from outdraft.scheduling.drafter_books import DrafterBooks
 from outdraft.scheduling.owners import freest_groups, overdue_moves
 

@@ -23,8 +23,8 @@ from outdraft.drafting.device.state_window import StateWindow
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kernels.torch.table import reference_kernels
+from outdraft.kv.block_pool import LayerCacheShape
 from outdraft.kv.cache import KVCache
-from outdraft.kv.shapes import LayerCacheShape
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model
 from tests.drafting.drafting import SEEDED, check_drafts, sampling_batch, texts

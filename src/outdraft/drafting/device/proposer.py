@@ -22,10 +22,10 @@ from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.drafting.device.live_stop import KeptRules, with_part_of_cap
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.target_states import TargetStates
-from outdraft.kernels.data.logit_parts import most_logit_rows
+from outdraft.kernels.data.logits import most_logit_rows
+from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.draft_ops import Growth, ModelDrafts
 from outdraft.kernels.ops import Kernels
-from outdraft.sampling.batch import SamplingBatch
 
 FEW_UNREAD = 16  # tokens of a text that may be read more than once in a step
 

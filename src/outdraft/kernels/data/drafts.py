@@ -22,7 +22,7 @@ from torch import Tensor
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import Draft
 from outdraft.core.record import record
-from outdraft.kernels.data.logit_parts import RequestPart
+from outdraft.kernels.data.logits import RequestPart
 
 
 @record

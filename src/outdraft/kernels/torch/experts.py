@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.data.coded_weight import Codes
-from outdraft.kernels.expert_ops import Activation, ExpertWeights, Gate
+from outdraft.kernels.products import Activation, ExpertWeights, Gate
 from outdraft.kernels.torch.linear import PlainProduct, pack_codes
 from outdraft.kernels.torch.pointwise import silu_mul
 

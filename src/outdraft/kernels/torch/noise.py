@@ -86,7 +86,7 @@ def gumbel(keys: NoiseKeys, vocab_size: int) -> Tensor:
 
 
 class Noise(Protocol):
-    """What makes noise: this module, or another one that makes the same bits."""
+    """A maker of noise: this module, or another one that makes the same bits."""
 
     def gumbel(self, keys: NoiseKeys, vocab_size: int) -> Tensor: ...
 

@@ -5,20 +5,20 @@ level of a growing tree, S texts of L tokens, D numbers of a row.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from outdraft.attention.base import AttentionMetadata
-from outdraft.attention.rows import Span
+from outdraft.attention.rows import RowBatch, Span
 from outdraft.kernels.draft_ops import DraftStart
-from outdraft.kernels.ops import PlacedRows
+from outdraft.kernels.step_ops import StatePlaces
 
 
 def place_rows(
     spans: Sequence[Span], extra: Sequence[Sequence[int]], block_size: int, width: int
-) -> PlacedRows:
+) -> RowBatch:
     """Lay out the rows of a step: for each request its causal rows, then its drafted ones.
 
     New contiguous tensors on the host.
@@ -52,13 +52,26 @@ def place_rows(
             draft_slots.append(slots[root + 1 :] + [-1] * (width - num_drafts))
     table_width = max(len(span.block_ids) for span in spans)
     blocks = [[*span.block_ids, *[0] * (table_width - len(span.block_ids))] for span in spans]
-    starts_of = (starts, [span.context_len for span in spans], [span.num_causal for span in spans])
-    flat = (ancestors, positions, slots, state_index, draft_index, logit_rows, root_rows)
-    return PlacedRows(
-        *(torch.tensor(each, dtype=torch.int32) for each in (*starts_of, blocks)),
-        *(torch.tensor(each, dtype=torch.int64) for each in flat),
-        draft_slots_BN=torch.tensor(draft_slots, dtype=torch.int64).view(len(root_rows), width),
-        extra=tuple(torch.tensor(each, dtype=torch.int64) for each in extra),
+    int32, int64 = (
+        partial(torch.tensor, dtype=torch.int32),
+        partial(torch.tensor, dtype=torch.int64),
+    )
+    return RowBatch(
+        query_start_B1=int32(starts),
+        context_lens_B=int32([span.context_len for span in spans]),
+        num_causal_B=int32([span.num_causal for span in spans]),
+        ancestors_T=int64(ancestors),
+        positions_T=int64(positions),
+        slots_T=int64(slots),
+        block_table_BP=int32(blocks),
+        max_rows=max([span.num_rows for span in spans]),
+        max_seq_len=max([span.context_len + span.num_rows for span in spans]),
+        state_index_T=int64(state_index),
+        draft_index_T=int64(draft_index),
+        logit_rows_R=int64(logit_rows),
+        root_rows_B=int64(root_rows),
+        draft_slots_BN=int64(draft_slots).view(len(root_rows), width),
+        extra=tuple(map(int64, extra)),
     )
 
 
@@ -71,7 +84,7 @@ def shape_rows(
 
     Args:
         parents_BN: int64, contiguous, as in DraftBatch.
-        draft_index_T: int64, as in PlacedRows; the rows of a draft follow its root, in order.
+        draft_index_T: int64, as in RowBatch; the rows of a draft follow its root, in order.
         positions_T, ancestors_T: int64, as in AttentionMetadata.
     """
     width, device = parents_BN.shape[1], parents_BN.device
@@ -95,28 +108,16 @@ def shape_rows(
     )
 
 
-def place_states(
-    rows: AttentionMetadata,
-    state_index_T: Tensor,
-    root_rows_B: Tensor,
-    kept_rows_BN: Tensor,
-    row_len: int,
-    window: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Find where the states of a pass are kept, in windows over the newest tokens of texts.
+def place_states(rows: RowBatch, kept_rows_BN: Tensor, row_len: int, window: int) -> StatePlaces:
+    """Find the places of a pass's states, in windows over the newest tokens of texts.
 
-    int64 [T]: the place of each row's state, -1 for drafts that were refused and for tokens
-    before the newest `window` of those that the pass read; int64 [W]: the last row that each
-    text keeps; int64 [W]: that row's place. All are new.
-
-    Token i of text s has place s * window + i % window.
+    Token i of text s has place s * window + i % window. All tensors are new.
 
     Args:
-        rows: of W works.
-        state_index_T, root_rows_B: as in PlacedRows.
         kept_rows_BN: int64, as rows_BN of a Verdict.
         row_len: L, of the texts.
     """
+    state_index_T, root_rows_B = rows.state_index_T, rows.root_rows_B
     starts_W1, contexts_W, causal_W = (
         one.long() for one in (rows.query_start_B1, rows.context_lens_B, rows.num_causal_B)
     )
@@ -130,7 +131,7 @@ def place_states(
     places_T = torch.where(is_kept_T, texts_W[work_T] * window + in_window_T, -1)
     last_rows_W = starts_W1[1:] - 1
     if not len(root_rows_B):
-        return places_T, last_rows_W, places_T[last_rows_W]
+        return StatePlaces(places_T, last_rows_W, places_T[last_rows_W])
     work_B = work_T[root_rows_B]
     rows_BN1 = root_rows_B[:, None] + 1 + pad(kept_rows_BN, (1, 0), value=-1)
     last_rows_W = last_rows_W.index_copy(0, work_B, rows_BN1.amax(1))  # a path goes down
@@ -140,7 +141,7 @@ def place_states(
     positions_BN = (contexts_W + causal_W)[work_B][:, None] + behind_N
     drafts_BN = texts_W[work_B][:, None] * window + positions_BN % window
     places_T = pad(places_T, (0, 1)).scatter(0, rows_BN.flatten(), drafts_BN.flatten())
-    return places_T[:num_rows], last_rows_W, places_T[last_rows_W]
+    return StatePlaces(places_T[:num_rows], last_rows_W, places_T[last_rows_W])
 
 
 def copy_rows(
@@ -169,7 +170,7 @@ def read_token_ids(
 
     Args:
         texts_SL, drafts_BN: int64, contiguous; N may be 0.
-        state_index_T, draft_index_T: int64, as in PlacedRows.
+        state_index_T, draft_index_T: int64, as in RowBatch.
     """
     ids_T = texts_SL.view(-1)[state_index_T]
     if drafts_BN.numel() == 0:

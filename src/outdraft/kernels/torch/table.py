@@ -1,16 +1,13 @@
 """The table whose entries are all readable."""
 
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.torch import heads, noise, rows, sampling, verification
-from outdraft.kernels.torch.attention import TorchAttention
-from outdraft.kernels.torch.block_mass import block_mass
+from outdraft.kernels.torch import noise, pointwise, rows, sampling, verification
+from outdraft.kernels.torch.attention import TorchAttention, block_mass
 from outdraft.kernels.torch.decoder import TorchDecoder
 from outdraft.kernels.torch.drawn_level import draw_level, grow
 from outdraft.kernels.torch.experts import TorchExperts
 from outdraft.kernels.torch.linear import PlainProduct, pack_codes
-from outdraft.kernels.torch.ngram_texts import ReferenceNgramTexts
-from outdraft.kernels.torch.scores import score_tokens
-from outdraft.kernels.torch.suffix_texts import ReferenceSuffixTexts
+from outdraft.kernels.torch.texts import ReferenceNgramTexts, ReferenceSuffixTexts
 
 
 def reference_kernels(*, in_order: bool = False) -> Kernels:
@@ -27,9 +24,9 @@ def reference_kernels(*, in_order: bool = False) -> Kernels:
         place_level=rows.place_level,
         draw_level=draw_level,
         grow=grow,
-        add_silu=heads.add_silu,
-        scale_to_rms=heads.scale_to_rms,
-        mix_tokens=heads.mix_tokens,
+        add_silu=pointwise.add_silu,
+        scale_to_rms=pointwise.scale_to_rms,
+        mix_tokens=pointwise.mix_tokens,
         shape_rows=rows.shape_rows,
         place_states=rows.place_states,
         copy_rows=rows.copy_rows,
@@ -46,7 +43,7 @@ def reference_kernels(*, in_order: bool = False) -> Kernels:
         finite_rows=sampling.finite_rows,
         penalize=sampling.penalize,
         scale_and_cut=sampling.scale_and_cut,
-        score_tokens=score_tokens,
+        score_tokens=sampling.score_tokens,
         requests_of_rows=verification.requests_of_rows,
         match=verification.match,
         verify=verification.verify,

@@ -30,7 +30,6 @@ rows, V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -47,11 +46,9 @@ from outdraft.kernels.data.drafts import (
     row_start_B,
 )
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
+from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.torch import noise
 from outdraft.kernels.torch.sampling import choose
-
-if TYPE_CHECKING:
-    from outdraft.sampling.batch import SamplingBatch
 
 # (log weights [B, V], number of accepted drafts [B], is a sampled draft refused there [B])
 # -> ids [B] drawn from these weights
@@ -68,7 +65,7 @@ def requests_of_rows(drafts: DraftBatch, num_rows: int) -> Tensor:
 def verify(
     processed_RV: Tensor,
     drafts: DraftBatch,
-    sampling: "SamplingBatch",
+    sampling: SamplingBatch,
     num_tokens_B: Tensor,
     rule: Rule,
     source: noise.Noise = noise,
@@ -84,7 +81,7 @@ def verify(
         num_tokens_B: int64, committed tokens.
         source: another one makes the same noise faster.
     """
-    step = Step(processed_RV, drafts, sampling, num_tokens_B, source)
+    step = VerificationStep(processed_RV, drafts, sampling, num_tokens_B, source)
     if rule == Rule.MATCH or not (drafts.any_sampled and sampling.any_draws):
         return step.matched()
     is_tokens = rule == Rule.TOKEN and not drafts.sampled_trees
@@ -93,7 +90,7 @@ def verify(
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class VerificationStep:
     """The processed flat rows of a step, and the keys of its noise.
 
     Each kind of draw has its own stream. The target's own choices use SAMPLE; so does the bonus
@@ -103,7 +100,7 @@ class Step:
 
     processed_RV: Tensor
     drafts: DraftBatch
-    sampling: "SamplingBatch"
+    sampling: SamplingBatch
     num_tokens_B: Tensor
     source: noise.Noise = noise
 
@@ -140,8 +137,8 @@ class Step:
         return match(chosen_R, self.drafts)
 
     def beside_matched(self, judged: Verdict) -> Verdict:
-        """What a rule judged of requests that draw and have sampled drafts; of the others, what was
-        matched."""
+        """The verdict of a rule on requests that draw and have sampled drafts; of the others the
+        matched one."""
         drafts, sampling = self.drafts, self.sampling
         if drafts.all_sampled and sampling.all_draw:
             return judged
@@ -149,7 +146,7 @@ class Step:
         return self.merged(is_sampled_B & sampling.draws_B, judged)
 
     def merged(self, takes_judged_B: Tensor, judged: Verdict) -> Verdict:
-        """What was judged of some requests, what was matched of the others."""
+        """The judged verdict on some requests, the matched one on the others."""
         matched, takes_B1 = self.matched(), takes_judged_B[:, None]
         return Verdict(
             torch.where(takes_B1, judged.token_ids_BN1, matched.token_ids_BN1),

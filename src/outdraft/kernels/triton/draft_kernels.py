@@ -211,3 +211,24 @@ def match_chains(
     tell_verdict(
         draft_N, choice_N, accepted, place_N, request, to_token_ids, to_num_emitted, to_rows, width
     )
+
+
+@triton.jit(
+    do_not_specialize=["row_len", "width"],
+    do_not_specialize_on_alignment=["rows", "starts", "token_ids"],
+)
+def append_ids(
+    texts,  # int64 [S, row_len]
+    rows,
+    starts,
+    token_ids,  # int64 [B, N]
+    row_len,
+    width,  # N
+    WIDTH: tl.constexpr,  # at least N
+):
+    """Compute `append_token_ids`. Grid: [B]."""
+    request = tl.program_id(0).to(tl.int64)
+    place_N = tl.arange(0, WIDTH)
+    id_N = tl.load(token_ids + request * width + place_N, mask=place_N < width, other=-1)
+    target = texts + tl.load(rows + request) * row_len + tl.load(starts + request)
+    tl.store(target + place_N, id_N, mask=id_N >= 0)

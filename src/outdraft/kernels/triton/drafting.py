@@ -130,3 +130,20 @@ def match(choices_R: Tensor, drafts: DraftBatch) -> Verdict:
         WIDTH=triton.next_power_of_2(width + 1),
     )
     return verdict
+
+
+def append_token_ids(
+    texts_SL: Tensor, state_rows_B: Tensor, starts_B: Tensor, token_ids_BN: Tensor
+) -> None:
+    num_requests, width = token_ids_BN.shape
+    if num_requests == 0 or width == 0:
+        return
+    kernels.append_ids[(num_requests,)](
+        texts_SL,
+        state_rows_B.contiguous(),
+        starts_B.contiguous(),
+        token_ids_BN.contiguous(),
+        texts_SL.shape[1],
+        width,
+        WIDTH=triton.next_power_of_2(width),
+    )

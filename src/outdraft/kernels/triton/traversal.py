@@ -6,21 +6,17 @@ Dimension key: B requests, N most drafts of one, R flat rows, Q splits of a voca
 vocabulary.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 from torch import Tensor
 
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
 from outdraft.kernels.data.noise import Purpose
+from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.torch import verification
 from outdraft.kernels.torch.noise import ROUNDS
 from outdraft.kernels.triton import noise
 from outdraft.kernels.triton import traverse_kernels as kernels
-
-if TYPE_CHECKING:
-    from outdraft.sampling.batch import SamplingBatch
 
 _TILE = 1024  # ids
 
@@ -28,7 +24,7 @@ _TILE = 1024  # ids
 def verify(
     processed_RV: Tensor,
     drafts: DraftBatch,
-    sampling: "SamplingBatch",
+    sampling: SamplingBatch,
     num_tokens_B: Tensor,
     rule: Rule,
 ) -> Verdict:
@@ -38,7 +34,7 @@ def verify(
     if not (draws and is_plain):
         return verification.verify(processed_RV, drafts, sampling, num_tokens_B, rule, source=noise)
     judged = traverse_chains(processed_RV, drafts, sampling.seeds_B, num_tokens_B)
-    step = verification.Step(processed_RV, drafts, sampling, num_tokens_B, noise)
+    step = verification.VerificationStep(processed_RV, drafts, sampling, num_tokens_B, noise)
     return step.beside_matched(judged)
 
 

@@ -7,18 +7,15 @@ Dimension key: B requests, R flat rows, V vocabulary.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
 from outdraft.kernels.data.graph_sizes import rounded_rows
+from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.ops import Choosing, Kernels, choose_by_parts
 from outdraft.kernels.triton.graphed_calls import CallGraphs
 from outdraft.kernels.triton.graphs import Capture
-
-if TYPE_CHECKING:
-    from outdraft.sampling.batch import SamplingBatch
 
 
 class GraphedVerification:
@@ -31,9 +28,9 @@ class GraphedVerification:
             capture: what makes graphs; None: that of the device.
         """
         self._others = others
-        self._matches = CallGraphs[Verdict](others.first_times, capture)
-        self._verdicts = CallGraphs[Verdict](others.first_times, capture)
-        self._choices = CallGraphs[tuple[Verdict, Tensor]](others.first_times, capture)
+        self._matches = CallGraphs[Verdict](others.warm_ups, capture)
+        self._verdicts = CallGraphs[Verdict](others.warm_ups, capture)
+        self._choices = CallGraphs[tuple[Verdict, Tensor]](others.warm_ups, capture)
         self._is_choosing = False
 
     def match(self, choices_R: Tensor, drafts: DraftBatch) -> Verdict:
@@ -50,7 +47,7 @@ class GraphedVerification:
         self,
         processed_RV: Tensor,
         drafts: DraftBatch,
-        sampling: "SamplingBatch",
+        sampling: SamplingBatch,
         num_tokens_B: Tensor,
         rule: Rule,
     ) -> Verdict:
@@ -73,7 +70,7 @@ class GraphedVerification:
         choosing: Choosing,
         states_RD: Tensor,
         drafts: DraftBatch,
-        sampling: "SamplingBatch",
+        sampling: SamplingBatch,
         num_tokens_B: Tensor,
     ) -> tuple[Verdict, Tensor]:
         number, num_requests = rounded_rows(drafts.num_requests), drafts.num_requests

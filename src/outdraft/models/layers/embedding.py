@@ -2,8 +2,7 @@
 
 from torch import Tensor, nn
 
-from outdraft.kernels.data.embedding_table import EmbeddingTable
-from outdraft.kernels.ops import Product
+from outdraft.kernels.products import EmbeddingTable, Product
 from outdraft.models.layers.linear import Linear
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.data.coded_weight import Codes
-from outdraft.kernels.ops import Kernels, Product
-from outdraft.kernels.rank_products import Spread
+from outdraft.kernels.ops import Kernels
+from outdraft.kernels.products import Product, ShardWrap
 from outdraft.kernels.torch.linear import linear
 
 
@@ -27,7 +27,7 @@ class Linear(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         weight: nn.Parameter | None = None,
-        spread: Spread | None = None,
+        spread: ShardWrap | None = None,
     ) -> None:
         """The weight, or this rank's part of it.
 

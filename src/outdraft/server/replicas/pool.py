@@ -12,7 +12,7 @@ from outdraft.core.errors import EngineDeadError, ReplicaLostError
 from outdraft.core.request import block_salt
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor
-from outdraft.kv.prefix_cache import extend_hashes
+from outdraft.kv.block_pool import extend_hashes
 from outdraft.server.client import Update
 from outdraft.server.engine_link import OnLoading
 from outdraft.server.messages import EngineInfo

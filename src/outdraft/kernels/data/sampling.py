@@ -3,7 +3,8 @@
 Built when the composition of the batch changes and kept while it stays the same. The flags say
 which stages run at all, so that a batch of greedy requests costs no more than its argmax.
 
-Dimension key: B requests, E ids of a request's list (padded), W bad words, L prefix of a bad word.
+Dimension key: B requests, R rows, E ids of a request's list (padded), W bad words, or int32 words
+of a mask of one bit per token, L prefix of a bad word, or committed tokens, K places of a path.
 """
 
 from collections.abc import Callable, Sequence
@@ -234,6 +235,37 @@ class SamplingBatch:
         """Before temperature and cuts nothing but penalties changes the logits."""
         ways = self.bad_words, self.stops, self.allowed, self.bias
         return not self.has_grammar and all(way is None for way in ways)
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """The text before each row: what its request committed, and the drafts on the way to it.
+
+    Attributes:
+        history_BL: int64; committed ids, prompt and output with the root, padded with -1 on the
+            right; None when `SamplingBatch.needs_history` is false.
+        prompt_lens_B: int64.
+        num_tokens_B: int64; committed tokens, the root included.
+        path_ids_RK: int64; drafted ids from the root (excluded) to the row (included), padded
+            with -1; None when all rows are roots.
+        grammar_RW: int32; what the row's grammar allows after its text: bit v % 32 of word
+            v // 32 stands for token v. No row is all zeros. None when no request has a grammar.
+    """
+
+    history_BL: Tensor | None
+    prompt_lens_B: Tensor
+    num_tokens_B: Tensor
+    path_ids_RK: Tensor | None
+    grammar_RW: Tensor | None = None
+
+    def of_rows(self, rows: slice) -> "Paths":
+        """Before these rows."""
+        path_ids_RK, grammar_RW = self.path_ids_RK, self.grammar_RW
+        return replace(
+            self,
+            path_ids_RK=None if path_ids_RK is None else path_ids_RK[rows],
+            grammar_RW=None if grammar_RW is None else grammar_RW[rows],
+        )
 
 
 def _rows_of(value: Any, taken: Callable[[Tensor], Tensor]) -> Any:
