@@ -84,7 +84,7 @@ def compile_pointwise(dtype: str, capability: int) -> None:
     noise = {"TILE": 256, "ROUNDS": ROUNDS, "LN2": LN2, "SQRT2": SQRT2, "SERIES": LOG_SERIES}
     for kernel, constants in (
         (pointwise_kernels.add_and_norm, norm),
-        (pointwise_kernels.turn_heads, heads),
+        (pointwise_kernels.rotate_heads, heads),
         (pointwise_kernels.silu_and_multiply, {"SIZE": 4096, "TILE": 1024}),
         (padding_kernels.pad_rows, {"WIDTH": 512, "TILE": 256}),
     ):

@@ -130,7 +130,7 @@ def graphed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
             match=verification.match,
             verify=verification.verify,
             choose=verification.choose,
-            num_grown=rounded_rows,
+            padded_draft_batch=rounded_rows,
             compile_decoder=partial(ReadableDecoder, has_graphs=True, warm_ups=kernels.warm_ups),
         )
 

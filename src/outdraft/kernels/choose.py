@@ -170,6 +170,6 @@ def with_triton(others: Kernels, *, has_graphs: bool) -> Kernels:
         grow=GraphedGrowth(kernels.warm_ups),
         match=verification.match,
         verify=verification.verify,
-        num_grown=rounded_rows,
+        padded_draft_batch=rounded_rows,
         choose=verification.choose,
     )

@@ -1,4 +1,4 @@
-"""A decoder's pass: what it is made from, and what it computes.
+"""A decoder's passes: its specification and its contract.
 
 Dimension key: T rows, R rows that need states or logits, K tapped layers, D hidden, C head size,
 V vocabulary, M positions, N outputs of a head, S those of one rank.
@@ -19,7 +19,7 @@ from outdraft.kernels.step_ops import StepRead, StepTask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One layer: attention, then the feed-forward block, each behind a norm and added to the
+    """One layer: attention, then the feed-forward block, each after a norm and added to the
     residual stream. None: it has no such norm; the weight of a norm has the size of what it norms.
 
     Attributes:
@@ -28,7 +28,7 @@ class LayerSpec:
         gate_up: to the gate, then what it multiplies.
         q_norm_C, k_norm_C: of each head, before it turns.
         window: of its attention.
-        is_causal: a drafted row sees no drafted token that stands behind it in the text, whatever
+        is_causal: a drafted row sees no drafted token after its own place in the text, whatever
             its mask says; of networks whose layers differ in that.
     """
 
@@ -46,7 +46,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateEntry:
-    """How a network takes in a state beside each token, as EAGLE does.
+    """The entry of a network that reads a state beside each token, as EAGLE does.
 
     Attributes:
         token_norm_D, state_norm_D: of each of the two.
@@ -77,8 +77,8 @@ class DecoderSpec:
         head_norm_D: between states and the head.
         draft_ids_N: int64, the target's ids of the head's outputs; None: they are the same.
         num_first_drafts: of a drafter that is whole and has its target's ids: where one call makes
-            a draft, it chooses among so many first ids, a multiple of 32, and tokens that were
-            read; as csrc/draft_tokens.h says. 0: among all.
+            a draft, it chooses among this number of first ids, a multiple of 32, and tokens that
+            were read; csrc/draft_tokens.h has the rule. 0: among all.
         shard: of a network that is spread over ranks, the tokens whose vectors `embedding` holds.
             Heads and intermediate_size are this rank's. The products give what the network goes on
             with: `o` and `down` of all layers are `RowParallel`s, the head is a `VocabParallel`.
@@ -104,7 +104,7 @@ class DecoderSpec:
 
 
 class DecoderPass(Protocol):
-    """What a decoder computes, for any number of rows.
+    """The passes of a decoder, for any number of rows.
 
     On a CPU a row's bits depend neither on the rows beside it nor on the number of threads.
     """
@@ -154,7 +154,7 @@ class DecoderPass(Protocol):
     def draft(
         self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
-        """Read the rest of texts, and draft behind them.
+        """Read the rest of texts, and continue them with drafts.
 
         Args:
             by_levels: reads the same and makes the same draft level by level, with this network's
@@ -172,7 +172,7 @@ class DecoderPass(Protocol):
     ) -> None:
         """Write keys and values that are made of features, not of what the layers read.
 
-        Keys are normed and turned as the layers' own.
+        Keys are normed and rotated as the layers' own.
 
         Args:
             product: from features to keys, then values, of layer 0, then of the next one, ...
@@ -188,7 +188,7 @@ class DecoderPass(Protocol):
         growth: Growth,
         by_levels: Callable[[], ModelDrafts],
     ) -> ModelDrafts:
-        """Write the context of the rest of texts, and draft behind them by one pass over blocks.
+        """Write the context of the rest of texts, and draft by one pass over blocks.
 
         Args:
             unread: its spans' blocks cover the blocks' rows, and it wants no states.

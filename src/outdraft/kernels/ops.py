@@ -50,7 +50,7 @@ class NgramTexts(Protocol):
 
     The longest end of a text is looked up that has min_n to max_n tokens and occurred before. Its
     newest `branching` occurrences are merged into a tree. A row's path matches some of them; the
-    probability of a token behind it is that of the path, times the share of these occurrences that
+    probability of a token after it is that of the path, times the share of these occurrences that
     go on with the token, times a. a is the chance that any of the occurrences is right. It is
     measured for each text and match length, as the share of tokens that came true among those that
     were looked up and reached, from one of two at first. The most probable paths are drafted; among
@@ -142,8 +142,8 @@ class Kernels:
         has_threads: products and attention have threads of their own, which wait for cores while
             torch's threads have them.
         warm_ups: counts what the operations do once.
-        num_grown: from the number of requests that want drafts to the number that drafts should
-            grow for: more where something would be made for each number.
+        padded_draft_batch: from the number of requests that want drafts to the number that drafts
+            grow for: more where a CUDA graph would be made for each number.
         choose: `choose_by_parts`, or a faster way to compute the same.
     """
 
@@ -179,7 +179,7 @@ class Kernels:
     verify: Callable[[Tensor, DraftBatch, SamplingBatch, Tensor, Rule], Verdict]
     compile_decoder: Callable[[DecoderSpec], DecoderPass]
     warm_ups: WarmUps = field(default_factory=WarmUps)
-    num_grown: Callable[[int], int] = int
+    padded_draft_batch: Callable[[int], int] = int
     choose: Callable[
         [Choosing, Tensor, DraftBatch, SamplingBatch, Tensor], tuple[Verdict, Tensor]
     ] = choose_by_parts
@@ -191,5 +191,5 @@ def operation_names() -> list[str]:
     `choose` is none: it only says how some of them follow each other, and computes nothing else.
     tests/kernels/test_graphed_verification.py compares what a GPU's table has there.
     """
-    others = ("name", "has_threads", "warm_ups", "num_grown", "choose")
+    others = ("name", "has_threads", "warm_ups", "padded_draft_batch", "choose")
     return [one.name for one in fields(Kernels) if one.name not in others]

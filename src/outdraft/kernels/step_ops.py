@@ -17,7 +17,7 @@ from outdraft.kv.cache import LayerCache
 
 
 class StatesOf(IntEnum):
-    """Whose states behind the last layer are wanted."""
+    """The rows whose states after the last layer are wanted."""
 
     NO_ROW = 0
     ROWS_WITH_LOGITS = 1
@@ -25,7 +25,7 @@ class StatesOf(IntEnum):
 
 
 class Chooser(NamedTuple):
-    """How the works that sample choose: by the logits of their rows and by their texts.
+    """The choice of the works that sample: by the logits of their rows and by their texts.
 
     Attributes:
         sampling: of these works; `has_penalties_at_most`.
@@ -37,7 +37,7 @@ class Chooser(NamedTuple):
 
 
 class StepTask(NamedTuple):
-    """What is to be read.
+    """The rows that a step reads, and how it chooses.
 
     Attributes:
         spans: of the works, one at least; those that do not sample have no parents.
@@ -72,7 +72,7 @@ class StepTask(NamedTuple):
 
 
 class Choice(Protocol):
-    """What requests emit."""
+    """The tokens that requests emit."""
 
     @property
     def verdict(self) -> Verdict: ...
@@ -125,7 +125,7 @@ class StatePlaces(NamedTuple):
 
 
 class StepRead(NamedTuple):
-    """What came of a task.
+    """The results of a task.
 
     Attributes:
         place: where the rows stand, with the facts; on the model's device. It makes tensors that
@@ -133,7 +133,7 @@ class StepRead(NamedTuple):
         states_RD: of the wanted rows, as DecoderPass gives them; None: none are wanted.
         tapped_TKD: as DecoderPass gives them; None with the states.
         choice: None: the step does not choose.
-        kept: where states are kept; None: nobody keeps them, or the step does not choose.
+        kept: places of kept states; None: none are kept, or the step does not choose.
     """
 
     place: Callable[[], RowBatch]

@@ -19,10 +19,10 @@ from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.network_drafter import NetworkDrafter, NetworkLevels
 from outdraft.drafting.device.proposer import FEW_UNREAD, DeviceProposer
 from outdraft.kernels.draft_ops import (
+    Capturable,
     Frontier,
     Growth,
     ModelDrafts,
-    Movable,
     TreeLevels,
     UnreadTexts,
 )
@@ -96,7 +96,7 @@ def propose(
         device="cpu",
     )
     kernels = kernels_for(torch.float32)
-    kernels = replace(kernels, grow=grow or kernels.grow, num_grown=rounded)
+    kernels = replace(kernels, grow=grow or kernels.grow, padded_draft_batch=rounded)
     proposer = DeviceProposer(kernels, drafter_of(network), case.shape, samples=samples)
     with torch.inference_mode():
         return proposer.propose(case.asks()[chosen], TEXTS_SL, sampling)
@@ -144,14 +144,14 @@ class MovedGrowth:
         by_levels: Callable[[TreeLevels, Growth], ModelDrafts],
     ) -> ModelDrafts:
         self.num_calls += 1
-        assert isinstance(levels, Movable)
-        assert levels.ground.dim() == 4
-        tensors, common = levels.parts()
+        assert isinstance(levels, Capturable)
+        assert levels.first_keys_PSGC.dim() == 4
+        tensors, common = levels.static_inputs()
         copies = tuple(None if one is None else one.clone() for one in tensors)
         for tensor in tensors[:-1]:  # the numbers of drafts are a part of the growth, too
             if tensor is not None:
                 tensor.fill_(1)  # whoever still reads it finds nonsense
-        return by_levels(levels.over(copies, common), growth)
+        return by_levels(levels.rebind(copies, common), growth)
 
 
 shapes = st.builds(
@@ -253,7 +253,7 @@ def test_requests_that_round_up_a_batch_change_nothing(
 
 @pytest.mark.parametrize("stop", [LiveStop((1.0,), (0.0,), 0.5), LiveStop((1.0,), (0.0,), 0, 3)])
 def test_no_request_rounds_up_a_batch_whose_rules_count_rows(network: Network, stop: LiveStop):
-    kernels = replace(kernels_for(torch.float32), num_grown=lambda _: 4)
+    kernels = replace(kernels_for(torch.float32), padded_draft_batch=lambda _: 4)
     proposer = DeviceProposer(kernels, drafter_of(network), None, samples=True)
     case = Case(TreeShape.chain(1), [GREEDY], [5], [1])
     sampling = batch_of_params(case.params, seeds=[0], vocab_size=VOCABULARY, device="cpu")

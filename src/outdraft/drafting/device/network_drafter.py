@@ -118,12 +118,11 @@ class NetworkLevels:
         return lengths_G, torch.zeros_like(lengths_G), places_G1
 
     @property
-    def ground(self) -> Tensor:
-        """As `Movable`."""
+    def first_keys_PSGC(self) -> Tensor:
         return self._start.caches[0].k_PSGC
 
-    def parts(self) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
-        """As `Movable`, of rounded lengths."""
+    def static_inputs(self) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
+        """The inputs, of rounded lengths."""
         start = self._start
         num_blocks, block_size = start.block_table_BP.shape[1], start.block_size
         seq_len = rounded_grown_len(max(start.max_seq_len, num_blocks * block_size))
@@ -131,8 +130,9 @@ class NetworkLevels:
         tensors = start.states_BD, start.contexts_B, table_BP, start.num_skipped_B
         return (*tensors, self._num_drafts_G), (seq_len,)
 
-    def over(self, tensors: tuple[Tensor | None, ...], common: tuple[int, ...]) -> "NetworkLevels":
-        """As `Movable`."""
+    def rebind(
+        self, tensors: tuple[Tensor | None, ...], common: tuple[int, ...]
+    ) -> "NetworkLevels":
         states_BD, contexts_B, table_BP, num_skipped_B, num_drafts_G = tensors
         assert states_BD is not None
         assert contexts_B is not None

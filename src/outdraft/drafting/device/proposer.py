@@ -177,7 +177,7 @@ class DeviceProposer:
         num_requests = len(asks)
         number = num_requests
         if shares.group.size == 1:
-            number = self._kernels.num_grown(num_requests)
+            number = self._kernels.padded_draft_batch(num_requests)
         copied = _to_copy(asks) if number > num_requests else None
         if copied is not None:
             copy = replace(asks[copied], stop=None)

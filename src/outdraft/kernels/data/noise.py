@@ -1,4 +1,4 @@
-"""What noise is a function of, and what it decides.
+"""The keys of noise, and the decisions that it makes.
 
 The *position* is that of the token being chosen. The *anchor* of noise that decides about drafts
 (Purpose.DRAFT and Purpose.ACCEPT) must be the number of committed tokens when the step began.
@@ -21,7 +21,7 @@ NOISE_NUMBERS = 1 << 18  # made at the same time in torch: each takes 90 bytes o
 
 
 class Purpose(IntEnum):
-    """What a piece of noise decides. Each purpose is an independent stream."""
+    """The decision that a piece of noise makes. Each purpose is an independent stream."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -46,7 +46,7 @@ class NoiseKeys:
     anchors_R: Tensor
 
     def split(self, num_rows: int) -> "Iterator[NoiseKeys]":
-        """Keys of so many rows each, in order; the last of fewer."""
+        """Keys of `num_rows` rows each, in order; the last of fewer."""
         columns = self.seeds_R, self.positions_R, self.purposes_R, self.anchors_R
         for some in zip(*(column_R.split(num_rows) for column_R in columns), strict=True):
             yield NoiseKeys(*some)

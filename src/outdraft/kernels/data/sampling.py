@@ -62,7 +62,7 @@ class BadWords:
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """How each request of a batch wants its tokens chosen.
+    """The parameters by which the tokens of each request of a batch are chosen.
 
     A stage that no request needs has None instead of its tensors, or a false flag. Temperature,
     min_p, top_k and top_p are off for greedy requests: they would keep the best token the best.
@@ -175,7 +175,7 @@ class SamplingBatch:
 
     @cached_property
     def of_drafts(self) -> "SamplingBatch":
-        """What holds for drafts: verification applies what looks back at the text."""
+        """The parameters for drafts: verification applies those that look back at the text."""
         return replace(self, needs_penalties=False, bad_words=None, stops=None, has_grammar=False)
 
     @cached_property
@@ -186,11 +186,11 @@ class SamplingBatch:
     @cached_property
     def draws_B(self) -> Tensor:
         """bool; the request's drafts may be drawn with noise of their own, from probabilities that
-        verification is told."""
+        verification gets."""
         return ~(self.is_greedy_B | self.shares_noise_B)
 
     def with_copies(self, request: int, num_requests: int) -> "SamplingBatch":
-        """So many requests: these, and copies of one of them behind; kept as long as this batch."""
+        """These requests, then copies of one up to `num_requests`; kept as long as this batch."""
         if num_requests == self.num_requests:
             return self
         key = request, num_requests
@@ -207,7 +207,6 @@ class SamplingBatch:
 
     @cached_property
     def _copied(self) -> "dict[tuple[int, int], SamplingBatch]":
-        """As `with_copies`."""
         return {}
 
     @property
@@ -269,7 +268,7 @@ class Paths:
 
 
 def _rows_of(value: Any, taken: Callable[[Tensor], Tensor]) -> Any:
-    """The same of the requests that are taken, for a value or the fields of a dataclass."""
+    """Take requests of a tensor, or of the fields of a dataclass; other values stay."""
     if isinstance(value, Tensor):
         return taken(value)
     if not is_dataclass(value) or isinstance(value, type):

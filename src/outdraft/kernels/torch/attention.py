@@ -172,10 +172,10 @@ def _softmax(
 def _softmax_in_order(
     q_NMHC: Tensor, k_NKGC: Tensor, v_NKGE: Tensor, mask_NMK: Tensor, form: AttentionForm
 ) -> Tensor:
-    """As `_softmax`, on a CPU: each sum adds one number after the other, in the order of the keys.
+    """Compute `_softmax` on a CPU: each sum adds one number after the other, in key order.
 
     A key that is not seen adds zero. exp and tanh are numpy's: torch computes vectors by one method
-    and what is left behind them by another.
+    and the rest by another.
     """
     num_heads, num_kv_heads = q_NMHC.shape[2], k_NKGC.shape[2]
     sizes = (num_kv_heads, num_heads // num_kv_heads)
@@ -260,7 +260,7 @@ def _union(bits_NM: Tensor) -> Tensor:
 def _padded_rows(
     metadata: AttentionMetadata, requests_N: Tensor, rows_M: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Where the m-th row of request n is in the batch, [N, M], and whether there is one."""
+    """[N, M]: the place in the batch of the m-th row of request n; and bool, if there is one."""
     starts_B1 = metadata.query_start_B1.long()
     rows_NM = starts_B1[requests_N, None] + rows_M
     return rows_NM.clamp(max=num_rows - 1), rows_NM < starts_B1[requests_N + 1, None]

@@ -22,14 +22,14 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x_THC: Tensor, cos_sin_TC: Tensor) -> Tensor:
-    """[T, H, C] of x's dtype: each pair (x[i], x[i + C / 2]) turned by its angle (Su et al. 2021).
+    """[T, H, C] of x's dtype: each pair (x[i], x[i + C / 2]) rotated by its angle (Su et al. 2021).
 
     `cos_sin_TC`: cos of all frequencies, then sin, at each row's position.
     """
     cos_T1F, sin_T1F = cos_sin_TC[:, None].chunk(2, dim=-1)
     low_THF, high_THF = x_THC.chunk(2, dim=-1)
-    turned = (low_THF * cos_T1F - high_THF * sin_T1F, high_THF * cos_T1F + low_THF * sin_T1F)
-    return torch.cat(turned, dim=-1).to(x_THC.dtype)
+    rotated = (low_THF * cos_T1F - high_THF * sin_T1F, high_THF * cos_T1F + low_THF * sin_T1F)
+    return torch.cat(rotated, dim=-1).to(x_THC.dtype)
 
 
 def silu_mul(gate_up_T2I: Tensor) -> Tensor:

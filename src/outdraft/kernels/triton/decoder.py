@@ -15,9 +15,9 @@ from outdraft.kernels.decoder_ops import DecoderSpec, LayerSpec
 from outdraft.kernels.ops import WarmUps
 from outdraft.kernels.products import RowParallel
 from outdraft.kernels.torch.decoder import TorchDecoder, with_earlier_drafts
-from outdraft.kernels.triton.attention import most_rows_of_few
+from outdraft.kernels.triton.attention import decode_tile_rows
 from outdraft.kernels.triton.graphs import GraphedPasses
-from outdraft.kernels.triton.pointwise import HeadNorms, add_and_norm, silu_mul, turn_heads
+from outdraft.kernels.triton.pointwise import HeadNorms, add_and_norm, rotate_heads, silu_mul
 
 
 class TritonDecoder(TorchDecoder):
@@ -35,7 +35,7 @@ class TritonDecoder(TorchDecoder):
         if has_graphs and not isinstance(spec.layers[0].o, RowParallel):
             heads_per_kv = spec.num_heads // spec.num_kv_heads
             head_size, itemsize = spec.cos_sin_MC.shape[1], spec.embedding.dtype.itemsize
-            few_rows = most_rows_of_few(heads_per_kv, head_size, itemsize)
+            few_rows = decode_tile_rows(heads_per_kv, head_size, itemsize)
             self._graphs = GraphedPasses(self._all_rows, few_rows, warm_ups)
 
     def __call__(
@@ -105,7 +105,7 @@ class TritonDecoder(TorchDecoder):
     ) -> Tensor:
         """[T, D]: what attention adds."""
         spec, norms = self._spec, HeadNorms(layer.q_norm_C, layer.k_norm_C)
-        q_THC = turn_heads(
+        q_THC = rotate_heads(
             layer.qkv(x_TX), spec.num_heads, norms, spec.cos_sin_MC, cache, metadata, spec.eps
         )
         if layer.is_causal:

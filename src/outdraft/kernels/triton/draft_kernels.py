@@ -2,8 +2,8 @@
 # pyright: reportInvalidTypeForm=false, reportOperatorIssue=false
 # ruff: noqa: ANN001, ANN201, ANN202
 # Triton infers the types of these functions and specialises on them.
-"""Levels of drafts: where their rows stand, one drawn token behind each text, and chains that meet
-the target's choices.
+"""Kernels of drafts: places of a level's rows, one drawn token after each text, chains that match
+the target's choices, and new tokens of texts.
 
 Dimension key: F rows of a level, N most drafts of a request, Q splits of a vocabulary, W blocks of
 four neighbouring ids.
@@ -19,7 +19,7 @@ from outdraft.kernels.triton.vocabulary_kernels import (
     better,
     first_row_of,
     softmax_of_row,
-    tell_verdict,
+    write_verdict,
 )
 
 
@@ -208,7 +208,7 @@ def match_chains(
     draft_N = tl.load(token_ids + request * width + place_N, mask=place_N < number, other=-1)
     is_hit_N = (place_N < number) & (choice_N == draft_N)
     accepted = tl.cast(tl.min(tl.where(is_hit_N, WIDTH, place_N)), tl.int64)
-    tell_verdict(
+    write_verdict(
         draft_N, choice_N, accepted, place_N, request, to_token_ids, to_num_emitted, to_rows, width
     )
 

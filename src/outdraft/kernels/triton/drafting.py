@@ -1,10 +1,11 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
 # A launch takes more than the parameters of the kernel.
-"""Levels of drafts and matched chains on a GPU, by the kernels of draft_kernels.py: one launch or
-two where the readable operations are dozens. What is no chain goes to these.
+"""Levels of drafts, matched chains and new tokens of texts on a GPU, by the kernels of
+draft_kernels.py: one launch or two where the readable operations are dozens. Trees that are no
+chains go to these.
 
-Dimension key: B requests, E nodes of the level above, F rows of a level, N most drafts of a
-request, Q splits of a vocabulary, R flat rows, V vocabulary.
+Dimension key: B requests, E nodes of the level above, F rows of a level, N most drafts or new
+tokens of a request, Q splits of a vocabulary, R flat rows, V vocabulary, S texts, L tokens.
 """
 
 import torch

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outdraft.distributed.request_shares import RequestShares
 from outdraft.kernels.data.graph_sizes import GRAPH_BYTES
-from outdraft.kernels.draft_ops import Growth, ModelDrafts, Movable, TreeLevels
+from outdraft.kernels.draft_ops import Capturable, Growth, ModelDrafts, TreeLevels
 from outdraft.kernels.ops import Kernels, WarmUps
 from outdraft.kernels.triton.graphs import Capture, DeviceCapture, MadeGraphs, PerCache, Replay
 
@@ -145,15 +145,15 @@ class GraphedGrowth:
         growth: Growth,
         by_levels: Callable[[TreeLevels, Growth], ModelDrafts],
     ) -> ModelDrafts:
-        if not isinstance(levels, Movable):
+        if not isinstance(levels, Capturable):
             return by_levels(levels, growth)
 
         def grow(tensors: Any, common: Any, its_growth: Growth) -> ModelDrafts:
-            return by_levels(levels.over(tensors, common), its_growth)
+            return by_levels(levels.rebind(tensors, common), its_growth)
 
-        graphs = self._graphs.of(levels.ground)
+        graphs = self._graphs.of(levels.first_keys_PSGC)
         # Rows that some requests do not want are left out in any case: that is one kind less.
-        return graphs.call(grow, *levels.parts(), replace(growth, fewest=0))
+        return graphs.call(grow, *levels.static_inputs(), replace(growth, fewest=0))
 
 
 class _GraphMemory:

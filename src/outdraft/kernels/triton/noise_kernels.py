@@ -19,7 +19,7 @@ ONE_BITS = tl.constexpr(1023 << 52)
 
 @triton.jit
 def _log(x, LN2: tl.constexpr, SQRT2: tl.constexpr, SERIES: tl.constexpr):
-    """As there; float64. `SERIES`: its coefficients, the first one first."""
+    """The logarithm of torch/noise.py, float64. `SERIES`: LOG_SERIES."""
     bits = x.to(tl.int64, bitcast=True)
     fraction = ((bits & FRACTION_MASK) | ONE_BITS).to(tl.float64, bitcast=True)
     is_large = fraction > SQRT2

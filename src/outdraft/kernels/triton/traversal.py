@@ -125,7 +125,7 @@ def traverse_chains(
     verdict = Verdict(
         ids_BN.new_empty(number, width + 1), ids_BN.new_empty(number), torch.empty_like(ids_BN)
     )
-    kernels.tell_verdicts[(number,)](
+    kernels.write_verdicts[(number,)](
         ids_BN,
         accepted_B,
         values_BQ,

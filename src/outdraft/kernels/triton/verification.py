@@ -1,7 +1,7 @@
-"""How tokens are chosen and drafts verified on a GPU, as graphs.
+"""The choice of tokens and the verification of drafts on a GPU, as CUDA graphs.
 
-Numbers of requests and rows are rounded up, so that few graphs are made. Requests behind the last
-one have no drafts and one row each, behind all others; nobody looks at what comes of them.
+Numbers of requests and rows are rounded up, so that few graphs are made. Requests after the last
+one have no drafts and one row each, after all others; their results are ignored.
 
 Dimension key: B requests, R flat rows, V vocabulary.
 """
