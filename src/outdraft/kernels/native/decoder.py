@@ -29,7 +29,7 @@ from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.kernels.torch.decoder import TorchDecoder
 
 
-class _CLayer(ctypes.Structure):
+class _CDecoderLayer(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
         *((name, c_void_p) for name in ("qkv", "o", "gate_up", "down", "o_bias", "down_bias")),
@@ -46,7 +46,7 @@ class _CDecoderSpec(ctypes.Structure):
         ("eps", c_float),
         ("scale", c_float),
         *((name, c_void_p) for name in ("embedding", "embedding_codes", "cos_sin", "final_norm")),
-        ("layers", POINTER(_CLayer)),
+        ("layers", POINTER(_CDecoderLayer)),
         *((name, c_int32) for name in ("reads_states", "adds_to_normed", "leaves_out_first")),
         *((name, c_void_p) for name in ("token_norm", "state_norm", "fc")),
         *((name, c_void_p) for name in ("head", "head_norm", "draft_ids", "ranks")),
@@ -79,9 +79,9 @@ class NativeDecoder:
         self._dtype = spec.embedding.dtype
         self._kept: list[Tensor] = []  # float32; they live as long as this object
         self._link = None if spec.shard is None else RankLink(spec.shard.group)
-        self._layers = (_CLayer * len(spec.layers))(
+        self._layers = (_CDecoderLayer * len(spec.layers))(
             *(
-                _CLayer(
+                _CDecoderLayer(
                     *map(self._vector, (each.input_norm_D, each.post_norm_D)),
                     *map(self._vector, (each.q_norm_C, each.k_norm_C)),
                     *map(weights_of, (each.qkv, each.o, each.gate_up, each.down)),

@@ -151,7 +151,7 @@ class _CWorth(ctypes.Structure):
     )
 
 
-class _CColumns(ctypes.Structure):
+class _DraftColumns(ctypes.Structure):
     """The part of `DraftTask` that says how requests choose."""
 
     _fields_ = (
@@ -175,7 +175,7 @@ class CDraftTask(ctypes.Structure):
         ("levels", c_void_p),
         ("worth", _CWorth),
         *((name, c_void_p) for name in ("num_tokens", "num_drafts")),
-        ("columns", _CColumns),
+        ("columns", _DraftColumns),
         *((name, c_void_p) for name in ("token_ids", "parents")),
         *((name, c_void_p) for name in ("is_drawn", "probs")),
         ("stops", _CStops),
@@ -337,7 +337,7 @@ class _KeptColumns:
         sampling = growth.sampling
         self._sampling, self._samples = sampling, growth.samples
         at = self._addresses = Addresses()
-        columns = _CColumns(
+        columns = _DraftColumns(
             at(sampling.seeds_B, torch.int64),
             at(_kinds(growth), torch.int64),
             at(sampling.is_greedy_B, torch.bool),
