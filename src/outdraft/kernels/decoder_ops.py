@@ -118,7 +118,7 @@ class DecoderPass(Protocol):
         states_TD: Tensor | None = None,
         wanted_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The states of the wanted rows, [R, D], and the residual stream behind the first taps[k]
+        """The states of the wanted rows, [R, D], and the residual stream after the first taps[k]
         layers, [T, K, D], all of the network's dtype. Keys and values of all rows go to the caches.
 
         Args:

@@ -77,7 +77,7 @@ class RowArrays:
         num_works, num_sampling, width = counts.num_works, counts.num_sampling, counts.width
         lengths = [*[counts.num_rows] * 5, counts.num_logits, num_sampling, num_sampling * width]
         lengths += [len(numbers) for numbers in self._extra]
-        # Tensor.split does the same, behind checks that take longer than the cut.
+        # Tensor.split does the same, after checks that take longer than the cut.
         *parts, words = torch.split_with_sizes(int64_tensor(self._placed), [*lengths, num_words])
         starts = [num_works + 1, num_works, num_works, len(self._blocks)]
         starts.append(2 * num_words - sum(starts))

@@ -31,7 +31,7 @@ _MASK_BYTES = 32  # for each row and key: three int64 on the way to the mask, an
 class TorchAttention:
     """Attention as attention/base.py states it, for any device and floating dtype.
 
-    Scores and softmax are float64 for float64 queries and float32 otherwise. Rows behind the last
+    Scores and softmax are float64 for float64 queries and float32 otherwise. Rows after the last
     request are padding: their result is zero.
     """
 

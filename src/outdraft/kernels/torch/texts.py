@@ -100,8 +100,8 @@ class ReferenceNgramTexts:
         rate = (1 + sum(judged)) / (2 + len(judged))
 
         def children(path: Path) -> list[tuple[int, float]]:
-            behind = [f for f in text.followers if tuple(f[: len(path)]) == path]
-            following = [f[len(path)] for f in behind if len(f) > len(path)]
+            fitting = [f for f in text.followers if tuple(f[: len(path)]) == path]
+            following = [f[len(path)] for f in fitting if len(f) > len(path)]
             most_first = sorted(dict.fromkeys(following), key=lambda t: -following.count(t))
             return [(t, rate * (following.count(t) / len(following))) for t in most_first]
 

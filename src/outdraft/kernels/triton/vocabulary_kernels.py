@@ -10,7 +10,7 @@ Dimension key: N most drafts of a request, Q splits of a vocabulary, W ids of on
 import triton
 import triton.language as tl
 
-NO_ID = tl.constexpr(1 << 62)  # behind all others
+NO_ID = tl.constexpr(1 << 62)  # after all others
 
 
 @triton.jit
