@@ -24,12 +24,12 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from outdraft.attention.base import AttentionForm, AttentionMetadata
-from outdraft.attention.rows import Span, lay_out, metadata_of
+from outdraft.attention.rows import Span
 from outdraft.bench.report import compute, environment
 from outdraft.kernels.choose import choose_kernels
-from outdraft.kernels.reference.attention import ReferenceAttention
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.attention import TorchAttention
 from outdraft.kv.cache import LayerCache
+from tests.row_batches import row_batch
 
 NUM_KV_HEADS, HEADS_PER_KV, HEAD_SIZE, BLOCK_SIZE = 8, 4, 128, 16
 SCALE = HEAD_SIZE**-0.5
@@ -80,7 +80,7 @@ def make_inputs(setting: Setting, dtype: torch.dtype, device: torch.device) -> I
     blocks_BP = torch.randperm(setting.batch * blocks_each).view(setting.batch, blocks_each)
     parents = [int(torch.randint(0, row + 1, ())) for row in range(setting.rows - 1)]
     spans = [Span(setting.context, 1, parents, blocks) for blocks in blocks_BP.tolist()]
-    metadata = metadata_of(lay_out(spans, BLOCK_SIZE, reference_kernels(), device), spans)
+    metadata = row_batch(spans, BLOCK_SIZE, device)
     shape = (blocks_BP.numel(), BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
     cache = LayerCache(*(torch.randn(shape, dtype=dtype, device=device) for _ in range(2)))
     num_rows, num_heads = setting.batch * setting.rows, NUM_KV_HEADS * HEADS_PER_KV
@@ -132,7 +132,7 @@ def candidates(inputs: Inputs, device: torch.device) -> dict[str, Run]:
     fast = choose_kernels("auto", device, inputs.q_THC.dtype).attention
     runs = {type(fast).__name__: paged(fast, inputs), "sdpa": sdpa(inputs)}
     if device.type == "cpu":
-        return runs | {"reference": paged(ReferenceAttention(), inputs)}
+        return runs | {"reference": paged(TorchAttention(), inputs)}
     torch.compiler.reset()  # or the shapes so far would count against the limit of recompiles
     return {name: graphed(run) for name, run in (runs | {"flex": flex(inputs)}).items()}
 

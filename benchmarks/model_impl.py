@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
-from outdraft.attention.rows import Span, lay_out, metadata_of
+from outdraft.attention.rows import Span
 from outdraft.bench.report import compute, environment
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.choose import load_language_model
+from tests.row_batches import row_batch
 
 DTYPE, CPU = torch.bfloat16, torch.device("cpu")
 IMPLEMENTATIONS = "outdraft", "transformers"
@@ -82,7 +83,7 @@ def measure(shape: str, repeats: int) -> list[dict[str, Any]]:
     caches = KVCache(config.cache_shapes, 150, BLOCK_SIZE, DTYPE, CPU).layers
     found = list[dict[str, Any]]()
     for num_rows, spans in rows_of_requests().items():
-        metadata = metadata_of(lay_out(spans, BLOCK_SIZE, kernels, CPU), spans)
+        metadata = row_batch(spans, BLOCK_SIZE)
         ids_T = torch.randint(config.vocab_size, (num_rows,))
         samples_s = {name: list[float]() for name in models}
         for _ in range(repeats):

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outdraft.attention.rows import Span, lay_out, metadata_of
+from outdraft.attention.rows import Span
 from outdraft.core.weights import WeightFormat
-from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.decoder_ops import DecoderSpec, LayerSpec
 from outdraft.kernels.native.linear import NativeProduct
 from outdraft.kernels.ops import Kernels
+from outdraft.kernels.products import EmbeddingTable
+from outdraft.kv.block_pool import LayerCacheShape
 from outdraft.kv.cache import KVCache
-from outdraft.kv.shapes import LayerCacheShape
+from tests.row_batches import row_batch
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_SIZE = 1024, 28, 16, 8, 128
 INTERMEDIATE, VOCABULARY, POSITIONS = 3072, 8192, 4096
@@ -139,7 +140,7 @@ class Network:
             Span(context, rows, (), range(i * REQUEST_BLOCKS, (i + 1) * REQUEST_BLOCKS))
             for i, (context, rows) in enumerate(case.requests)
         ]
-        metadata = metadata_of(lay_out(spans, BLOCK_SIZE, self._kernels, CPU), spans)
+        metadata = row_batch(spans, BLOCK_SIZE)
         token_ids_T = torch.arange(len(metadata.slots_T)) % VOCABULARY
         wanted_R = torch.arange(case.num_logits)
         wanted_R[-1] = len(token_ids_T) - 1

@@ -27,7 +27,7 @@ from outdraft.drafting.host.ngram import NgramProposer
 from outdraft.drafting.host.proposer import HostProposer
 from outdraft.drafting.host.suffix import SuffixProposer
 from outdraft.kernels.choose import choose_kernels
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 
 KERNELS = choose_kernels("auto", torch.device("cpu"), torch.float32)
 REFERENCE = reference_kernels()

@@ -24,10 +24,8 @@ from roofline import run_step
 from outdraft import LLM, SamplingParams, assets
 from outdraft.bench.report import compute, environment
 from outdraft.core.weights import QUANTIZATIONS, WeightFormat
-from outdraft.kernels.native.library import open_library
-from outdraft.kernels.native.limits import Limits
+from outdraft.kernels.native.library import Limits, open_library, shared_team
 from outdraft.kernels.native.table import native_kernels
-from outdraft.kernels.native.team import shared_team
 
 ROWS = (1, 5, 8)
 LABEL = "as they are"

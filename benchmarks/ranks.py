@@ -34,10 +34,9 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.distributed.process_groups import join_ranks
 from outdraft.engine.llm import LLM
 from outdraft.kernels.choose import memory_transports
-from outdraft.kernels.native.library import open_library
+from outdraft.kernels.native.library import open_library, shared_team
 from outdraft.kernels.native.linear import NativeLinear
 from outdraft.kernels.native.ranks import shares_memory
-from outdraft.kernels.native.team import shared_team
 from outdraft.planning.hardware import Hardware, Link, find_hardware
 from outdraft.planning.roofline import Setup, Workload, step_time
 from outdraft.planning.shapes import PlannedDrafter, find_network

@@ -33,11 +33,9 @@ from shares import shares
 
 from outdraft.bench.report import compute, environment
 from outdraft.core.weights import QUANTIZATIONS, WeightFormat
-from outdraft.kernels.native.library import open_library
-from outdraft.kernels.native.limits import Limits
+from outdraft.kernels.native.library import Limits, open_library, shared_team
 from outdraft.kernels.native.linear import NativeProduct
 from outdraft.kernels.native.table import native_kernels
-from outdraft.kernels.native.team import shared_team
 
 ROWS = [1, 2, 4, 5, 8, 16, 32, 64, 256]
 

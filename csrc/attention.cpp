@@ -1,5 +1,5 @@
 // Paged tree attention over the blocks where keys and values lie; the readable twin is
-// src/outdraft/kernels/reference/attention.py.
+// src/outdraft/kernels/torch/attention.py.
 //
 // A tile is some query rows of one request that one kv head serves together; every (row, query
 // head) pair of it is a lane. Keys and values meet all lanes in pieces of 64, which are first laid

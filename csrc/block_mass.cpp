@@ -1,9 +1,9 @@
 // How much of a row's attention each block of its text gets. The readable twin is
-// src/outdraft/kernels/reference/block_mass.py.
+// src/outdraft/kernels/torch/attention.py.
 //
-// A long text has parts of some blocks, which threads share. A part's keys meet all heads in pieces,
-// laid out for products as tile_work.h does it. Its weights are relative to its own highest score;
-// the sums of all parts then become shares of the whole, in the order of the parts.
+// A long text has parts of some blocks, which threads share. A part's keys meet all heads in
+// pieces, laid out for products as tile_work.h does it. Its weights are relative to its own highest
+// score; the sums of all parts then become shares of the whole, in the order of the parts.
 
 #include <algorithm>
 #include <cmath>
@@ -20,7 +20,7 @@ constexpr int64_t kPartKeys = 512;  // about so many
 constexpr int64_t kPiece = 64;      // keys
 constexpr float kLog2E = 1.44269504f;
 
-// What Python fills (kernels/native/block_mass.py).
+// What Python fills (kernels/native/attention.py).
 struct MassTask {
   const float* q;              // [B, H, C]
   const void* k;               // [P, S, G, C]
@@ -254,7 +254,8 @@ void add_shares(const MassTask& task, const Part* parts, int64_t num_parts, cons
 }  // namespace
 }  // namespace outdraft
 
-// As `BlockMass` of ops.py, of one layer. When it returns, no helper reads the task any more.
+// As `block_mass` of kernels/torch/attention.py, of one layer. When it returns, no helper reads
+// the task any more.
 OUTDRAFT_EXPORT void block_mass(outdraft::Team* team, const outdraft::MassTask* of) {
   using namespace outdraft;
   const MassTask& task = *of;

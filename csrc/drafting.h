@@ -32,13 +32,14 @@ struct Nodes {
   int64_t seed, position, num_tokens;
 };
 
-// Draw rows behind nodes, the first `num_kept` of them: as `DrawLevel` of ops.py.
+// Draw rows behind nodes, the first `num_kept` of them: as `draw_level` of
+// kernels/torch/drawn_level.py.
 void draw_rows(const Nodes& nodes, const Worth& worth, int64_t num_kept, const NewRows& rows);
 
 }  // namespace outdraft
 
-// Where the rows of a level of growing trees stand: as `PlaceLevel` of ops.py. `ancestors` may be
-// `own_ancestors`.
+// Where the rows of a level of growing trees stand: as `place_level` of kernels/torch/rows.py.
+// `ancestors` may be `own_ancestors`.
 OUTDRAFT_EXPORT void place_level(int64_t num_requests, int64_t width, int64_t first_row,
                                  const int64_t* ancestors, const int64_t* contexts,
                                  const int64_t* num_drafts, const int32_t* block_table,

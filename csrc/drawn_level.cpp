@@ -1,5 +1,5 @@
 // Levels of growing trees: their draws, and where their rows stand. The readable twin is
-// `draw_level` in src/outdraft/kernels/reference/drawn_level.py. It draws tokens for all ranks of
+// `draw_level` in src/outdraft/kernels/torch/drawn_level.py. It draws tokens for all ranks of
 // every node; here they are drawn only for ranks that get a row.
 
 #include <algorithm>
@@ -92,7 +92,7 @@ void draw_rows(const Nodes& nodes, const Worth& worth, int64_t num_kept, const N
 
 }  // namespace outdraft
 
-// As `DrawLevel` of ops.py: logits [B, E, V], weight [B, E], rows [B, F].
+// As `draw_level` of kernels/torch/drawn_level.py: logits [B, E, V], weight [B, E], rows [B, F].
 OUTDRAFT_EXPORT void draw_level(int64_t num_requests, int64_t num_nodes, int64_t size,
                                 int64_t num_rows, int64_t first_above, const outdraft::Worth* worth,
                                 const float* logits, const float* weight, const int64_t* num_kept,
@@ -112,7 +112,7 @@ OUTDRAFT_EXPORT void draw_level(int64_t num_requests, int64_t num_nodes, int64_t
   }
 }
 
-// Its readable twin is `place_level` in src/outdraft/kernels/reference/rows.py.
+// Its readable twin is `place_level` in src/outdraft/kernels/torch/rows.py.
 OUTDRAFT_EXPORT void place_level(int64_t num_requests, int64_t width, int64_t first_row,
                                  const int64_t* ancestors, const int64_t* contexts,
                                  const int64_t* num_drafts, const int32_t* block_table,

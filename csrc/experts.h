@@ -1,6 +1,6 @@
 // y[t] = sum over k of weights[t, k] * down_e(gate(gate_up_e(x[t]))), e = ids[t, k]: a mixture of
 // experts (Shazeer et al. 2017), each with a gated feed-forward block. Its readable twin is
-// src/outdraft/kernels/reference/experts.py.
+// src/outdraft/kernels/torch/experts.py.
 //
 // A row's bits depend neither on the rows beside it nor on the number of threads.
 #pragma once

@@ -1,5 +1,5 @@
 // A whole pass of a decoder over rows, and what follows from its states: logits and best tokens.
-// Its readable twin is src/outdraft/kernels/reference/decoder.py.
+// Its readable twin is src/outdraft/kernels/torch/decoder.py.
 //
 // Dimension key: T rows, R rows whose logits are wanted, D hidden, X inputs of layer 0, K
 // tapped layers, N the head's own vocabulary, M positions.

@@ -1,7 +1,7 @@
 // What draft heads compute between their products, each row by itself. Statistics and all numbers
 // on the way are float32; what is stored is rounded once. The only sums are those of squares, in
 // the order of `inverse_rms` (vector_math.h). The readable twin is
-// src/outdraft/kernels/reference/heads.py.
+// src/outdraft/kernels/torch/pointwise.py.
 
 #include <cmath>
 #include <type_traits>
@@ -33,7 +33,7 @@ void for_row(int64_t size, Number* to, const Compute& compute) {
 
 using outdraft::Floats;
 
-// As `AddSilu` of draft_ops.py: numbers of any shape.
+// As `add_silu` of kernels/torch/pointwise.py: numbers of any shape.
 OUTDRAFT_EXPORT void add_silu(int64_t size, bool is_bf16, const void* x, const void* y, void* to) {
   using namespace outdraft;
   with_numbers(to, is_bf16, [&](auto* out) {
@@ -46,7 +46,7 @@ OUTDRAFT_EXPORT void add_silu(int64_t size, bool is_bf16, const void* x, const v
   });
 }
 
-// As `ScaleToRms` of draft_ops.py: rows [R, S].
+// As `scale_to_rms` of kernels/torch/pointwise.py: rows [R, S].
 OUTDRAFT_EXPORT void scale_to_rms(int64_t num_rows, int64_t size, bool is_bf16, float rms,
                                   float eps, const void* x, void* to) {
   using namespace outdraft;
@@ -60,7 +60,7 @@ OUTDRAFT_EXPORT void scale_to_rms(int64_t num_rows, int64_t size, bool is_bf16, 
   });
 }
 
-// As `MixTokens` of draft_ops.py: rows [R, S].
+// As `mix_tokens` of kernels/torch/pointwise.py: rows [R, S].
 OUTDRAFT_EXPORT void mix_tokens(int64_t num_rows, int64_t size, bool is_bf16, float share,
                                 float eps, const void* z, const void* embedding,
                                 const int64_t* ids, const void* weight, const void* bias,

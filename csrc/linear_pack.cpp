@@ -5,7 +5,7 @@
 // which its number of largest size becomes -8; or, with a zero point, the smallest and the largest
 // number (zero among them) become 0 and 15. Scales are rounded to bfloat16, so that those of small
 // groups are not long to read. Numbers are divided by the scale and rounded to the
-// nearest code, ties to even; src/outdraft/kernels/reference/linear.py has the same rules.
+// nearest code, ties to even; src/outdraft/kernels/torch/linear.py has the same rules.
 // Codes that come with their scales are kept as they are. int4 lies in blocks (gguf_tiles.h), but where
 // matrix registers meet it: there as linear_amx.cpp says.
 

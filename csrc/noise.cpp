@@ -129,7 +129,7 @@ float gumbel(uint32_t word) { return noise_of(word); }
 
 }  // namespace outdraft
 
-// Gumbel noise of whole rows [num_rows, size]; the keys are those of kernels/reference/noise.py.
+// Gumbel noise of whole rows [num_rows, size]; the keys are those of kernels/torch/noise.py.
 OUTDRAFT_EXPORT void fill_gumbel(int64_t num_rows, int64_t size, const int64_t* seeds,
                                  const int64_t* positions, const int64_t* anchors,
                                  const int64_t* purposes, float* noise) {

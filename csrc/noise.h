@@ -1,7 +1,7 @@
 // Counter-based noise: a pure function of (seed, position, anchor, purpose, vocabulary id).
 //
 // Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), with the key
-// and the counter of src/outdraft/kernels/reference/noise.py, and the same bits.
+// and the counter of src/outdraft/kernels/torch/noise.py, and the same bits.
 #pragma once
 
 #include <cstdint>

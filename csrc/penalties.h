@@ -1,6 +1,6 @@
 // Penalties on tokens that a text has already: for repetition (Keskar et al. 2019, arXiv
 // 1909.05858), and for frequency and presence, as OpenAI's API has them. The readable twin is
-// `penalize` of src/outdraft/kernels/reference/sampling.py.
+// `penalize` of src/outdraft/kernels/torch/sampling.py.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ void penalize_trees(const PenaltyColumns& penalties, const PenalizedTexts& texts
 
 }  // namespace outdraft
 
-// As `Penalize` of sampling_ops.py: history [B, history_len], paths [num_rows, path_len].
+// As `penalize` of kernels/torch/sampling.py: history [B, history_len], paths [num_rows, path_len].
 OUTDRAFT_EXPORT void penalize_rows(int64_t num_rows, int64_t size, int64_t history_len,
                                    int64_t path_len, const float* logits, const int64_t* requests,
                                    const int64_t* history, const int64_t* prompt_lens,

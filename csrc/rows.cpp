@@ -1,7 +1,7 @@
 // Where the rows of a step stand: text positions, cache slots, what each row sees, and which token
 // it reads.
 //
-// Integers only; the readable twin is src/outdraft/kernels/reference/rows.py.
+// Integers only; the readable twin is src/outdraft/kernels/torch/rows.py.
 
 #include "rows.h"
 
@@ -90,7 +90,7 @@ OUTDRAFT_EXPORT void shape_rows(int64_t num_rows, int64_t width, const int64_t* 
   }
 }
 
-// As `PlaceStates` of ops.py.
+// As `place_states` of kernels/torch/rows.py.
 OUTDRAFT_EXPORT void place_states(int64_t num_works, int64_t num_sampling, int64_t width,
                                   int64_t row_len, int64_t window, const int32_t* query_start,
                                   const int32_t* context_lens, const int32_t* num_causal,

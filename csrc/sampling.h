@@ -1,7 +1,7 @@
 // Tokens from rows of float32 logits: processing, argmax, softmax, and samples by the Gumbel-max
 // trick (Gumbel 1954; Maddison, Tarlow, Minka 2014). The nucleus is that of Holtzman et al. 2020.
 // What a row gives depends on that row alone. The readable twin is
-// src/outdraft/kernels/reference/sampling.py.
+// src/outdraft/kernels/torch/sampling.py.
 #pragma once
 
 #include <cstdint>
@@ -66,7 +66,7 @@ int64_t sample_weights(const float* weights, int64_t size, const NoiseKey& key);
 
 }  // namespace outdraft
 
-// As `FiniteRows` of sampling_ops.py: logits [R, V].
+// As `finite_rows` of kernels/torch/sampling.py: logits [R, V].
 OUTDRAFT_EXPORT void finite_rows(int64_t num_rows, int64_t size, const float* logits,
                                  bool* are_finite);
 

@@ -1,5 +1,5 @@
 // Log-probabilities of raw logits: of one chosen token of each row, and of its best ones. The
-// readable twin is src/outdraft/kernels/reference/scores.py.
+// readable twin is src/outdraft/kernels/torch/sampling.py.
 //
 // The best tokens are kept in a heap whose first one is the least: a row is read once for them, and
 // few of its numbers are more than a comparison. Sums run in float64, a thousand exponentials after
@@ -114,7 +114,8 @@ struct ScoreRow {
 }  // namespace
 }  // namespace outdraft
 
-// As `ScoreTokens` of sampling_ops.py. When it returns, no helper reads the logits any more.
+// As `score_tokens` of kernels/torch/sampling.py. When it returns, no helper reads the logits any
+// more.
 OUTDRAFT_EXPORT void score_tokens(outdraft::Team* team, int64_t num_rows,
                                   const outdraft::ScoreTask* task) {
   outdraft::run_rows(team, outdraft::ScoreRow{*task}, num_rows, task->size);

@@ -11,7 +11,7 @@
 
 namespace outdraft {
 
-// Whose requests are whose; Python fills it (kernels/native/shares.py).
+// Whose requests are whose; Python fills it (kernels/native/drafting.py).
 struct DraftShares {
   int64_t num_requests;       // of all ranks: G
   const int64_t* counts;      // [ranks]: the first counts[0] are rank 0's, and so on

@@ -1,6 +1,5 @@
 // Drafts from texts: what followed when a text ended like this before? What they promise is in
-// text_ops.py; the readable twins are ngram_texts.py and suffix_texts.py in
-// src/outdraft/kernels/reference/.
+// src/outdraft/kernels/ops.py; the readable twins are in src/outdraft/kernels/torch/texts.py.
 //
 // Prompt lookup (Saxena 2023) asks the suffix automaton for the newest places of the longest end.
 // A row's path matches some of these places. The probability of a token behind it is that of the
@@ -225,12 +224,12 @@ class SuffixText : public Text {
 using outdraft::FinishedTexts;
 using outdraft::Text;
 
-// As `ngram_texts` of text_ops.py; `branching` is at most 63.
+// The texts of `NgramTexts` of kernels/ops.py; `branching` is at most 63.
 OUTDRAFT_EXPORT Text* new_ngram_text(int64_t min_n, int64_t max_n, int64_t branching) {
   return new outdraft::NgramText({min_n, max_n, branching});
 }
 
-// As `suffix_texts` of text_ops.py; the finished texts are freed last.
+// The texts of `SuffixTexts` of kernels/ops.py; the finished texts are freed last.
 OUTDRAFT_EXPORT FinishedTexts* new_finished(int64_t max_depth, int64_t branching) {
   return new FinishedTexts(max_depth, branching);
 }

@@ -1,6 +1,6 @@
 // How far the drafts of a request survive, by the target's processed logits. A walk looks at a row
 // of the target only when it comes to it; sums run as sampling.cpp says. The readable twin is
-// src/outdraft/kernels/reference/verification.py.
+// src/outdraft/kernels/torch/verification.py.
 //
 // The rules are matching with the target's own choices, token-level rejection (Leviathan et al.
 // 2023, arXiv 2211.17192, algorithm 1), and traversal verification (Weng et al. 2025, arXiv

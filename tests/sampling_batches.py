@@ -6,7 +6,7 @@ import torch
 
 from outdraft.core.admission import token_rules
 from outdraft.core.sampling import SamplingParams
-from outdraft.sampling.batch import SamplingBatch
+from outdraft.kernels.data.sampling import SamplingBatch
 
 
 def batch_of_params(

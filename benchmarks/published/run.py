@@ -38,9 +38,8 @@ from outdraft.bench.serve import run_load
 from outdraft.bench.workloads import BenchRequest
 from outdraft.cli.command import num_physical_cores
 from outdraft.config.benchmarks import TrafficPlan
-from outdraft.kernels.native.library import open_library
-from outdraft.kernels.native.limits import Limits as MachineLimits
-from outdraft.kernels.native.team import shared_team
+from outdraft.kernels.native.library import Limits as MachineLimits
+from outdraft.kernels.native.library import open_library, shared_team
 
 ROOT = Path(__file__).parents[2]
 DRAFTERS = {"coder15": "coder05"}

@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from outdraft.kernels.reference.noise import LN2, LOG_SERIES, ROUNDS, SQRT2
+from outdraft.kernels.torch.noise import LN2, LOG_SERIES, ROUNDS, SQRT2
 from outdraft.kernels.triton import attention_kernels as kernels
 from outdraft.kernels.triton import noise_kernels, padding_kernels, pointwise_kernels
 from outdraft.kernels.triton.attention import _launches
@@ -84,7 +84,7 @@ def compile_pointwise(dtype: str, capability: int) -> None:
     noise = {"TILE": 256, "ROUNDS": ROUNDS, "LN2": LN2, "SQRT2": SQRT2, "SERIES": LOG_SERIES}
     for kernel, constants in (
         (pointwise_kernels.add_and_norm, norm),
-        (pointwise_kernels.turn_heads, heads),
+        (pointwise_kernels.rotate_heads, heads),
         (pointwise_kernels.silu_and_multiply, {"SIZE": 4096, "TILE": 1024}),
         (padding_kernels.pad_rows, {"WIDTH": 512, "TILE": 256}),
     ):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outdraft.attention.base import AttentionForm
-from outdraft.kernels.reference.attention import ReferenceAttention
+from outdraft.kernels.torch.attention import TorchAttention
 from tests.attention.ragged import Model, Shape, build_batch
 from tests.kernels.tables import native_attention
 
@@ -24,8 +24,8 @@ MODEL = Model(4, 2, 16, 4)
 def backends() -> dict[str, object]:
     triton = pytest.importorskip("outdraft.kernels.triton.attention", reason="needs triton")
     return {
-        "reference": ReferenceAttention(),
-        "in-order": ReferenceAttention(in_order=True),
+        "reference": TorchAttention(),
+        "in-order": TorchAttention(in_order=True),
         "native": native_attention(),
         "triton": triton.TritonAttention(),
     }

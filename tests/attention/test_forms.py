@@ -22,16 +22,16 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from outdraft.attention.base import AttentionBackend, AttentionForm
-from outdraft.kernels.reference.attention import ReferenceAttention
+from outdraft.kernels.torch.attention import TorchAttention
 from tests.attention.ragged import Batch, Model, Shape, build_batch, layers, shapes, sinks
 from tests.kernels.tables import native_attention
 from tests.reference.draft_trees import ancestor_masks
 
 CLOSE = {torch.float32: 1e-5, torch.float64: 1e-6}  # Gemma's softmax is float32 always
 BACKENDS = [
-    pytest.param(ReferenceAttention(), torch.float64, id="reference-float64"),
-    pytest.param(ReferenceAttention(in_order=True), torch.float64, id="in-order-float64"),
-    pytest.param(ReferenceAttention(), torch.float32, id="reference-float32"),
+    pytest.param(TorchAttention(), torch.float64, id="reference-float64"),
+    pytest.param(TorchAttention(in_order=True), torch.float64, id="in-order-float64"),
+    pytest.param(TorchAttention(), torch.float32, id="reference-float32"),
     pytest.param(native_attention(), torch.float32, id="native-float32"),
 ]
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outdraft.attention.base import AttentionForm, LayerCache
-from outdraft.kernels.reference.attention import MAX_ELEMENTS, ReferenceAttention
+from outdraft.kernels.torch.attention import MAX_ELEMENTS, TorchAttention
 from tests.attention.causal import causal_metadata
 from tests.attention.ragged import Batch, Model, Shape, build_batch, build_metadata, layers, shapes
 from tests.kernels.tables import native_attention
@@ -53,7 +53,7 @@ def dense_rows(batch: Batch, requests: list[Shape], form: AttentionForm) -> torc
 def test_reference_equals_rows_computed_one_by_one(requests, layer, max_elements, seed, in_order):
     model, form = layer
     batch = build_batch(requests, model, torch.float64, seed)
-    attention = ReferenceAttention(max_elements, in_order=in_order)
+    attention = TorchAttention(max_elements, in_order=in_order)
     got = attention.attend(batch.q_THC, batch.cache, batch.metadata, form)
     want = dense_rows(batch, requests, form)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
@@ -64,7 +64,7 @@ def test_reference_equals_rows_computed_one_by_one(requests, layer, max_elements
 def test_a_drafted_chain_reads_what_the_same_tokens_read_as_causal_rows(context_len, size, window):
     chain = Shape(context_len, 1, tuple(range(size)))
     causal = Shape(context_len, 1 + size, ())
-    model, attention = Model(4, 2, 8, 4), ReferenceAttention()
+    model, attention = Model(4, 2, 8, 4), TorchAttention()
     drafted, plain = (build_batch([s], model, torch.float64, seed=5) for s in (chain, causal))
     got = attention.attend(
         drafted.q_THC, drafted.cache, drafted.metadata, AttentionForm(0.5, window)
@@ -73,7 +73,7 @@ def test_a_drafted_chain_reads_what_the_same_tokens_read_as_causal_rows(context_
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("attention", [ReferenceAttention(), native_attention()])
+@pytest.mark.parametrize("attention", [TorchAttention(), native_attention()])
 @pytest.mark.parametrize("window", [None, 3, 11])
 def test_a_tree_read_level_by_level_reads_what_it_reads_at_once(attention, window):
     parents = (0, 0, 1, 2, 2, 3, 5, 1)
@@ -94,8 +94,8 @@ def test_rows_behind_the_last_request_are_zero():
     batch = build_batch([Shape(3, 2, (0, 0))], Model(2, 1, 4, 4), torch.float64, seed=1)
     padding = torch.ones(2, 2, 4, dtype=torch.float64)
     q_THC = torch.cat([batch.q_THC, padding])
-    got = ReferenceAttention().attend(q_THC, batch.cache, batch.metadata, AttentionForm(1.0))
-    want = ReferenceAttention().attend(batch.q_THC, batch.cache, batch.metadata, AttentionForm(1.0))
+    got = TorchAttention().attend(q_THC, batch.cache, batch.metadata, AttentionForm(1.0))
+    want = TorchAttention().attend(batch.q_THC, batch.cache, batch.metadata, AttentionForm(1.0))
     assert torch.equal(got, torch.cat([want, torch.zeros_like(padding)]))
 
 
@@ -117,7 +117,7 @@ class _Sizes(TorchDispatchMode):
 def sizes(requests: list[Shape], model: Model, max_elements: int = MAX_ELEMENTS) -> _Sizes:
     batch = build_batch(requests, model, torch.float32, seed=0)
     with _Sizes() as made:
-        ReferenceAttention(max_elements).attend(
+        TorchAttention(max_elements).attend(
             batch.q_THC, batch.cache, batch.metadata, AttentionForm(1.0)
         )
     return made
@@ -146,7 +146,7 @@ def test_write_stores_at_slots_and_drops_rows_without_one():
     shape = (3, 2, 1, 4)
     cache = LayerCache(torch.zeros(shape), torch.zeros(shape))
     k_TGC, v_TGC = torch.randn(4, 1, 4), torch.randn(4, 1, 4)
-    ReferenceAttention().write(k_TGC, v_TGC, cache, torch.tensor([-1, 5, 0, -1]))
+    TorchAttention().write(k_TGC, v_TGC, cache, torch.tensor([-1, 5, 0, -1]))
     for new_TGC, cached_PSGC in ((k_TGC, cache.k_PSGC), (v_TGC, cache.v_PSGE)):
         want = torch.zeros(6, 1, 4)
         want[5], want[0] = new_TGC[1], new_TGC[2]
@@ -157,7 +157,7 @@ def test_writing_only_rows_without_a_slot_leaves_the_cache_untouched():
     k_PSGC, v_PSGE = torch.randn(3, 2, 1, 4), torch.randn(3, 2, 1, 4)
     cache = LayerCache(k_PSGC.clone(), v_PSGE.clone())
     new_TGC = torch.randn(2, 1, 4)
-    ReferenceAttention().write(new_TGC, new_TGC, cache, torch.tensor([-1, -1]))
+    TorchAttention().write(new_TGC, new_TGC, cache, torch.tensor([-1, -1]))
     assert torch.equal(cache.k_PSGC, k_PSGC)
     assert torch.equal(cache.v_PSGE, v_PSGE)
 
@@ -167,7 +167,7 @@ def test_causal_metadata_is_ordinary_causal_attention():
     blocks_P = torch.tensor([2, 0, 1], dtype=torch.int32)
     cache = LayerCache(*(torch.zeros(3, 4, 2, 4, dtype=torch.float64) for _ in range(2)))
     slots_T = blocks_P.long()[torch.arange(10) // 4] * 4 + torch.arange(10) % 4
-    attention = ReferenceAttention()
+    attention = TorchAttention()
     attention.write(k_TGC, -k_TGC, cache, slots_T)
     metadata = causal_metadata(4, 6, slots_T[4:], blocks_P)
     got = attention.attend(q_TGC[4:], cache, metadata, AttentionForm(0.5))

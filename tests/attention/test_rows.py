@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outdraft.attention.rows import Span, lay_out, metadata_of, pack, unpack
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.attention.rows import Span, pack, unpack
 from tests.reference.draft_trees import ancestor_masks, tree_depths
+from tests.row_batches import row_batch
 
 
 @given(
@@ -27,8 +27,7 @@ def test_rows_stand_where_a_loop_over_them_says(shapes, block_size, seed):
         num_blocks = -(-(context_len + num_causal + num_drafts) // block_size)
         blocks = rng.permutation(100)[:num_blocks].tolist()
         spans.append(Span(context_len, num_causal, parents, blocks))
-    placed = lay_out(spans, block_size, reference_kernels(), torch.device("cpu"))
-    batch = metadata_of(placed, spans)
+    batch = row_batch(spans, block_size)
     row = 0
     for b, span in enumerate(spans):
         assert batch.query_start_B1[b] == row
@@ -51,11 +50,11 @@ def test_rows_stand_where_a_loop_over_them_says(shapes, block_size, seed):
 def test_rows_for_another_device_are_those_of_the_host():
     spans = [Span(3, 2, (0, 1), [1, 0]), Span(0, 5, (), [2, 3], 7, samples=False)]
     extra = ([4, 5], [], [6])
-    host, sent = (
-        lay_out(spans, 4, reference_kernels(), torch.device(kind), 3, extra)
-        for kind in ("cpu", "meta")
-    )
+    host, sent = (row_batch(spans, 4, torch.device(kind), 3, extra) for kind in ("cpu", "meta"))
+    assert (host.max_rows, host.max_seq_len) == (sent.max_rows, sent.max_seq_len) == (5, 7)
     for field in fields(host):
+        if field.name in ("max_rows", "max_seq_len"):
+            continue
         pairs = [(getattr(host, field.name), getattr(sent, field.name))]
         if field.name == "extra":
             pairs = list(zip(*pairs[0], strict=True))

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outdraft.attention.base import AttentionBackend, AttentionForm, LayerCache
-from outdraft.kernels.reference.attention import ReferenceAttention
+from outdraft.kernels.torch.attention import TorchAttention
 from tests.attention.causal import causal_metadata
 from tests.attention.ragged import Batch, Model, Shape, build_batch, layers, shapes
 from tests.kernels.tables import native_attention
 from tests.reference.draft_trees import ancestor_masks
 
-EXACT = ReferenceAttention(in_order=True)
+EXACT = TorchAttention(in_order=True)
 BACKENDS = [
     pytest.param(native_attention(), torch.float32, id="cpu-float32"),
     pytest.param(native_attention(), torch.bfloat16, id="cpu-bfloat16"),

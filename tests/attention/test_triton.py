@@ -12,8 +12,8 @@ import torch
 from outdraft.attention.base import AttentionForm, AttentionMetadata, AttentionSizes, LayerCache
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.choose import choose_kernels
-from outdraft.kernels.reference.attention import ReferenceAttention
-from outdraft.kv.shapes import LayerCacheShape
+from outdraft.kernels.torch.attention import TorchAttention
+from outdraft.kv.block_pool import LayerCacheShape
 from tests.attention.ragged import Model, Shape, build_batch, build_metadata, converted, on
 from tests.pairwise import some
 
@@ -89,7 +89,7 @@ def test_triton_equals_reference(case, device):
     q_THC, metadata = batch.q_THC.to(query_dtype), batch.metadata
     got = attend(TritonAttention(), q_THC, batch.cache, metadata, window, device)
     exact = converted(batch.cache, torch.float64)
-    want = attend(ReferenceAttention(), q_THC.double(), exact, metadata, window)
+    want = attend(TorchAttention(), q_THC.double(), exact, metadata, window)
     assert got.dtype == query_dtype
     tolerance = max(TOLERANCE[query_dtype], TOLERANCE[cache_dtype] if cache_dtype is FP16 else 0)
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
@@ -125,7 +125,7 @@ def test_each_form_equals_the_reference(name, value_size, device):
     arguments = batch.metadata, FORMS[name]
     got = attend(TritonAttention(), batch.q_THC, batch.cache, *arguments, device)
     exact = converted(batch.cache, torch.float64)
-    want = attend(ReferenceAttention(), batch.q_THC.double(), exact, *arguments)
+    want = attend(TorchAttention(), batch.q_THC.double(), exact, *arguments)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
@@ -206,7 +206,7 @@ def test_write_equals_reference_and_drops_rows_without_a_slot(new_dtype, cache_d
     before = [torch.randn(3, 4, 2, size, device=device).to(cache_dtype) for size in (5, 3)]
     got, want = (LayerCache(*(part.clone() for part in before)) for _ in range(2))
     TritonAttention().write(k_TGC, v_TGC, got, slots_T)
-    ReferenceAttention().write(k_TGC, v_TGC, want, slots_T)
+    TorchAttention().write(k_TGC, v_TGC, want, slots_T)
     # The interpreter cuts off where a GPU rounds.
     ulp = 2**-7 if device == "cpu" and cache_dtype is BF16 else 0
     torch.testing.assert_close(got.k_PSGC, want.k_PSGC, rtol=ulp, atol=0)
@@ -245,9 +245,9 @@ def test_it_is_the_default_on_a_gpu():
 
 
 def test_without_triton_a_gpu_has_the_reference(monkeypatch):
-    monkeypatch.setattr("outdraft.kernels.triton.select.find_spec", lambda name: None)
+    monkeypatch.setattr("outdraft.kernels.choose.find_spec", lambda name: None)
     kernels = choose_kernels("auto", torch.device("cuda"), torch.bfloat16)
-    assert isinstance(kernels.attention, ReferenceAttention)
+    assert isinstance(kernels.attention, TorchAttention)
 
 
 def test_triton_is_imported_for_a_gpu_only():

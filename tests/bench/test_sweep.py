@@ -32,8 +32,8 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.engine.engine import Engine
 from outdraft.engine.stats import StatsTotal
 from outdraft.kernels.data.drafts import DraftBatch
-from outdraft.kernels.reference.table import reference_kernels
-from outdraft.sampling.processors import Paths
+from outdraft.kernels.data.sampling import Paths
+from outdraft.kernels.torch.table import reference_kernels
 from tests.cli.pair import pair
 from tests.sampling_batches import batch_of_params
 

@@ -7,7 +7,7 @@ import pytest
 from outdraft.bench.selftest import ALWAYS, Difference
 from outdraft.cli.selftest import show
 from outdraft.kernels.data.drafts import row_index_BN1
-from outdraft.kernels.reference import verification
+from outdraft.kernels.torch import verification
 from tests.cli.test_commands import run
 
 

@@ -18,7 +18,7 @@ from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import Ranks
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.choose import choose_kernels
-from outdraft.kernels.reference.linear import quantized
+from outdraft.kernels.torch.linear import quantized
 from outdraft.models.checkpoints import slots as filling
 from outdraft.models.choose import load_language_model
 from outdraft.models.decoder.causal_lm import CausalLM

@@ -27,7 +27,7 @@ from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.choose import choose_kernels, has_library
 from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kernels.native.decoder import NativeDecoder
-from outdraft.kernels.reference.decoder import ReferenceDecoder
+from outdraft.kernels.torch.decoder import TorchDecoder
 from outdraft.kv.cache import KVCache
 from outdraft.models.decoder.causal_lm import CausalLM
 from outdraft.models.decoder.loader import load_model
@@ -193,7 +193,7 @@ def test_ranks_without_common_memory_go_layer_by_layer(checkpoint: Callable[[str
 
     def logits(ranks: Ranks) -> Tensor:
         model = load(path, ranks.target, torch.float32)
-        assert isinstance(model.passes, ReferenceDecoder)
+        assert isinstance(model.passes, TorchDecoder)
         return chunked_logits(model, ids_T, [9])
 
     assert len(on_ranks(2, 1, logits, over_memory=[None] * 2)) == 2

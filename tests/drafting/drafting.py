@@ -9,9 +9,9 @@ from torch import Tensor
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.asks import DraftModelAsk
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
+from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.draft_ops import ModelDrafts
-from outdraft.kernels.reference import noise
-from outdraft.sampling.batch import SamplingBatch
+from outdraft.kernels.torch import noise
 from tests.reference.processors import probabilities, processed_logits
 from tests.sampling_batches import batch_of_params
 

@@ -15,7 +15,8 @@ from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
-from outdraft.sampling.processors import Paths, process_logits
+from outdraft.kernels.data.sampling import Paths
+from outdraft.sampling.processors import process_logits
 from outdraft.verification.verifier import Verifier
 from tests.kernels.tables import draw_tokens, kernels_for
 from tests.reference.processors import probabilities, processed_logits

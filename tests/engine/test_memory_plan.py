@@ -7,8 +7,8 @@ import pytest
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
+from outdraft.kernels.choose import with_triton
 from outdraft.kernels.data.graph_sizes import GRAPH_BYTES, GRAPHED_FUNCTIONS
-from outdraft.kernels.triton.select import with_triton
 from outdraft.loading.memory import DeviceMemory
 from outdraft.loading.memory_plan import plan_memory, plan_together
 from outdraft.loading.models import load_models

@@ -17,7 +17,7 @@ from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.async_engine import AsyncEngine
 from outdraft.engine.llm import LLM
-from outdraft.kernels.reference.decoder import ReferenceDecoder
+from outdraft.kernels.torch.decoder import TorchDecoder
 from tests.oracle.engines import engine, greedy, ids, prompts_of, run
 
 COMPILED, BY_LAYERS = "llama-llama3-rope", "qwen2"
@@ -126,8 +126,8 @@ def spoilt(logits_RV: torch.Tensor, kind: str) -> torch.Tensor:
 def test_every_kind_of_logits_to_which_there_is_no_best_is_an_error(
     kind: str, name: str, monkeypatch: pytest.MonkeyPatch
 ):
-    logits = ReferenceDecoder.logits
-    monkeypatch.setattr(ReferenceDecoder, "logits", lambda *args: spoilt(logits(*args), kind))
+    logits = TorchDecoder.logits
+    monkeypatch.setattr(TorchDecoder, "logits", lambda *args: spoilt(logits(*args), kind))
     llm = engine("qwen2", "ngram", kernels="reference")
     for output in outputs_of(llm, GOOD, PARAMS[name]):
         assert output.outputs[0].token_ids == []

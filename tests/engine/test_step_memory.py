@@ -15,12 +15,13 @@ from outdraft.distributed.group import RankGroup, gathered_sum
 from outdraft.engine.build import build_engine
 from outdraft.kernels.data.drafts import DraftBatch, Rule
 from outdraft.kernels.data.noise import NOISE_NUMBERS, NoiseKeys, Purpose
+from outdraft.kernels.data.sampling import Paths
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference import noise
-from outdraft.kernels.reference.attention import ReferenceAttention
-from outdraft.kernels.reference.scores import score_tokens
-from outdraft.kernels.reference.table import reference_kernels
-from outdraft.kv.shapes import LayerCacheShape
+from outdraft.kernels.torch import noise
+from outdraft.kernels.torch.attention import TorchAttention
+from outdraft.kernels.torch.sampling import score_tokens
+from outdraft.kernels.torch.table import reference_kernels
+from outdraft.kv.block_pool import LayerCacheShape
 from outdraft.loading import memory_plan
 from outdraft.loading.memory import (
     NOISE_BYTES,
@@ -36,7 +37,7 @@ from outdraft.models.decoder.config import ModelConfig, RopeConfig
 from outdraft.runner.logprobs import PROMPT_ROWS
 from outdraft.runner.state import DeviceState, StepTexts
 from outdraft.runner.verified_parts import PartToVerify, PartVerifier, joined, step_parts
-from outdraft.sampling.processors import Paths, process_logits
+from outdraft.sampling.processors import process_logits
 from outdraft.verification.verifier import Verifier
 from tests.attention.ragged import Model, Shape, build_batch
 from tests.engine.measured_memory import peak_bytes
@@ -339,7 +340,7 @@ def test_the_reference_attention_takes_no_more_than_it_says(batch, mode, dtype):
     requests, (in_order, max_elements) = BATCHES[batch], mode
     model = Model(8, 4, 32, 16)
     made = build_batch(requests, model, dtype, seed=0)
-    attention = ReferenceAttention(max_elements, in_order=in_order)
+    attention = TorchAttention(max_elements, in_order=in_order)
     taken = peak_bytes(
         lambda: attention.attend(made.q_THC, made.cache, made.metadata, AttentionForm(1.0, 100))
     )

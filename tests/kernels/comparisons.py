@@ -1,4 +1,4 @@
-"""What a comparison is: one operation of a table against the reference, on drawn inputs.
+"""Comparisons: one operation of a table against the reference, on drawn inputs.
 
 How to add one. In the test module of the operation (tests/kernels/test_*.py), write a function that
 draws inputs, computes on both tables and asserts, and name it in the module's `COMPARISONS` under

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
-from outdraft.attention.rows import Span, lay_out, metadata_of
-from outdraft.kernels.data.embedding_table import EmbeddingTable
+from outdraft.attention.rows import Span
 from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec, LayerSpec, StateEntry
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.products import EmbeddingTable
+from outdraft.kv.block_pool import LayerCacheShape
 from outdraft.kv.cache import KVCache
-from outdraft.kv.shapes import LayerCacheShape
+from tests.row_batches import row_batch
 
 NUM_TOKENS, NUM_POSITIONS, NUM_BLOCKS, BLOCK_SIZE = 61, 400, 60, 8
 CPU = torch.device("cpu")
@@ -126,13 +126,13 @@ def blocks_of(request: int) -> tuple[int, ...]:
 
 
 def batch_of(spans: Sequence[Span]) -> AttentionMetadata:
-    return metadata_of(lay_out(spans, BLOCK_SIZE, reference_kernels(), CPU), spans)
+    return row_batch(spans, BLOCK_SIZE)
 
 
 def batch_with_logits(spans: Sequence[Span]) -> tuple[AttentionMetadata, Tensor]:
     """The batch, and int64 [R], the rows whose logits are wanted."""
-    placed = lay_out(spans, BLOCK_SIZE, reference_kernels(), CPU)
-    return metadata_of(placed, spans), placed.logit_rows_R
+    rows = row_batch(spans, BLOCK_SIZE)
+    return rows, rows.logit_rows_R
 
 
 def filled_cache(sizes: Sizes, dtype: torch.dtype) -> KVCache:

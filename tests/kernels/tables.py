@@ -9,9 +9,13 @@ from torch import Tensor
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.data.noise import NoiseKeys
 from outdraft.kernels.native.attention import NativeAttention
-from outdraft.kernels.native.library import Library, open_library, usable_instruction_sets
+from outdraft.kernels.native.library import (
+    Library,
+    open_library,
+    shared_team,
+    usable_instruction_sets,
+)
 from outdraft.kernels.native.table import native_kernels
-from outdraft.kernels.native.team import shared_team
 from outdraft.kernels.ops import Kernels
 
 # A test with this mark has a parameter `name` and runs with each library of this machine.

@@ -3,7 +3,7 @@
 import torch
 from hypothesis import strategies as st
 
-from outdraft.kernels.reference.attention import ReferenceAttention
+from outdraft.kernels.torch.attention import TorchAttention
 from tests.attention.ragged import build_batch, converted, layers, shapes
 from tests.kernels.comparisons import Case
 
@@ -21,7 +21,7 @@ def compare_attention(case: Case) -> None:
         )  # its interpreter multiplies bfloat16 numbers as if they were integers
     got = case.kernels.attention.attend(q_THC, batch.cache, batch.metadata, form)
     exact = converted(batch.cache, torch.float64)
-    want = ReferenceAttention().attend(q_THC.double(), exact, batch.metadata, form)
+    want = TorchAttention().attend(q_THC.double(), exact, batch.metadata, form)
     assert got.dtype == q_THC.dtype
     tolerance = TOLERANCE[case.dtype]
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)

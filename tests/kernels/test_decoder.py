@@ -9,8 +9,8 @@ from torch import Tensor
 
 from outdraft.attention.rows import Span
 from outdraft.kernels.native.decoder import NativeDecoder
-from outdraft.kernels.reference.decoder import ReferenceDecoder
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.decoder import TorchDecoder
+from outdraft.kernels.torch.table import reference_kernels
 from tests.kernels.comparisons import Case
 from tests.kernels.decoders import (
     NUM_POSITIONS,
@@ -225,7 +225,7 @@ def test_a_decoder_forgets_caches_that_are_gone():
 
 def test_a_bfloat16_decoder_is_as_close_to_float64_as_the_layers_in_bfloat16():
     sizes, errors = Sizes(hidden=256, intermediate=384, windows=(None,) * 4), list[float]()
-    exact = ReferenceDecoder(make_spec(sizes, reference_kernels(), EXACT))
+    exact = TorchDecoder(make_spec(sizes, reference_kernels(), EXACT))
     want_TD = read_chunks(exact, sizes, EXACT, [60])[0]
     for kernels in (cpu_kernels(), reference_kernels()):
         decoder = kernels.compile_decoder(make_spec(sizes, kernels, torch.bfloat16))

@@ -1,8 +1,9 @@
 """Mixtures of experts by every table, against float64.
 
-Dimension key: as in expert_ops.py.
+Dimension key: as in kernels/products.py.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -13,13 +14,12 @@ from torch import Tensor
 
 from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.coded_weight import CodedWeight
-from outdraft.kernels.expert_ops import Activation, ExpertWeights, Gate, PackExperts
 from outdraft.kernels.native.experts import NativeExpertKernels, NativeExperts
-from outdraft.kernels.native.library import open_library, usable_instruction_sets
+from outdraft.kernels.native.library import Team, open_library, usable_instruction_sets
 from outdraft.kernels.native.linear import NativeLinear
-from outdraft.kernels.native.team import Team
-from outdraft.kernels.reference.experts import ReferenceExperts
-from outdraft.kernels.reference.linear import quantized
+from outdraft.kernels.products import Activation, ExpertWeights, Gate
+from outdraft.kernels.torch.experts import TorchExperts
+from outdraft.kernels.torch.linear import quantized
 from tests.kernels.comparisons import Case
 from tests.rounding import UNIT
 
@@ -189,7 +189,7 @@ def instruction_set(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def native(instruction_set: str, num_threads: int) -> PackExperts:
+def native(instruction_set: str, num_threads: int) -> Callable[..., NativeExperts]:
     library = open_library(instruction_set)
     assert library is not None
     linear = NativeLinear(Team(library, num_threads))
@@ -222,7 +222,7 @@ def test_more_tiles_than_units_are_all_computed(instruction_set):
     weights = random_weights((40, 33, 32 * 40 + 5), torch.float32)
     experts = native(instruction_set, 2)(weights, GATE)
     x_TD, ids_TK, weights_TK = torch.randn(40, 33), torch.arange(40)[:, None], torch.ones(40, 1)
-    want_TD = ReferenceExperts(weights, GATE, None)(x_TD, ids_TK, weights_TK)
+    want_TD = TorchExperts(weights, GATE, None)(x_TD, ids_TK, weights_TK)
     torch.testing.assert_close(experts(x_TD, ids_TK, weights_TK), want_TD, rtol=0, atol=1e-4)
 
 
@@ -230,14 +230,14 @@ def test_more_tiles_than_units_are_all_computed(instruction_set):
 def test_an_id_out_of_range_is_refused_by_every_table(instruction_set, wrong):
     weights = random_weights((3, 8, 8), torch.float32)
     ids_TK = torch.tensor([[0, 1], [2, wrong]])
-    for pack in (native(instruction_set, 1), ReferenceExperts):
+    for pack in (native(instruction_set, 1), TorchExperts):
         with pytest.raises(IndexError, match="from 0 to 3"):
             pack(weights, GATE, None)(torch.randn(2, 8), ids_TK, torch.ones(2, 2))
 
 
 def test_no_rows_and_rows_without_experts_give_nothing(instruction_set):
     weights = random_weights((3, 8, 8), torch.float32)
-    for pack in (native(instruction_set, 1), ReferenceExperts):
+    for pack in (native(instruction_set, 1), TorchExperts):
         experts = pack(weights, GATE, None)
         no_ids_0K = torch.zeros((0, 2), dtype=torch.int64)
         assert experts(torch.randn(0, 8), no_ids_0K, torch.rand(0, 2)).shape == (0, 8)
@@ -267,8 +267,8 @@ def test_codes_of_experts_stay_as_they_are(instruction_set, tile: WeightFormat):
         dtype=torch.float32,
     )
     rows = torch.randn(9, D), torch.randint(0, X, (9, 2)), torch.rand(9, 2)
-    want_TD = ReferenceExperts(numbers, GATE)(*rows)
-    for pack in (native(instruction_set, 1), ReferenceExperts):
+    want_TD = TorchExperts(numbers, GATE)(*rows)
+    for pack in (native(instruction_set, 1), TorchExperts):
         experts = pack(codes, GATE)
         assert experts.format is tile
         torch.testing.assert_close(experts(*rows), want_TD, rtol=1e-2, atol=1e-2)

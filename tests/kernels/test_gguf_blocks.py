@@ -7,9 +7,8 @@ from torch import Tensor
 
 from outdraft.core.weights import BLOCK_FORMATS, WeightFormat
 from outdraft.kernels.data.block_weight import TILE_BYTES, BlockRows, BlockWeight, fits_tiles
-from outdraft.kernels.native.library import open_library, usable_instruction_sets
+from outdraft.kernels.native.library import Team, open_library, usable_instruction_sets
 from outdraft.kernels.native.linear import NativeLinear
-from outdraft.kernels.native.team import Team
 from tests.kernels.gguf_blocks import random_rows
 from tests.rounding import UNIT, as_bytes, as_shorts
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton")
 from outdraft.distributed.group import ALL_HERE, RequestShares
-from outdraft.kernels.data.first_times import FirstTimes
-from outdraft.kernels.triton import graphed_calls, kept_graphs
+from outdraft.kernels.ops import WarmUps
+from outdraft.kernels.triton import graphed_calls, graphs
 from outdraft.kernels.triton.graphed_calls import CallGraphs
-from outdraft.kernels.triton.kept_graphs import MadeGraphs
+from outdraft.kernels.triton.graphs import MadeGraphs
 
 
 @dataclass(frozen=True)
@@ -74,17 +74,17 @@ def assert_same(got: Outer, want: Outer) -> None:
 
 
 def test_calls_that_are_alike_share_a_graph():
-    times = FirstTimes()
+    times = WarmUps()
     graphs, repeats = CallGraphs[Outer](times, capture := Repeats()), capture
     for seed in range(5):
         call = outer(seed)
         assert_same(graphs.call(function, *call), function(*call))
     assert repeats.num_made == 1
-    assert times.number == 2  # the first call, and the graph
+    assert times.count == 2  # the first call, and the graph
 
 
 def test_all_graphs_of_a_function_lie_in_the_same_memory():
-    graphs = CallGraphs[Outer](FirstTimes(), Repeats())
+    graphs = CallGraphs[Outer](WarmUps(), Repeats())
     places = set[int]()
     for rows in (2, 3, 2, 3, 2, 3):
         call = outer(rows, rows=rows)
@@ -101,7 +101,7 @@ def test_lengths_that_are_rounded_up_share_a_graph_which_finds_zeros_behind_them
         assert not factor_B[longest[-1] :].any()
         return function(outer, factor_B)
 
-    graphs = CallGraphs[Outer](FirstTimes(), repeats)
+    graphs = CallGraphs[Outer](WarmUps(), repeats)
     for seed, rows in enumerate((4, 2, 4, 3, 2, 4, 3)):
         longest.append(rows)
         inputs, factor_B = outer(seed, rows=rows)
@@ -125,7 +125,7 @@ def test_lengths_that_are_rounded_up_share_a_graph_which_finds_zeros_behind_them
 )
 def test_calls_that_differ_share_no_graph(other, is_launched_alike):
     repeats = Repeats()
-    graphs = CallGraphs[Outer](FirstTimes(), repeats)
+    graphs = CallGraphs[Outer](WarmUps(), repeats)
     for call in (outer(0), outer(1)):
         graphs.call(function, *call)
     for number in (2, 2) if is_launched_alike else (1, 2, 2):
@@ -138,15 +138,15 @@ def test_what_takes_too_much_memory_stays_launch_by_launch():
     num_aligned = 3 + 2  # tensors that are given, and that come out
     num_bytes = num_aligned * graphed_calls._ALIGNED
     for most_bytes, num_made in ((num_bytes - 1, 1), (num_bytes, 2)):
-        graphs = CallGraphs[Outer](FirstTimes(), repeats, most_bytes)
+        graphs = CallGraphs[Outer](WarmUps(), repeats, most_bytes)
         for call in calls:
             assert_same(graphs.call(function, *call), function(*call))
         assert repeats.num_made == num_made
 
 
 def test_who_has_made_as_many_graphs_as_are_kept_says_so_once(monkeypatch, caplog):
-    monkeypatch.setattr(kept_graphs, "MOST_GRAPHS", 2)
-    made = MadeGraphs[int](FirstTimes())
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    made = MadeGraphs[int](WarmUps())
     assert made.find("launches", 0, lambda: 0) is None  # it compiles
     assert [made.find("launches", size, lambda one=size: one) for size in range(5)] == [
         *(0, 1),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from outdraft.kernels.data.drafts import DraftBatch, Rule
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from tests.kernels.test_verification import KINDS, Step, batches, rows_of, same
 
 pytest.importorskip("triton", reason="needs triton")

@@ -22,7 +22,7 @@ from outdraft.kernels.native.library import (
     usable_instruction_sets,
 )
 from outdraft.kernels.native.rows import NativeRows
-from outdraft.kernels.reference.rows import place_rows
+from outdraft.kernels.torch.rows import place_rows
 from tests.pairwise import some
 
 ARCHITECTURE = build_kernels.architecture()
@@ -36,7 +36,7 @@ def assert_computes(library: Library) -> None:
     spans = [Span(5, 1, (0, 1, 1), (4, 2, 7)), Span(0, 3, (), (1,), 20, samples=False)]
     step = (spans, [[8]], 4, 3)
     got, want = NativeRows(library).place_rows(*step), place_rows(*step)
-    for name in ("query_start_W1", "ancestors_T", "positions_T", "state_index_T"):
+    for name in ("query_start_B1", "ancestors_T", "positions_T", "state_index_T"):
         assert torch.equal(getattr(got, name), getattr(want, name))
 
 

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.coded_weight import CodedWeight
-from outdraft.kernels.native.library import open_library, usable_instruction_sets
+from outdraft.kernels.native.library import Team, open_library, usable_instruction_sets
 from outdraft.kernels.native.linear import NativeLinear, NativeProduct
-from outdraft.kernels.native.team import Team
-from outdraft.kernels.reference.linear import quantized
+from outdraft.kernels.torch.linear import quantized
 from tests.kernels.comparisons import Case
 from tests.rounding import UNIT, as_bytes, as_shorts, assert_float32_products
 

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.coded_weight import CodedWeight
-from outdraft.kernels.native.library import open_library, usable_instruction_sets
+from outdraft.kernels.native.library import Team, open_library, usable_instruction_sets
 from outdraft.kernels.native.linear import NativeLinear, NativeProduct
-from outdraft.kernels.native.team import Team
 
 NAME = "x86-64-v4-amx"
 BLOCK = 32  # inputs that one instruction adds up

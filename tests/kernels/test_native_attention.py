@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from outdraft.attention.base import AttentionForm, LayerCache
 from outdraft.kernels.native.attention import NativeAttention
-from outdraft.kernels.reference.attention import ReferenceAttention
+from outdraft.kernels.torch.attention import TorchAttention
 from tests.attention.ragged import Model, Shape, build_batch, converted, layers, shapes
 from tests.kernels.tables import each_library, native_attention
 
-REFERENCE = ReferenceAttention()
+REFERENCE = TorchAttention()
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the result's dtype
 

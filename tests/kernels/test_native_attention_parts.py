@@ -10,12 +10,12 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionBackend, AttentionForm
 from outdraft.kernels.native.attention import NativeAttention
-from outdraft.kernels.reference.attention import ReferenceAttention
+from outdraft.kernels.torch.attention import TorchAttention
 from tests.attention.ragged import Batch, Model, Shape, build_batch, converted, models, sinks, trees
 from tests.kernels.tables import each_library, native_attention
 
 PART = 2048  # as in csrc/attention_tiles.h; in float32 four of 64, then two for each power of two
-REFERENCE = ReferenceAttention()
+REFERENCE = TorchAttention()
 PLAIN = AttentionForm(0.3)
 BUSH = (0, 0, 1, 1, 2, 3, 4)
 

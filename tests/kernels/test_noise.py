@@ -10,8 +10,8 @@ from outdraft.core.sampling import MAX_INT64
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.native.library import usable_instruction_sets
-from outdraft.kernels.reference import noise
-from outdraft.kernels.reference.noise import philox4x32
+from outdraft.kernels.torch import noise
+from outdraft.kernels.torch.noise import philox4x32
 from tests.kernels.comparisons import Case
 
 ONES = 0xFFFFFFFF

@@ -13,12 +13,12 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.data.drafts import DraftBatch, Rule
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
+from outdraft.kernels.data.sampling import Paths
 from outdraft.kernels.draft_ops import LevelTask
 from outdraft.kernels.native.library import usable_instruction_sets
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference import noise
-from outdraft.kernels.reference.sampling import scale_and_cut
-from outdraft.sampling.processors import Paths
+from outdraft.kernels.torch import noise
+from outdraft.kernels.torch.sampling import scale_and_cut
 from tests.kernels.comparisons import Case
 from tests.sampling_batches import batch_of_params
 

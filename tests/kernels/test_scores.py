@@ -5,10 +5,10 @@ import torch
 from hypothesis import strategies as st
 
 from outdraft.kernels.choose import choose_kernels, kernels_options
-from outdraft.kernels.data.scores import SCORED_LOGITS
+from outdraft.kernels.data.logits import SCORED_LOGITS
 from outdraft.kernels.native.library import open_library, usable_instruction_sets
 from outdraft.kernels.native.table import native_kernels
-from outdraft.kernels.reference.scores import score_tokens
+from outdraft.kernels.torch.sampling import score_tokens
 from tests.kernels.comparisons import Case
 
 CPU = torch.device("cpu")

@@ -15,14 +15,14 @@ from outdraft.core.admission import TokenRules
 from outdraft.core.draft import Draft
 from outdraft.distributed.group import ALONE
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.data import logit_parts
+from outdraft.kernels.data import logits
 from outdraft.kernels.data.drafts import DraftBatch, Rule
+from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.decoder_ops import DecoderPass
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.step_ops import Chooser, StatesOf, StepRead, StepTask
 from outdraft.kv.cache import KVCache, LayerCache
 from outdraft.runner.step_rows import read_by_parts
-from outdraft.sampling.batch import SamplingBatch
 from outdraft.verification.verifier import Verifier
 from tests.kernels.decoders import (
     BLOCK_SIZE,
@@ -263,7 +263,7 @@ def test_a_token_is_written_to_its_text_and_known_to_the_host(temperature):
 @pytest.mark.parametrize(("temperature", "in_parts"), [(0.0, False), (1.0, True)])
 def test_memory_for_very_many_logits_is_not_kept(temperature, in_parts, monkeypatch):
     """The likeliest tokens are found a few rows at a time. Here a part has one row."""
-    monkeypatch.setattr(logit_parts, "PART_BYTES", 4 * NUM_TOKENS)
+    monkeypatch.setattr(logits, "PART_BYTES", 4 * NUM_TOKENS)
     target, rules = Target.of(cpu_kernels(1)), TokenRules(seed=3, temperature=temperature)
     step = Step([(9, 1, True)], [Draft((5,), (0,))], [rules], Rule.MATCH)
     texts_SL, asked = torch.zeros(3, ROW_LEN, dtype=torch.int64), list[StepTask]()

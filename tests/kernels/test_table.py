@@ -14,10 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outdraft.kernels.choose import REFERENCE, choose_kernels, computed_by, kernels_options
+from outdraft.kernels.choose import (
+    REFERENCE,
+    choose_kernels,
+    computed_by,
+    kernels_options,
+    with_triton,
+)
 from outdraft.kernels.native.library import usable_instruction_sets
 from outdraft.kernels.ops import Kernels, operation_names
-from outdraft.kernels.triton.select import with_triton
 from tests.kernels.comparisons import Case, Comparison
 
 CPU = torch.device("cpu")
@@ -103,4 +108,4 @@ def test_the_table_of_the_library_computes_what_it_names_outside_of_the_referenc
     assert named.keys() == set(OPERATIONS)
     assert {module.partition(".")[0] for module in named.values()} == {"native"}
     named = computed_by(choose_kernels(REFERENCE, CPU, torch.float32))
-    assert {module.partition(".")[0] for module in named.values()} == {"reference"}
+    assert {module.partition(".")[0] for module in named.values()} == {"torch"}

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outdraft.kernels.native.library import Library, open_library
+from outdraft.kernels.native.library import Library, Team, open_library, shared_team
 from outdraft.kernels.native.linear import NativeLinear, NativeProduct
-from outdraft.kernels.native.team import Team, shared_team
 
 NUM_OUTPUTS = 2000
 LAST_UNIT = (NUM_OUTPUTS + 31) // 32 - 1  # a unit is a tile of 32 outputs

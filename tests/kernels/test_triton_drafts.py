@@ -9,10 +9,10 @@ import torch
 
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.draft_ops import DraftStart, LevelTask
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 
 pytest.importorskip("triton", reason="needs triton")
-from outdraft.kernels.triton import drafting, texts
+from outdraft.kernels.triton import drafting
 from tests.kernels.test_triton_traversal import moved
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -112,7 +112,7 @@ def test_new_tokens_stand_behind_their_texts_and_padding_nowhere(device: str):
     for width in (1, 3, 6):
         ids_BN = torch.tensor(rng.integers(-1, 99, (3, width)))
         got, want = texts_SL.to(device), texts_SL.clone()
-        texts.append_token_ids(got, rows_B.to(device), starts_B.to(device), ids_BN.to(device))
+        drafting.append_token_ids(got, rows_B.to(device), starts_B.to(device), ids_BN.to(device))
         REFERENCE.append_token_ids(want, rows_B, starts_B, ids_BN)
         assert torch.equal(got.cpu()[:, :-1], want[:, :-1])  # the last column is anybody's
 

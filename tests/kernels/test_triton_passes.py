@@ -12,11 +12,10 @@ from torch import Tensor
 
 from outdraft.attention.rows import Span
 from outdraft.kernels import choose
-from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.kernels.data.noise import NoiseKeys
-from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference import noise
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.ops import Kernels, WarmUps
+from outdraft.kernels.torch import noise
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from tests.attention.ragged import on
 from tests.kernels.decoders import (
@@ -32,6 +31,7 @@ from tests.kernels.test_decoder import BOUNDS, KINDS, assert_near
 from tests.pairwise import some
 
 pytest.importorskip("triton", reason="needs triton")
+from outdraft.kernels.choose import with_triton
 from outdraft.kernels.data.graph_sizes import (
     MOST_ROWS,
     TREE_ROWS,
@@ -42,7 +42,6 @@ from outdraft.kernels.data.graph_sizes import (
 )
 from outdraft.kernels.triton.decoder import TritonDecoder
 from outdraft.kernels.triton.graphs import GraphedPasses, PassSizes
-from outdraft.kernels.triton.select import with_triton
 
 EVERY = [(kind, has_graphs) for kind in KINDS for has_graphs in (False, True)]
 # The interpreter takes up to a minute where rows are rounded up for graphs.
@@ -116,8 +115,8 @@ class Repeats:
 
 def graphed(spec: object, capture: object = None) -> TritonDecoder:
     """A decoder with graphs; `capture`: what stands for them."""
-    times = FirstTimes()
-    decoder = TritonDecoder(spec, has_graphs=True, first_times=times)
+    times = WarmUps()
+    decoder = TritonDecoder(spec, has_graphs=True, warm_ups=times)
     if capture is not None:
         few_rows = graphs_of(decoder)._few_rows
         decoder._graphs = GraphedPasses(decoder._all_rows, few_rows, times, lambda: capture)
@@ -196,7 +195,7 @@ def test_each_cache_has_graphs_of_its_own_as_long_as_it_lives():
 
 
 def test_longer_texts_leave_the_graphs_of_shorter_ones():
-    passes = GraphedPasses(lambda *rows: rows, 4, FirstTimes(), Repeats)
+    passes = GraphedPasses(lambda *rows: rows, 4, WarmUps(), Repeats)
     keys_PSGC = torch.zeros(1, 8, 1, 1)
     made, short = passes._graphs.of(keys_PSGC), passes._rows_for(32, keys_PSGC, None)
     assert passes._rows_for(128, keys_PSGC, None) is not short
@@ -205,7 +204,7 @@ def test_longer_texts_leave_the_graphs_of_shorter_ones():
 
 
 def test_long_passes_are_launched_one_by_one():
-    passes = GraphedPasses(lambda *rows: rows, 4, FirstTimes(), Repeats)
+    passes = GraphedPasses(lambda *rows: rows, 4, WarmUps(), Repeats)
     assert passes.can_run(MOST_ROWS)
     assert not passes.can_run(MOST_ROWS + 1)
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from outdraft.kernels.data.drafts import Rule
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from tests.kernels.test_verification import Step
 
 pytest.importorskip("triton", reason="needs triton")
+from outdraft.kernels.choose import with_triton
 from outdraft.kernels.triton import traversal
-from outdraft.kernels.triton.select import with_triton
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 REFERENCE = reference_kernels()

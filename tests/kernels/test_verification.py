@@ -14,7 +14,7 @@ from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.data.drafts import DraftBatch, Rule, row_index_BN1
 from outdraft.kernels.native.library import usable_instruction_sets
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference import noise
+from outdraft.kernels.torch import noise
 from tests.kernels.comparisons import Case
 from tests.sampling_batches import batch_of_params
 

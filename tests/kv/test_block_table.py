@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outdraft.kv.block_pool import BlockPool
-from outdraft.kv.block_table import BlockTable
+from outdraft.kv.block_pool import BlockPool, BlockTable
 
 sizes = st.integers(1, 16)
 lengths = st.integers(0, 60)

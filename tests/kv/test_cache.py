@@ -4,9 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outdraft.kernels.reference.attention import ReferenceAttention
+from outdraft.kernels.torch.attention import TorchAttention
+from outdraft.kv.block_pool import LayerCacheShape
 from outdraft.kv.cache import KVCache
-from outdraft.kv.shapes import LayerCacheShape
 from tests.attention.ragged import trees
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def test_compaction_equals_writing_the_accepted_tokens_straight(parents, context
     order = torch.randperm(80, generator=torch.Generator().manual_seed(context_len))
     slots = order[context_len : context_len + 1 + len(parents)]
     rng = torch.Generator().manual_seed(2)
-    attention = ReferenceAttention()
+    attention = TorchAttention()
     for layer, twin in zip(cache.layers, straight.layers, strict=True):
         shapes = (layer.k_PSGC.shape[2:], layer.v_PSGE.shape[2:])
         k, v = (torch.randn(len(slots), *shape, generator=rng) for shape in shapes)

@@ -8,10 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outdraft.kernels.reference.table import reference_kernels
-from outdraft.kv.block_pool import BlockPool
+from outdraft.kernels.torch.table import reference_kernels
+from outdraft.kv.block_pool import BlockPool, LayerCacheShape
 from outdraft.kv.cache import HUGE_PAGE_BYTES, KVCache
-from outdraft.kv.shapes import LayerCacheShape
 from outdraft.runner.state import DeviceState
 from tests.resident import resident_bytes
 

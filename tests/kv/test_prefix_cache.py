@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outdraft.kv.prefix_cache import extend_hashes
+from outdraft.kv.block_pool import extend_hashes
 
 texts = st.lists(st.integers(0, 2), max_size=24)
 sizes = st.integers(1, 5)

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.models.decoder.causal_lm import CausalLM
 from outdraft.models.decoder.loader import load_model
 from tests.models.checkpoints import TINY, VARIANTS, randomised, save

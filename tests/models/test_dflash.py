@@ -18,7 +18,7 @@ from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.drafting.device.asks import DraftModelAsk, StateWindow
 from outdraft.drafting.device.block_drafter import BlockDrafter, num_spare_blocks
 from outdraft.kernels.draft_ops import Frontier
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.decoder.causal_lm import CausalLM
 from outdraft.models.decoder.loader import load_model

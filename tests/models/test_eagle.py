@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
 from outdraft.core.errors import ConfigError
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import StateNetwork
 from outdraft.models.decoder.causal_lm import CausalLM

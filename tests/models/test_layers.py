@@ -9,7 +9,7 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from outdraft.kernels.reference.pointwise import rotate, silu_mul
+from outdraft.kernels.torch.pointwise import rotate, silu_mul
 from outdraft.models.decoder.config import ModelConfig, RopeConfig
 from outdraft.models.decoder.rotary import Rotary, attention_factor, frequencies
 from tests.models.checkpoints import LINEAR, LLAMA3, TINY, YARN

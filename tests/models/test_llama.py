@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from outdraft.core.weights import WeightFormat
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.models.decoder.loader import load_model
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import VARIANTS, chunked_logits, random_tokens, randomised, save

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.models.base import StateNetwork
 from outdraft.models.choose import load_language_model
 from outdraft.models.drafters.eagle import EagleNetwork

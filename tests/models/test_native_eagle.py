@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
-from outdraft.attention.rows import Span, lay_out, metadata_of
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.attention.rows import Span
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.drafters.eagle import EagleNetwork, load_eagle
 from outdraft.models.drafters.tables import TargetTables
 from tests.kernels.tables import cpu_kernels
 from tests.models.eagle_checkpoints import LAYOUTS, VOCABULARY, random_target
+from tests.row_batches import row_batch
 
 TABLES = ((3, 1, 7, 5), (2, 8, 0))
 CPU = torch.device("cpu")
@@ -35,7 +36,7 @@ def new_cache(network: EagleNetwork) -> KVCache:
 
 
 def batch_of(spans: list[Span]) -> AttentionMetadata:
-    return metadata_of(lay_out(spans, 4, reference_kernels(), CPU), spans)
+    return row_batch(spans, 4)
 
 
 def random_rows(network: EagleNetwork, num_rows: int, seed: int) -> tuple[Tensor, Tensor]:

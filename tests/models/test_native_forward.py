@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from outdraft.attention.rows import Span, lay_out, metadata_of
+from outdraft.attention.rows import Span
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.decoder.loader import load_model
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import TINY, VARIANTS, randomised, save
+from tests.row_batches import row_batch
 
 CPU = torch.device("cpu")
 
@@ -27,7 +28,7 @@ def states_and_keys(path: Path, kernels: Kernels) -> list[Tensor]:
         [Span(0, 9, (), (3, 1, 7, 5)), Span(0, 2, (), (2, 8, 0))],
         [Span(9, 2, (0, 0, 1, 3), (3, 1, 7, 5)), Span(2, 3, (0, 1), (2, 8, 0))],
     ):
-        metadata = metadata_of(lay_out(spans, 4, reference_kernels(), CPU), spans)
+        metadata = row_batch(spans, 4)
         num_rows = sum(span.num_rows for span in spans)
         ids_T = torch.randint(0, TINY["vocab_size"], (num_rows,), generator=generator)
         with torch.inference_mode():

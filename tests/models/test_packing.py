@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outdraft.core.weights import QUANTIZATIONS, WeightFormat
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.models.decoder.causal_lm import CausalLM
 from outdraft.models.decoder.loader import load_model
 from outdraft.models.modules import Linear

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, Phi3Config, Phi3ForCausalLM, PreTrainedMod
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outdraft.core.errors import ConfigError
-from outdraft.kernels.reference.pointwise import rms_norm
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.pointwise import rms_norm
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.models.decoder.config import ModelConfig, read_rope
 from outdraft.models.decoder.layers import DecoderLayer
 from outdraft.models.decoder.loader import load_model

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outdraft.kernels.choose import choose_kernels
-from outdraft.kernels.reference.pointwise import silu_mul
+from outdraft.kernels.torch.pointwise import silu_mul
 from outdraft.models.decoder.loader import load_model
 from outdraft.models.modules import Linear
 from tests.kernels.tables import cpu_kernels

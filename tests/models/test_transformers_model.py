@@ -24,11 +24,11 @@ from transformers import (
     XmodConfig,
 )
 
-from outdraft.attention.rows import Span, lay_out, metadata_of
+from outdraft.attention.rows import Span
 from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
 from outdraft.kernels.choose import choose_kernels
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
 from outdraft.models.checkpoints.deferred import Packing
@@ -38,6 +38,7 @@ from outdraft.models.library.products import pack_products
 from outdraft.models.library.survey import check_packed
 from tests.models.checkpoints import TINY, VARIANTS, llama, randomised, save
 from tests.models.families import CONFIGS, family_model, randomise, randomised_family
+from tests.row_batches import row_batch
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 8
@@ -83,7 +84,7 @@ class Texts:
     def _pass(
         self, spans: list[Span], ids_T: Tensor, taps: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]:
-        metadata = metadata_of(lay_out(spans, BLOCK_SIZE, self.model.kernels, CPU), spans)
+        metadata = row_batch(spans, BLOCK_SIZE)
         with torch.inference_mode():
             hidden_TD, tapped_TKD = self.model.forward_tapped(
                 ids_T, self.cache.layers, metadata, taps

@@ -13,8 +13,8 @@ from outdraft.core.plan import DraftChoice, StepResult
 from outdraft.core.request import ScheduledStep
 from outdraft.drafting.device.asks import DraftModelAsk
 from outdraft.engine.llm import LLM
+from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.draft_ops import ModelDrafts
-from outdraft.sampling.batch import SamplingBatch
 from tests.reference.live_stop import live_lengths
 
 SHARE = 0.8  # of the chains that get a rule

@@ -17,9 +17,9 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
 from outdraft.kernels.data.graph_sizes import rounded_rows
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference.attention import ReferenceAttention
-from outdraft.kernels.reference.decoder import ReferenceDecoder
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.attention import TorchAttention
+from outdraft.kernels.torch.decoder import TorchDecoder
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.loading import models as loading
 from tests.oracle.engines import config, engine, greedy, ids, prompts_of, run, speculation
 from tests.pairwise import some
@@ -27,7 +27,7 @@ from tests.pairwise import some
 pytest.importorskip("triton", reason="needs triton")
 from outdraft.kernels.triton import graphed_calls, graphs
 from outdraft.kernels.triton.decoder import TritonDecoder
-from outdraft.kernels.triton.growth import GraphedGrowth
+from outdraft.kernels.triton.graphed_calls import GraphedGrowth
 from outdraft.kernels.triton.verification import GraphedVerification
 
 FAMILY, NUM_DRAFTS, LENGTHS = "qwen2", 3, (3, 14, 9)
@@ -37,7 +37,7 @@ METHODS = some(
 )
 
 
-class OfRows(ReferenceAttention):
+class OfRows(TorchAttention):
     """Attends for the rows that are no padding."""
 
     def attend(
@@ -92,7 +92,7 @@ class ReadableDecoder(TritonDecoder):
         taps: Sequence[int],
         states_TD: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        return ReferenceDecoder.__call__(self, token_ids_T, caches, metadata, taps, states_TD)
+        return TorchDecoder.__call__(self, token_ids_T, caches, metadata, taps, states_TD)
 
 
 class Repeated:
@@ -126,14 +126,12 @@ def graphed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
         verification = GraphedVerification(kernels)
         return replace(
             kernels,
-            grow=GraphedGrowth(kernels.first_times),
+            grow=GraphedGrowth(kernels.warm_ups),
             match=verification.match,
             verify=verification.verify,
             choose=verification.choose,
-            num_grown=rounded_rows,
-            compile_decoder=partial(
-                ReadableDecoder, has_graphs=True, first_times=kernels.first_times
-            ),
+            padded_draft_batch=rounded_rows,
+            compile_decoder=partial(ReadableDecoder, has_graphs=True, warm_ups=kernels.warm_ups),
         )
 
     monkeypatch.setattr(loading, "choose_kernels", choose)

@@ -14,7 +14,7 @@ from outdraft import assets
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.policy import DraftPolicy
 from outdraft.engine.llm import LLM
-from outdraft.kv.prefix_cache import extend_hashes
+from outdraft.kv.block_pool import extend_hashes
 from tests.oracle.engines import engine, greedy, ids, prompts_of, run, with_kernels
 
 FAMILY = "llama-llama3-rope"

@@ -27,7 +27,7 @@ from tests.oracle.engines import HOST, NETWORKS, config, prompts_of, run, specul
 FAMILY = "llama-llama3-rope"
 LENGTHS = (5, 30, 17)
 # Not called by steps of networks.
-OBJECTS = ("name", "first_times", "attention", "ngram_texts", "suffix_texts")
+OBJECTS = ("name", "warm_ups", "attention", "ngram_texts", "suffix_texts")
 
 
 class Calls:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from outdraft.core.sampling import SamplingParams
+from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.draft_ops import Frontier, ModelDrafts
-from outdraft.sampling.batch import SamplingBatch
 from tests.sampling_batches import batch_of_params
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
-from outdraft.kernels.data import logit_parts
-from outdraft.kernels.data.logit_parts import most_logit_rows, request_parts
+from outdraft.kernels.data import logits
+from outdraft.kernels.data.logits import most_logit_rows, request_parts
 from tests.oracle import forms
 from tests.oracle.engines import config, engine, ids, prompts_of, run, speculation
 from tests.ranks import Spread, spread_models
@@ -57,7 +57,7 @@ def test_a_part_of_a_large_vocabulary_has_few_rows_and_one_at_least():
 def has_parts(monkeypatch: pytest.MonkeyPatch, llm: LLM, num_rows: int = ROWS) -> None:
     vocab_size, dtype = llm.engine.inputs.vocab_size, llm.engine.runner.model.dtype
     width = torch.promote_types(dtype, torch.float32).itemsize
-    monkeypatch.setattr(logit_parts, "PART_BYTES", num_rows * vocab_size * width)
+    monkeypatch.setattr(logits, "PART_BYTES", num_rows * vocab_size * width)
 
 
 def told(outputs: list[RequestOutput]) -> list[object]:

@@ -5,15 +5,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outdraft.attention.rows import lay_out
+from outdraft.attention.rows import RowBatch
 from outdraft.core.admission import Admission, TokenRules
 from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.plan import DraftChoice, Work
 from outdraft.kernels.data.drafts import DraftBatch
-from outdraft.kernels.ops import PlacedRows
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.runner.state import DeviceState, RequestSlot, StepTexts
 from outdraft.runner.step_rows import step_spans
+from tests.row_batches import row_batch
 
 CPU = torch.device("cpu")
 BLOCK, ROW_LEN = 4, 65
@@ -72,9 +72,9 @@ def drafts_of(works: list[Work]) -> DraftBatch:
     return DraftBatch.from_drafts(chains, CPU)
 
 
-def placed_rows(batch: Batch, drafts: DraftBatch) -> PlacedRows:
+def placed_rows(batch: Batch, drafts: DraftBatch) -> RowBatch:
     spans, facts = step_spans(batch.works, batch.slots, ROW_LEN)
-    return lay_out(spans, BLOCK, reference_kernels(), CPU, drafts.width, facts)
+    return row_batch(spans, BLOCK, CPU, drafts.width, facts)
 
 
 @given(batches())

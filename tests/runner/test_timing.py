@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outdraft.core.plan import PhaseTimes
-from outdraft.kernels.data.first_times import FirstTimes
+from outdraft.kernels.ops import WarmUps
 from outdraft.runner import model_runner as timing
 from outdraft.runner.model_runner import PhaseClock
 from tests.oracle.engines import engine, greedy, prompts_of, run
@@ -13,7 +13,7 @@ from tests.oracle.engines import engine, greedy, prompts_of, run
 def times_of(monkeypatch: pytest.MonkeyPatch, *ticks: float) -> PhaseTimes:
     left = list(ticks)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: left.pop(0))
-    clock = PhaseClock(torch.device("cpu"), FirstTimes())
+    clock = PhaseClock(torch.device("cpu"), WarmUps())
     for _ in ticks:
         clock.mark()
     return clock.times()
@@ -30,12 +30,12 @@ def test_keeping_states_is_a_part_of_what_follows_the_pass(monkeypatch):
 
 
 def test_what_is_done_once_is_told():
-    first_times, told = FirstTimes(), list[bool]()
+    warm_ups, told = WarmUps(), list[bool]()
     for times in (0, 1, 0, 2):
-        clock = PhaseClock(torch.device("cpu"), first_times)
+        clock = PhaseClock(torch.device("cpu"), warm_ups)
         for place in range(4):
             clock.mark()
-            first_times.number += times if place == 1 else 0
+            warm_ups.count += times if place == 1 else 0
         told.append(clock.times().is_first)
     assert told == [False, True, False, True]
 

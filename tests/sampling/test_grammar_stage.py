@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outdraft.core.sampling import SamplingParams, StructuredOutput
-from outdraft.sampling.processors import (
-    Paths,
-    process_logits,
-)
+from outdraft.kernels.data.sampling import Paths
+from outdraft.sampling.processors import process_logits
 from tests.kernels.tables import kernels_for
 from tests.sampling_batches import batch_of_params
 

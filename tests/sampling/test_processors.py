@@ -15,8 +15,9 @@ from transformers import (
 from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.data.drafts import DraftBatch, path_ids_BN1K, place_R
-from outdraft.kernels.reference.sampling import apply_top_k_top_p
-from outdraft.sampling.processors import Paths, process_logits
+from outdraft.kernels.data.sampling import Paths
+from outdraft.kernels.torch.sampling import apply_top_k_top_p
+from outdraft.sampling.processors import process_logits
 from tests.kernels.tables import kernels_for
 from tests.reference.processors import processed_logits
 from tests.sampling_batches import batch_of_params

@@ -30,7 +30,7 @@ from outdraft.control.facts import (
 from outdraft.control.probe import BURST
 from outdraft.core.decision import Decision, Grant, Reason
 from outdraft.drafting.device.live_stop import margins_B
-from outdraft.kernels.reference.verification import reject_tokens, traverse
+from outdraft.kernels.torch.verification import reject_tokens, traverse
 from tests.reference.verification import all_sequences, completed, joint
 from tests.verification.enumeration import V, each_chain_emits, random_model
 from tests.verification.live_lengths import live_lengths

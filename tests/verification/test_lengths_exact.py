@@ -21,7 +21,7 @@ import torch
 from outdraft.core.decision import LiveStop
 from outdraft.core.draft import Draft
 from outdraft.kernels.data.drafts import DraftBatch
-from outdraft.kernels.reference.verification import match
+from outdraft.kernels.torch.verification import match
 from tests.reference.verification import all_sequences, completed, joint
 from tests.verification.enumeration import V, each_chain_emits, random_model
 from tests.verification.live_lengths import live_lengths

@@ -13,7 +13,7 @@ import torch
 from outdraft.core.decision import LiveStop
 from outdraft.core.draft import Draft
 from outdraft.kernels.data.drafts import DraftBatch
-from outdraft.kernels.reference.verification import reject_tokens, traverse
+from outdraft.kernels.torch.verification import reject_tokens, traverse
 from tests.reference.verification import all_sequences
 from tests.verification.enumeration import V, bias, chains_emit, random_model
 from tests.verification.live_lengths import live_lengths

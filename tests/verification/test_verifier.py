@@ -11,9 +11,10 @@ from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.data.drafts import DraftBatch, path_ids_BN1K
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
-from outdraft.kernels.reference import noise
-from outdraft.kernels.reference.verification import reject_tokens
-from outdraft.sampling.processors import Paths, process_logits
+from outdraft.kernels.data.sampling import Paths
+from outdraft.kernels.torch import noise
+from outdraft.kernels.torch.verification import reject_tokens
+from outdraft.sampling.processors import process_logits
 from outdraft.verification.verifier import Verifier
 from tests.drafting.lockstep import (
     ALL,

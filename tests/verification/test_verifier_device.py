@@ -10,8 +10,8 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
-from outdraft.kernels.reference import noise
-from outdraft.sampling.processors import Paths
+from outdraft.kernels.data.sampling import Paths
+from outdraft.kernels.torch import noise
 from outdraft.verification.verifier import Verifier
 from tests.sampling_batches import batch_of_params
 

@@ -11,7 +11,8 @@ from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.data.drafts import DraftBatch, path_ids_BN1K
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
-from outdraft.sampling.processors import Paths, process_logits
+from outdraft.kernels.data.sampling import Paths
+from outdraft.sampling.processors import process_logits
 from outdraft.verification.verifier import Verifier
 from tests.drafting.lockstep import ALL, ALPHA, PLAIN, PROPOSER, Decoding, exact_joint, p_value
 from tests.kernels.tables import draw_tokens, kernels_for

@@ -13,7 +13,7 @@ import torch
 
 from outdraft.core.draft import Draft
 from outdraft.kernels.data.drafts import DraftBatch
-from outdraft.kernels.reference.verification import (
+from outdraft.kernels.torch.verification import (
     match,
     reject_tokens,
     residual,

@@ -14,8 +14,8 @@ import torch
 
 from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.data.drafts import Verdict
-from outdraft.kernels.reference import noise, verification
-from outdraft.sampling.processors import Paths
+from outdraft.kernels.data.sampling import Paths
+from outdraft.kernels.torch import noise, verification
 from outdraft.verification.verifier import Verifier
 from tests.kernels.tables import kernels_for
 from tests.reference.drafted_trees import as_batch, every_tree, target_rows

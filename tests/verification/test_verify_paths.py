@@ -18,7 +18,7 @@ from outdraft.kernels.data.drafts import (
     row_index_BN1,
     row_start_B,
 )
-from outdraft.kernels.reference.verification import (
+from outdraft.kernels.torch.verification import (
     match,
     reject_tokens,
     requests_of_rows,

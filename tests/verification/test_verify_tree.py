@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from outdraft.kernels.reference.verification import reject_tokens, traverse
+from outdraft.kernels.torch.verification import reject_tokens, traverse
 from tests.reference.drafted_trees import as_batch, every_tree, pruned, target_rows
 from tests.reference.verification import total_variation, tree_outcomes, walk_tree
 from tests.verification.enumeration import (
@@ -268,7 +268,7 @@ def test_siblings_that_are_not_tested_as_they_were_drawn_would_be_seen():
 def test_a_residual_that_is_not_subtracted_would_be_seen(monkeypatch):
     target, proposer = random_model(13, ("plain",))
     trees = drawn_trees(of_width(2, 2), proposer)
-    monkeypatch.setattr("outdraft.kernels.reference.verification.residual", lambda p_BV, *_: p_BV)
+    monkeypatch.setattr("outdraft.kernels.torch.verification.residual", lambda p_BV, *_: p_BV)
     assert wrong_bias(trees, target=target) > 0.05
 
 

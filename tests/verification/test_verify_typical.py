@@ -9,10 +9,9 @@ from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.data.drafts import DraftBatch, row_start_B
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
-from outdraft.kernels.reference import noise
-from outdraft.sampling.processors import Paths
-from outdraft.verification.typical import TypicalAcceptance
-from outdraft.verification.verifier import Verifier
+from outdraft.kernels.data.sampling import Paths
+from outdraft.kernels.torch import noise
+from outdraft.verification.verifier import TypicalAcceptance, Verifier
 from tests.drafting.lockstep import ALPHA, PLAIN, Decoding, exact_joint, p_value
 from tests.kernels.tables import kernels_for
 from tests.reference import verification

@@ -1,4 +1,4 @@
-"""What attention promises the models, and the batch it reads.
+"""The contract of attention, and the batch that it reads.
 
 One call serves prefill chunks, plain decoding, draft trees and single levels of a growing tree. The
 rows of a request are first `num_causal` tokens of its own text, the last of which is the root, and
@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from outdraft.core.record import record
+from outdraft.kv.block_pool import LayerCacheShape
 from outdraft.kv.cache import LayerCache
-from outdraft.kv.shapes import LayerCacheShape
 
 
 @record
 class AttentionMetadata:
-    """Where the rows of a batch stand. All tensors are on the model's device.
+    """The places of the rows of a batch. All tensors are on the model's device.
 
     Attributes:
         query_start_B1: int32 [B + 1]; rows [query_start[b], query_start[b + 1]) are request b's,
@@ -42,9 +42,9 @@ class AttentionMetadata:
         num_causal_B: int32 [B]; how many of its rows are causal; the rest are drafted. 0: all are,
             and the root is the last token that the cache held.
         ancestors_T: int64 [T]; bit j: the row sees drafted token j of its request (itself
-            included). In topological order: an ancestor has a lower bit. Or rows of a block,
-            drafted tokens 0, 1, ... at positions in a row, which have the bits of the whole block,
-            of those behind them too; a window is as long as the block at least. 0 for causal rows.
+            included). In topological order: an ancestor has a lower bit. 0 for causal rows. In a
+            block (drafted tokens 0, 1, ... at consecutive positions) every row has the bits of the
+            whole block, later rows included; then a window is at least as long as the block.
         positions_T: int64 [T]; position of each row in its text: context_len + k for the k-th
             causal row, position of the root + depth in the tree for a drafted row.
         slots_T: int64 [T]; flat cache slot (block * block_size + offset) of each row, -1: none.
@@ -67,7 +67,7 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionForm:
-    """What one layer computes from queries, keys and values.
+    """The function of one layer from queries, keys and values.
 
     A row at text position p sees no key before `first_seen` of p. A key of the text has its cache
     index as position; the position of a drafted ancestor is p less the number of the row's
@@ -114,7 +114,7 @@ class AttentionForm:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
-    """How large a batch of a layer may be; queries and cache have one dtype."""
+    """Most sizes of a batch of a layer; queries and cache have one dtype."""
 
     num_requests: int
     num_rows: int
@@ -152,7 +152,7 @@ class AttentionBackend(Protocol):
 
 
 def with_dense_rows(rows_THC: Tensor) -> Tensor:
-    """The same values with contiguous rows; a slice of a fused projection has them already."""
+    """Make the rows contiguous; a slice of a fused projection has such rows already."""
     if rows_THC.stride(2) == 1 and rows_THC.stride(1) == rows_THC.shape[2]:
         return rows_THC
     return rows_THC.contiguous()

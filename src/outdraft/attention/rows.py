@@ -1,25 +1,22 @@
-"""From the host's view of a step (which request computes which rows) to the attention batch.
+"""The rows of a step, as the host names them (`Span`) and as tensors (`RowBatch`).
 
-Everything is laid out on the host and travels to the device in one copy.
+Everything is laid out on the host (`kernels.place_rows`) and travels to the device in one copy.
 
-Dimension key: B requests, T rows, P blocks.
+Dimension key: W works, B of them sample, T rows, R rows that need logits, N most drafts of a work.
 """
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
-
-if TYPE_CHECKING:
-    from outdraft.kernels.ops import Kernels, PlacedRows
-
+from outdraft.core.record import record
 
 _ALIGNMENT = 16  # bytes: kernels read whole words
 
@@ -30,7 +27,7 @@ class Span(NamedTuple):
     Attributes:
         context_len: tokens that the cache already holds.
         num_causal: tokens of the text to compute, at least 1.
-        parents: of the drafted rows behind them, as in Draft; () unless it samples.
+        parents: of the drafted rows after these, as in Draft; () unless it samples.
         block_ids: the request's blocks; they cover all rows.
         text_start: where its text begins in the flat texts.
         samples: the logits of the last causal row and of the drafted ones are wanted.
@@ -48,42 +45,38 @@ class Span(NamedTuple):
         return self.num_causal + len(self.parents)
 
 
-def lay_out(
-    spans: Sequence[Span],
-    block_size: int,
-    kernels: "Kernels",
-    device: torch.device,
-    width: int | None = None,
-    extra: Sequence[Sequence[int]] = (),
-) -> "PlacedRows":
-    """Rows in request order; within a request causal rows first, then the draft's.
+@record
+class RowBatch(AttentionMetadata):
+    """The rows of a step: for each request its causal rows, then its drafted ones.
 
-    `width`: the places of a request's drafts; None: as many as the longest has.
+    The requests of AttentionMetadata are here the works of the step; B of these W sample. All
+    tensors below are int64.
+
+    Attributes:
+        state_index_T: the place of a row's token in the flat texts, 0 for drafted rows.
+        draft_index_T: the place of a drafted row's token in the flat drafts, else -1.
+        logit_rows_R: of each work that samples its root, then its drafts.
+        root_rows_B: the root of each work that samples.
+        draft_slots_BN: cache slots after each root, padded with -1.
+        extra: the numbers that were to be passed on.
     """
-    if width is None:
-        width = max(len(span.parents) for span in spans)
-    placed = kernels.place_rows(spans, extra, block_size, width)
-    if device.type == "cpu":
-        return placed
-    names = [field.name for field in fields(placed)][:-1]  # the last one is `extra`
-    host = [*(getattr(placed, name) for name in names), *placed.extra]
-    sent = to_device([tensor.numpy() for tensor in host], device)
-    return replace(placed, **dict(zip(names, sent, strict=False)), extra=tuple(sent[len(names) :]))
 
+    state_index_T: Tensor
+    draft_index_T: Tensor
+    logit_rows_R: Tensor
+    root_rows_B: Tensor
+    draft_slots_BN: Tensor
+    extra: tuple[Tensor, ...]
 
-def metadata_of(placed: "PlacedRows", spans: Sequence[Span]) -> AttentionMetadata:
-    """The batch of these rows."""
-    return AttentionMetadata(
-        placed.query_start_W1,
-        placed.context_lens_W,
-        placed.num_causal_W,
-        placed.ancestors_T,
-        placed.positions_T,
-        placed.slots_T,
-        placed.block_table_WP,
-        max_rows=max([span.num_rows for span in spans]),
-        max_seq_len=max([span.context_len + span.num_rows for span in spans]),
-    )
+    def to(self, device: torch.device) -> "RowBatch":
+        """These rows on a device, sent in one copy; on the host the rows themselves."""
+        if device.type == "cpu":
+            return self
+        names = [one.name for one in fields(self) if isinstance(getattr(self, one.name), Tensor)]
+        host = [*(getattr(self, name) for name in names), *self.extra]
+        sent = to_device([tensor.numpy() for tensor in host], device)
+        own = dict(zip(names, sent, strict=False))
+        return replace(self, **own, extra=tuple(sent[len(names) :]))
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
@@ -124,7 +117,7 @@ def unpack(packed: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
 
 
 def _starts(arrays: Sequence[np.ndarray]) -> list[int]:
-    """Where each array begins, and the end of all."""
+    """Bytes at which the arrays begin, and the end of all."""
     sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
     return [0, *accumulate(sizes)]
 

@@ -26,10 +26,10 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.engine.engine import Engine
 from outdraft.engine.stats import StatsTotal
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
+from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.ops import Kernels
 from outdraft.loading.models import LoadedModels
 from outdraft.runner.model_runner import ModelRunner
-from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths
 from outdraft.verification.verifier import Verifier
 

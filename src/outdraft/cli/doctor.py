@@ -161,7 +161,7 @@ def _used(device: "torch.device") -> Section:
 
     automatic = choose_dtype("auto", "bfloat16", device)
     kernels = choose_kernels("auto", device, automatic)
-    kept = kernels.pack_linear(torch.zeros(1, 1, dtype=automatic), None).format
+    kept = kernels.pack_linear(torch.zeros(1, 1, dtype=automatic), None, None).format
     rows = {
         "dtype auto": f"{dtype_name(automatic)} for a bfloat16 checkpoint, "
         f"whose weights are kept {kept}"

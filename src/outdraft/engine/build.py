@@ -19,7 +19,7 @@ from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import InputProcessor
 from outdraft.engine.ready_graphs import make_graphs
 from outdraft.kernels.choose import has_graphs
-from outdraft.kernels.data.logit_parts import most_drawn
+from outdraft.kernels.data.logits import most_drawn
 from outdraft.kv.block_pool import BlockPool
 from outdraft.loading.memory import MemoryPlan
 from outdraft.loading.memory_plan import build_runner, drafter_of, longest_text, plan_memory

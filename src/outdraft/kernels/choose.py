@@ -1,24 +1,31 @@
 """The one place that chooses how operations are computed."""
 
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+
 import torch
 
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.distributed.shared_memory import MemoryTransports
-from outdraft.kernels.native.library import open_library, usable_instruction_sets
-from outdraft.kernels.native.limits import Limits
+from outdraft.kernels.data.graph_sizes import rounded_rows
+from outdraft.kernels.native.library import (
+    Limits,
+    open_library,
+    shared_team,
+    usable_instruction_sets,
+)
 from outdraft.kernels.native.ranks import NativeMemoryTransports
 from outdraft.kernels.native.table import DTYPES, native_host_kernels, native_kernels
-from outdraft.kernels.native.team import shared_team
 from outdraft.kernels.ops import Kernels, operation_names
-from outdraft.kernels.reference.table import reference_kernels
-from outdraft.kernels.triton.select import with_triton
+from outdraft.kernels.torch.table import reference_kernels
 
 AUTO, REFERENCE = "auto", "reference"
 LIMIT_BYTES, LIMIT_TURNS = 1 << 28, 5
 
 
 def kernels_options() -> tuple[str, ...]:
-    """What `choose_kernels` takes here."""
+    """The options of `choose_kernels` on this machine."""
     return (AUTO, REFERENCE, *usable_instruction_sets())
 
 
@@ -29,7 +36,7 @@ def check_option(option: str) -> None:
 
 
 def has_library() -> bool:
-    """Whether any instruction set of this machine has a compiled library."""
+    """True if any instruction set of this machine has a compiled library."""
     return bool(usable_instruction_sets())
 
 
@@ -45,7 +52,7 @@ def computed_by(kernels: Kernels) -> dict[str, str]:
 
 
 def has_graphs(kernels: Kernels) -> bool:
-    """Whether passes, drafts that grow and their verification become graphs of a GPU."""
+    """True if passes, drafts that grow and their verification become CUDA graphs."""
     return computed_by(kernels)["verify"] == "triton.verification"
 
 
@@ -83,7 +90,7 @@ def machine_limits(dtype: torch.dtype) -> tuple[float, float] | None:
 
 
 def memory_transports() -> MemoryTransports | None:
-    """What connects the ranks of this machine over memory; None: there is no library."""
+    """Connect the ranks of this machine over memory; None: there is no library."""
     library = open_library()
     return None if library is None else NativeMemoryTransports(library)
 
@@ -127,3 +134,42 @@ def choose_kernels(
     if library is not None:
         chosen = native_host_kernels(library, reference, is_cpu=is_cpu)
     return with_triton(chosen, has_graphs=has_graphs) if device.type == "cuda" else chosen
+
+
+def with_triton(others: Kernels, *, has_graphs: bool) -> Kernels:
+    """The table of a GPU; as it is without triton, an extra.
+
+    Args:
+        has_graphs: passes of few rows, drafts that grow and their verification become CUDA graphs.
+    """
+    if find_spec("triton") is None:
+        return others
+    from outdraft.kernels.triton import drafting, noise, traversal
+    from outdraft.kernels.triton.attention import TritonAttention
+    from outdraft.kernels.triton.decoder import TritonDecoder
+    from outdraft.kernels.triton.graphed_calls import GraphedGrowth
+    from outdraft.kernels.triton.verification import GraphedVerification
+
+    kernels = replace(
+        others,
+        name=f"triton, {others.name}",
+        attention=TritonAttention(),
+        gumbel=noise.gumbel,
+        append_token_ids=drafting.append_token_ids,
+        place_level=drafting.place_level,
+        draw_level=drafting.draw_level,
+        match=drafting.match,
+        verify=traversal.verify,
+        compile_decoder=partial(TritonDecoder, has_graphs=has_graphs, warm_ups=others.warm_ups),
+    )
+    if not has_graphs:
+        return kernels
+    verification = GraphedVerification(kernels)
+    return replace(
+        kernels,
+        grow=GraphedGrowth(kernels.warm_ups),
+        match=verification.match,
+        verify=verification.verify,
+        padded_draft_batch=rounded_rows,
+        choose=verification.choose,
+    )

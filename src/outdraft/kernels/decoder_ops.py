@@ -1,4 +1,4 @@
-"""A decoder's pass: what it is made from, and what it computes.
+"""A decoder's passes: its specification and its contract.
 
 Dimension key: T rows, R rows that need states or logits, K tapped layers, D hidden, C head size,
 V vocabulary, M positions, N outputs of a head, S those of one rank.
@@ -6,23 +6,20 @@ V vocabulary, M positions, N outputs of a head, S those of one rank.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
+from outdraft.attention.base import AttentionBackend, AttentionMetadata, LayerCache
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
+from outdraft.kernels.products import EmbeddingTable, Product
 from outdraft.kernels.step_ops import StepRead, StepTask
-
-if TYPE_CHECKING:
-    from outdraft.attention.base import AttentionBackend, AttentionMetadata, LayerCache
-    from outdraft.kernels.ops import Product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One layer: attention, then the feed-forward block, each behind a norm and added to the
+    """One layer: attention, then the feed-forward block, each after a norm and added to the
     residual stream. None: it has no such norm; the weight of a norm has the size of what it norms.
 
     Attributes:
@@ -31,7 +28,7 @@ class LayerSpec:
         gate_up: to the gate, then what it multiplies.
         q_norm_C, k_norm_C: of each head, before it turns.
         window: of its attention.
-        is_causal: a drafted row sees no drafted token that stands behind it in the text, whatever
+        is_causal: a drafted row sees no drafted token after its own place in the text, whatever
             its mask says; of networks whose layers differ in that.
     """
 
@@ -39,17 +36,17 @@ class LayerSpec:
     post_norm_D: Tensor
     q_norm_C: Tensor | None
     k_norm_C: Tensor | None
-    qkv: "Product"
-    o: "Product"
-    gate_up: "Product"
-    down: "Product"
+    qkv: Product
+    o: Product
+    gate_up: Product
+    down: Product
     window: int | None
     is_causal: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateEntry:
-    """How a network takes in a state beside each token, as EAGLE does.
+    """The entry of a network that reads a state beside each token, as EAGLE does.
 
     Attributes:
         token_norm_D, state_norm_D: of each of the two.
@@ -61,7 +58,7 @@ class StateEntry:
 
     token_norm_D: Tensor | None
     state_norm_D: Tensor | None
-    fc: "Product | None" = None
+    fc: Product | None = None
     adds_to_normed: bool = False
     leaves_out_first: bool = False
 
@@ -80,11 +77,11 @@ class DecoderSpec:
         head_norm_D: between states and the head.
         draft_ids_N: int64, the target's ids of the head's outputs; None: they are the same.
         num_first_drafts: of a drafter that is whole and has its target's ids: where one call makes
-            a draft, it chooses among so many first ids, a multiple of 32, and tokens that were
-            read; as csrc/draft_tokens.h says. 0: among all.
+            a draft, it chooses among this number of first ids, a multiple of 32, and tokens that
+            were read; csrc/draft_tokens.h has the rule. 0: among all.
         shard: of a network that is spread over ranks, the tokens whose vectors `embedding` holds.
             Heads and intermediate_size are this rank's. The products give what the network goes on
-            with: `o` and `down` of all layers are `SummedProduct`s, the head is a `PaddedProduct`.
+            with: `o` and `down` of all layers are `RowParallel`s, the head is a `VocabParallel`.
             None: the network is whole.
     """
 
@@ -96,10 +93,10 @@ class DecoderSpec:
     embedding: EmbeddingTable
     cos_sin_MC: Tensor
     layers: Sequence[LayerSpec]
-    attention: "AttentionBackend"
+    attention: AttentionBackend
     final_norm_D: Tensor | None
     entry: StateEntry | None = None
-    head: "Product"
+    head: Product
     head_norm_D: Tensor | None = None
     draft_ids_N: Tensor | None = None
     num_first_drafts: int = 0
@@ -107,7 +104,7 @@ class DecoderSpec:
 
 
 class DecoderPass(Protocol):
-    """What a decoder computes, for any number of rows.
+    """The passes of a decoder, for any number of rows.
 
     On a CPU a row's bits depend neither on the rows beside it nor on the number of threads.
     """
@@ -115,13 +112,13 @@ class DecoderPass(Protocol):
     def __call__(
         self,
         token_ids_T: Tensor,
-        caches: Sequence["LayerCache"],
-        metadata: "AttentionMetadata",
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
         taps: Sequence[int] = (),
         states_TD: Tensor | None = None,
         wanted_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The states of the wanted rows, [R, D], and the residual stream behind the first taps[k]
+        """The states of the wanted rows, [R, D], and the residual stream after the first taps[k]
         layers, [T, K, D], all of the network's dtype. Keys and values of all rows go to the caches.
 
         Args:
@@ -157,7 +154,7 @@ class DecoderPass(Protocol):
     def draft(
         self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
-        """Read the rest of texts, and draft behind them.
+        """Read the rest of texts, and continue them with drafts.
 
         Args:
             by_levels: reads the same and makes the same draft level by level, with this network's
@@ -167,15 +164,15 @@ class DecoderPass(Protocol):
 
     def write_context(
         self,
-        product: "Product",
+        product: Product,
         features_TD: Tensor,
-        caches: Sequence["LayerCache"],
+        caches: Sequence[LayerCache],
         positions_T: Tensor,
         slots_T: Tensor,
     ) -> None:
         """Write keys and values that are made of features, not of what the layers read.
 
-        Keys are normed and turned as the layers' own.
+        Keys are normed and rotated as the layers' own.
 
         Args:
             product: from features to keys, then values, of layer 0, then of the next one, ...
@@ -191,18 +188,10 @@ class DecoderPass(Protocol):
         growth: Growth,
         by_levels: Callable[[], ModelDrafts],
     ) -> ModelDrafts:
-        """Write the context of the rest of texts, and draft behind them by one pass over blocks.
+        """Write the context of the rest of texts, and draft by one pass over blocks.
 
         Args:
             unread: its spans' blocks cover the blocks' rows, and it wants no states.
             by_levels: as in `draft`.
         """
-        ...
-
-
-class CompileDecoder(Protocol):
-    """Prepare the passes of a network whose products are packed."""
-
-    def __call__(self, spec: DecoderSpec) -> DecoderPass:
-        """It reads the weights where they lie."""
         ...

@@ -1,4 +1,4 @@
-"""What drafts grow from, and what comes of it.
+"""The inputs from which drafts grow, and the drafts.
 
 Dimension key: B requests that draft, E nodes of the level above (1: the root), F rows of the newest
 level, K drafts, L levels, V vocabulary, N the network's own, D its state, P blocks, R rows, M rank
@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from outdraft.attention.rows import Span
 from outdraft.core.draft import TreeShape
 from outdraft.core.record import record
 from outdraft.distributed.group import ALL_HERE, RequestShares
+from outdraft.kernels.data.sampling import SamplingBatch
+from outdraft.kernels.products import Product
+from outdraft.kv.cache import LayerCache
 
 if TYPE_CHECKING:
-    from outdraft.attention.rows import Span
-    from outdraft.kernels.ops import Kernels, Product
-    from outdraft.kv.cache import LayerCache
-    from outdraft.sampling.batch import SamplingBatch
+    from outdraft.kernels.ops import Kernels  # whose operations grow drafts
 
 
 PARENT_SHIFT = 24  # an anchor of noise is committed tokens + (row of the parent << PARENT_SHIFT)
@@ -40,7 +41,7 @@ SIDE_WEIGHT = 0.7  # what a row of rank 1 or more hands on to its children, as a
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """Where the chains of a batch end: the rules of `LiveStop` in core/plan.py.
+    """The rules that end the chains of a batch: `LiveStop` of core/decision.py as tensors.
 
     B are the requests of all ranks that share the drafter.
 
@@ -48,7 +49,7 @@ class StopRules:
         weights_BL, biases_BL: float64; 0 past the levels that a request wants.
         price_B: float64.
         has_rule_B: bool; the other requests draft all that they want.
-        room_1: int64 [1]; a request with a rule ends where these requests have so many drafts.
+        room_1: int64 [1]; requests with a rule end where together they have these drafts.
     """
 
     weights_BL: Tensor
@@ -60,7 +61,7 @@ class StopRules:
 
 @record
 class Growth:
-    """What is wanted of a batch.
+    """The drafts that a batch wants.
 
     Attributes:
         kernels: process logits and draw noise.
@@ -80,7 +81,7 @@ class Growth:
     num_tokens_B: Tensor
     num_drafts_G: Tensor
     fewest: int
-    sampling: "SamplingBatch"
+    sampling: SamplingBatch
     samples: bool
     stops: StopRules | None = None
     shares: RequestShares = ALL_HERE
@@ -124,28 +125,28 @@ class TreeLevels(Protocol):
 
 
 @runtime_checkable
-class Movable(Protocol):
-    """Levels that say of other tensors what they would say of their own."""
+class Capturable(Protocol):
+    """Levels that a CUDA graph can capture: they can be asked of other tensors."""
 
     @property
-    def ground(self) -> Tensor:
-        """Keys of the first layer of the cache that they read: there they may be asked again."""
+    def first_keys_PSGC(self) -> Tensor:
+        """Keys of the first layer of the cache that they read; graphs are kept for each cache."""
         ...
 
-    def parts(self) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
-        """Their own tensors, and what other tensors must have in common with these."""
+    def static_inputs(self) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
+        """The tensors that they read, and numbers that are equal for all levels of a graph."""
         ...
 
-    def over(self, tensors: tuple[Tensor | None, ...], common: tuple[int, ...]) -> TreeLevels:
-        """The same levels of other tensors; both as of `parts`."""
+    def rebind(self, tensors: tuple[Tensor | None, ...], common: tuple[int, ...]) -> TreeLevels:
+        """These levels with other tensors; both arguments are as from `static_inputs`."""
         ...
 
 
 @runtime_checkable
 class TellsOdds(Protocol):
-    """Levels of chains that tell, before a level's tokens are drawn, how likely these are accepted.
+    """Levels of chains with an acceptance probability, known before a level's tokens are drawn.
 
-    What is told depends on nothing behind the level above.
+    It depends on the levels above only.
     """
 
     def odds_B(self) -> Tensor:
@@ -155,7 +156,7 @@ class TellsOdds(Protocol):
 
 @record
 class UnreadTexts:
-    """What a network has not read of texts that it drafts behind.
+    """The rest of texts that a network has not read and continues with drafts.
 
     Attributes:
         spans: of each request; their blocks cover the drafts too.
@@ -163,12 +164,12 @@ class UnreadTexts:
         features_NF: the target's states, for a network that reads them.
         places: in features_NF, of each row's state; () for other networks.
         num_skipped: of each request, tokens that its blocks leave out before the rows: a row's
-            position in the text is by so much larger than its cache index. (): none.
+            position in the text is its cache index plus this number. (): none.
     """
 
-    spans: Sequence["Span"]
+    spans: Sequence[Span]
     token_ids_SL: Tensor
-    caches: Sequence["LayerCache"]
+    caches: Sequence[LayerCache]
     block_size: int
     features_NF: Tensor | None
     places: Sequence[int]
@@ -177,10 +178,10 @@ class UnreadTexts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSpec:
-    """How a network drafts by blocks of rows that see each other: DFlash, DSpark.
+    """The heads of a network that drafts blocks of rows that see each other: DFlash, DSpark.
 
     Attributes:
-        num_rows: of a block: the newest token, and mask tokens behind it.
+        num_rows: of a block: the newest token, then mask tokens.
         first_draft: the row of the first draft; the next rows give the next ones.
         is_causal: a row sees the rows before it only.
         context: the product of `DecoderPass.write_context`.
@@ -195,27 +196,27 @@ class BlockSpec:
     first_draft: int
     mask_token_id: int
     is_causal: bool
-    context: "Product"
+    context: Product
     pair_embedding_VM: Tensor | None = None
-    pairs: "Product | None" = None
-    confidence: "Product | None" = None
+    pairs: Product | None = None
+    confidence: Product | None = None
     confidence_reads_token: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DraftStart:
-    """Where a network stands that reads its own drafts.
+    """The state of a network before it reads its own drafts.
 
     Attributes:
-        states_BD: behind the last token before the drafts.
-        contexts_B: int64; what the caches hold of each text.
+        states_BD: of the last token before the drafts.
+        contexts_B: int64; the number of tokens of each text that the caches hold.
         block_table_BP: int32; it covers these and the drafts.
         max_seq_len: an upper bound of the cache indices that are used, plus one.
         num_skipped_B: int64; as in UnreadTexts. None: none.
     """
 
     states_BD: Tensor
-    caches: Sequence["LayerCache"]
+    caches: Sequence[LayerCache]
     contexts_B: Tensor
     block_table_BP: Tensor
     block_size: int
@@ -287,7 +288,7 @@ class ModelDrafts:
 
 @dataclass(frozen=True, slots=True)
 class LevelTask:
-    """Which rows are wanted.
+    """The rows that are wanted of a level.
 
     Attributes:
         num_rows: F.
@@ -329,46 +330,8 @@ class DrawnLevel:
     weight_BF: Tensor
 
 
-class AddSilu(Protocol):
-    """x + silu(y): a residual block of a draft head."""
-
-    def __call__(self, x_RD: Tensor, y_RD: Tensor) -> Tensor:
-        """[R, D], of x's dtype, which is y's."""
-        ...
-
-
-class ScaleToRms(Protocol):
-    """Rows of one root mean square: x / sqrt(mean(x ** 2) + eps) * rms."""
-
-    def __call__(self, x_RS: Tensor, rms: float, eps: float) -> Tensor:
-        """[R, S], of x's dtype; statistics are float32 at least."""
-        ...
-
-
-class MixTokens(Protocol):
-    """The state of an MLP speculator behind tokens: gelu(n(z + share * embedding) * w + b), where n
-    scales a row to a root mean square of 1."""
-
-    def __call__(
-        self,
-        z_RS: Tensor,
-        ids_R: Tensor,
-        embedding_VS: Tensor,
-        share: float,
-        norm_2S: Tensor,
-        eps: float,
-    ) -> Tensor:
-        """[R, S], of z's dtype, which is that of all numbers.
-
-        Args:
-            ids_R: int64.
-            norm_2S: w, then b; contiguous, as the embedding.
-        """
-        ...
-
-
 def side_shares(num_ranks: int) -> list[float]:
-    """What each rank from 1 to `num_ranks` - 1 covers, as a share of what rank 0 has left."""
+    """The share of the rest of rank 0 that each rank from 1 to `num_ranks` - 1 covers."""
     further = [SIDE[-1] * SIDE_DECAY ** (at + 1) for at in range(num_ranks - 1 - len(SIDE))]
     return [*SIDE, *further][: num_ranks - 1]
 

@@ -1,395 +1,195 @@
-"""Every operation once: what it is given, what it returns, what it promises.
+"""The table of operations: the implementation that runs for each.
 
-`Kernels` is a table with one entry for each. `choose.py` fills it, once, when a model is loaded;
-whoever computes gets the table and calls `kernels.<operation>(...)`. The readable meaning of each
-operation is in `reference/`. Those on texts are described in text_ops.py, those on logits and
-drafts in sampling_ops.py, steps in step_ops.py, passes of decoders in decoder_ops.py, mixtures of
-experts in expert_ops.py.
+`choose.py` fills it when a model is loaded. All other code gets the table and calls
+`kernels.<operation>(...)`. The contract of an operation is the docstring of its readable
+implementation: shapes, dtypes, what may alias, errors. `torch/table.py` names these
+implementations; fast ones compute the same.
 
-Dimension key: B requests, or those that sample of W works; T rows, R rows that need logits,
-P blocks, N most drafts of one request, F rows of a level of a growing tree,
-S texts, L tokens, D inputs, E outputs.
+Dimension key: B requests, R rows that need logits, D hidden, T tokens.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from outdraft.core.record import record
+from outdraft.attention.base import AttentionBackend
+from outdraft.attention.rows import RowBatch, Span
+from outdraft.core.draft import Draft, DraftAsk
 from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.coded_weight import Codes
-from outdraft.kernels.data.first_times import FirstTimes
-from outdraft.kernels.decoder_ops import CompileDecoder
+from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
+from outdraft.kernels.data.logits import Scores
+from outdraft.kernels.data.noise import Gumbel
+from outdraft.kernels.data.sampling import Paths, SamplingBatch
+from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec
 from outdraft.kernels.draft_ops import (
-    AddSilu,
     DraftStart,
     DrawnLevel,
     Growth,
     LevelTask,
-    MixTokens,
     ModelDrafts,
-    ScaleToRms,
     TreeLevels,
 )
-from outdraft.kernels.expert_ops import PackExperts
-from outdraft.kernels.sampling_ops import (
-    Choose,
-    FiniteRows,
-    Gumbel,
-    MaskForbidden,
-    Match,
-    Penalize,
-    RequestsOfRows,
-    ScaleAndCut,
-    ScoreTokens,
-    Verify,
-    choose_by_parts,
-)
-from outdraft.kernels.text_ops import NgramTextsMaker, SuffixTextsMaker
-
-if TYPE_CHECKING:
-    from outdraft.attention.base import AttentionBackend, AttentionMetadata
-    from outdraft.attention.rows import Span
+from outdraft.kernels.products import Experts, ExpertWeights, Gate, Product
+from outdraft.kernels.step_ops import StatePlaces
 
 
-@record
-class PlacedRows:
-    """Where rows stand, which tokens they read, and which of them are needed behind the pass.
+@dataclass(slots=True)
+class WarmUps:
+    """Counts work that is done once and slows its step down: compiled kernels, new CUDA graphs."""
 
-    Attributes:
-        query_start_W1, context_lens_W, num_causal_W, block_table_WP: int32, as in
-            AttentionMetadata.
-        ancestors_T, positions_T, slots_T: int64, as there. All others are int64 too.
-        state_index_T: where a row's token stands in the flat texts, 0 for drafted rows.
-        draft_index_T: where a drafted row's token stands in the flat drafts, else -1.
-        logit_rows_R: of each work that samples its root, then its drafts.
-        root_rows_B: the root of each work that samples.
-        draft_slots_BN: cache slots behind each root, padded with -1.
-        extra: what was to be passed on.
+    count: int = 0
+
+
+class NgramTexts(Protocol):
+    """Drafts from the texts of requests by prompt lookup, and remembers what speeds that up.
+
+    The longest end of a text is looked up that has min_n to max_n tokens and occurred before. Its
+    newest `branching` occurrences are merged into a tree. A row's path matches some of them; the
+    probability of a token after it is that of the path, times the share of these occurrences that
+    go on with the token, times a. a is the chance that any of the occurrences is right. It is
+    measured for each text and match length, as the share of tokens that came true among those that
+    were looked up and reached, from one of two at first. The most probable paths are drafted; among
+    equals the deepest, then the one with the earlier parent, then the token that follows more
+    occurrences, then the newer one.
     """
 
-    query_start_W1: Tensor
-    context_lens_W: Tensor
-    num_causal_W: Tensor
-    block_table_WP: Tensor
-    ancestors_T: Tensor
-    positions_T: Tensor
-    slots_T: Tensor
-    state_index_T: Tensor
-    draft_index_T: Tensor
-    logit_rows_R: Tensor
-    root_rows_B: Tensor
-    draft_slots_BN: Tensor
-    extra: tuple[Tensor, ...]
+    def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        """One draft per ask, of at most `max_tokens` and MAX_DRAFTS tokens.
 
-
-class PlaceRows(Protocol):
-    """Lay out the rows of a step: for each request its causal rows, then its drafted ones."""
-
-    def __call__(
-        self,
-        spans: Sequence["Span"],
-        extra: Sequence[Sequence[int]],
-        block_size: int,
-        width: int,
-    ) -> PlacedRows:
-        """New contiguous tensors on the host.
-
-        Args:
-            spans: one at least; only those that sample have parents.
-            extra: numbers to pass on as int64 tensors.
-            width: N, the places of each work's drafts.
+        A text that cannot be the one before of its request, grown, starts anew: that is judged by
+        its length and by the token where the one before ended. The score is the sum of the
+        probabilities of all rows, which is the expected number of accepted tokens. The match length
+        is that of the end that was looked up; of ends that occurred at the same places, the
+        longest. Token ids are contiguous; a new token costs the same however long the text is.
         """
         ...
 
-
-class ShapeRows(Protocol):
-    """Give drafted rows position and ancestors that follow from their parents."""
-
-    def __call__(
-        self, parents_BN: Tensor, draft_index_T: Tensor, positions_T: Tensor, ancestors_T: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """New positions and ancestors; rows that are not drafted keep theirs. B, N > 0.
-
-        Args:
-            parents_BN: int64, contiguous, as in DraftBatch.
-            draft_index_T: int64, as in PlacedRows; the rows of a draft follow its root, in order.
-            positions_T, ancestors_T: int64, as in AttentionMetadata.
-        """
+    def forget(self, request_id: str) -> None:
+        """Drop what is remembered of a text; unknown ids are fine."""
         ...
 
 
-class PlaceStates(Protocol):
-    """Find where the states of a pass are kept, in windows over the newest tokens of texts."""
+class SuffixTexts(NgramTexts, Protocol):
+    """Drafts what usually followed, in a request's own text and in texts of finished requests.
 
-    def __call__(
-        self,
-        rows: "AttentionMetadata",
-        state_index_T: Tensor,
-        root_rows_B: Tensor,
-        kept_rows_BN: Tensor,
-        row_len: int,
-        window: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """int64 [T]: the place of each row's state, -1 for drafts that were refused and for tokens
-        before the newest `window` of those that the pass read; int64 [W]: the last row that each
-        text keeps; int64 [W]: that row's place. All are new.
+    For each end of the text of less than max_depth tokens that has occurred, a tree of its
+    continuations is grown, as deep as max_spec_factor times the length of that end, and as
+    max_depth allows for both together. A row's probability is the product of count(string + token)
+    / count(string) along its path, and at least min_token_prob. A string is followed by its
+    `branching` most frequent continuations, the latest first among equals. The tree with the
+    largest sum of probabilities is drafted, of equals that of the longest end. Finished texts count
+    all together, and the text that is drafted for as one occurrence more, without continuation.
+    They are taken if their sum is larger than that of the own text.
 
-        Token i of text s has place s * window + i % window.
-
-        Args:
-            rows: of W works.
-            state_index_T, root_rows_B: as in PlacedRows.
-            kept_rows_BN: int64, as rows_BN of a Verdict.
-            row_len: L, of the texts.
-        """
-        ...
-
-
-class CopyRows(Protocol):
-    """Copy rows of numbers to their places."""
-
-    def __call__(
-        self,
-        to_ND: Tensor,
-        places_R: Tensor | None,
-        from_TD: Tensor,
-        rows_R: Tensor | None = None,
-    ) -> None:
-        """to_ND[places_R[r]] = from_TD[rows_R[r]].
-
-        What has place -1 goes to the last place, or nowhere. What has row -1 gives any numbers.
-
-        Args:
-            to_ND, from_TD: of one dtype; to_ND is contiguous.
-            places_R, rows_R: int64; no place but -1 occurs twice. One of them may be None: all in
-                order.
-        """
-        ...
-
-
-class BlockMass(Protocol):
-    """How much of a row's attention each block of its text gets."""
-
-    def __call__(
-        self,
-        q_BHC: Tensor,
-        k_PSGC: Tensor,
-        block_table_BP: Tensor,
-        num_keys_B: Tensor,
-        scale: float,
-    ) -> Tensor:
-        """float32 [B, P], new: softmax(scale * q k^T) over the first keys of each request, summed
-        over all heads and over the slots of each block; 0 for blocks behind them.
-
-        Args:
-            q_BHC: of one row of each request, of the dtype of the keys.
-            k_PSGC: of the layer's cache.
-            block_table_BP: int32, as in AttentionMetadata.
-            num_keys_B: int64, at least 1.
-        """
-        ...
-
-
-class ReadTokenIds(Protocol):
-    """Read the tokens of rows from the texts, or from the drafts."""
-
-    def __call__(
-        self, texts_SL: Tensor, drafts_BN: Tensor, state_index_T: Tensor, draft_index_T: Tensor
-    ) -> Tensor:
-        """int64 [T], new. A place that nothing was drafted for (-1) reads as 0: nothing matches it.
-
-        Args:
-            texts_SL, drafts_BN: int64, contiguous; N may be 0.
-            state_index_T, draft_index_T: int64, as in PlacedRows.
-        """
-        ...
-
-
-class AppendTokenIds(Protocol):
-    """Write emitted tokens, padded with -1, behind the first tokens of texts."""
-
-    def __call__(
-        self, texts_SL: Tensor, state_rows_B: Tensor, starts_B: Tensor, token_ids_BN: Tensor
-    ) -> None:
-        """The texts change. Their last column takes writes that must go nowhere.
-
-        Args:
-            texts_SL: int64, contiguous.
-            state_rows_B: int64; which texts.
-            starts_B: int64; how many tokens stay.
-            token_ids_BN: int64, contiguous; what is no padding fits into the text.
-        """
-        ...
-
-
-class Product(Protocol):
-    """x W^T + b, with a weight that is kept as it is read fastest.
-
-    A row's bits depend neither on the rows beside it nor on the number of threads. Where the weight
-    is quantised, rows may be rounded first: of every 128 inputs of a row, or of each group of the
-    format if that is smaller, the number of largest size to 15 bits, and the others as far.
-
-    Attributes:
-        nbytes: of its own copy of the weight; 0: it reads the one that it was made from.
+    Finished texts come and go in order, some tokens at a time, so that no call takes long: a string
+    counts as often as it starts at a token that is counted. Texts that are counted in part give the
+    draft of the largest sum by these counts; its match length may then be that of a shorter end
+    which occurred at the same places.
     """
 
-    format: WeightFormat
-    nbytes: int
-
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        """[T, E], of x's dtype, which is the weight's. float32 sums or better; rounded once."""
+    def add_finished(self, token_ids_T: np.ndarray) -> None:
+        """Keep a text, int32 with T >= 1; the one before must be counted whole."""
         ...
 
-    def rows(self, outputs_T: Tensor) -> Tensor:
-        """[T, D]: the weights of some outputs, int64 ids below E. Only of a weight in blocks, or of
-        plain numbers."""
+    def count_finished(self, max_tokens: int) -> int:
+        """Count what starts at the next tokens of the newest text; returns how many these were."""
         ...
 
+    def remove_finished(self, max_tokens: int) -> int:
+        """Take back what starts at the next tokens of the oldest text, at last the text itself.
 
-class PackLinear(Protocol):
-    """Make the product with a weight. Neither is changed or written later."""
-
-    def __call__(
-        self,
-        weight_ED: Tensor | Sequence[Tensor],
-        bias_E: Tensor | None,
-        quantization: WeightFormat | None = None,
-    ) -> Product:
-        """Its numbers are those of `weight_ED`, or those that `quantization` rounds them to.
-
-        Args:
-            weight_ED: or parts of it that lie apart, each some of its rows, all of one dtype.
+        All texts must be counted whole. Returns how many tokens these were.
         """
         ...
 
 
-class PackCodes(Protocol):
-    """Make the product with a weight that comes as integers, which are kept as they are."""
-
-    def __call__(self, weight: Codes, bias_E: Tensor | None, dtype: torch.dtype) -> Product:
-        """`dtype`: of the rows that it is for."""
-        ...
+# From states of the rows with logits, drafts, their sampling and lengths of texts to the verdict,
+# and for each row whether it has a finite logit to choose by.
+Choosing = Callable[[Tensor, DraftBatch, SamplingBatch, Tensor], tuple[Verdict, Tensor]]
 
 
-class PlaceLevel(Protocol):
-    """Place one level of growing trees, whose rows are kept behind what a network has read."""
+def choose_by_parts(
+    choosing: Choosing,
+    states_RD: Tensor,
+    drafts: DraftBatch,
+    sampling: SamplingBatch,
+    num_tokens_B: Tensor,
+) -> tuple[Verdict, Tensor]:
+    """Choose the tokens of a step by calling a function of the other operations.
 
-    def __call__(
-        self, ancestors_BF: Tensor, first_row: int, num_drafts_B: Tensor, start: DraftStart
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """ancestors_T, positions_T and slots_T as in AttentionMetadata, new, T = B * F.
+    Another implementation may issue all of them at once. Its result holds until the next call.
 
-        A row for which its request has no slot is kept nowhere, and no row sees it.
-        Its position follows from what it sees, as that of any other row.
-
-        Args:
-            ancestors_BF: int64; bit j: the row continues drafted row j, or is it.
-            first_row: number of the level's first row; the others follow it.
-            num_drafts_B: int64; slots behind what was read that belong to each request.
-            start: where the network stands; its table of blocks is contiguous.
-        """
-        ...
-
-
-class DrawLevel(Protocol):
-    """Draw the rows of one level of growing trees, without replacement behind each node.
-
-    The rows go where the most accepted tokens are expected, before anything is drawn.
+    Args:
+        choosing: two that compare equal compute the same. It ignores rows after the last request.
     """
-
-    def __call__(self, logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnLevel:
-        """New tensors.
-
-        Args:
-            logits_BEV: processed, float32 or float64, behind the nodes of the level above.
-            weight_BE: as in DrawnLevel, of the nodes.
-
-        Raises:
-            ValueError: the vocabulary cannot fill the level.
-        """
-        ...
+    return choosing(states_RD, drafts, sampling, num_tokens_B)
 
 
-class Grow(Protocol):
-    """Grow drafts from what a drafter says may follow, level by level."""
-
-    def __call__(
-        self,
-        levels: TreeLevels,
-        growth: Growth,
-        by_levels: Callable[[TreeLevels, Growth], ModelDrafts],
-    ) -> ModelDrafts:
-        """New drafts.
-
-        Args:
-            levels: of one rank; their logits are float32 or float64.
-            by_levels: gives the same drafts by the other operations.
-
-        Raises:
-            ValueError: the vocabulary cannot fill a level.
-        """
-        ...
+DraftGrower = Callable[[TreeLevels, Growth], ModelDrafts]
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Which implementation runs for each operation.
+    """The implementation that runs for each operation.
 
     Attributes:
-        name: for people.
+        name: as people read it.
         has_threads: products and attention have threads of their own, which wait for cores while
             torch's threads have them.
-        first_times: counts what the operations do once.
-        num_grown: with how many requests drafts should grow that are wanted for so many:
-            more where something would be made for each number.
-        choose: how the operations that choose a step's tokens follow each other.
+        warm_ups: counts what the operations do once.
+        padded_draft_batch: from the number of requests that want drafts to the number that drafts
+            grow for: more where a CUDA graph would be made for each number.
+        choose: `choose_by_parts`, or a faster way to compute the same.
     """
 
     name: str
     has_threads: bool
-    attention: "AttentionBackend"
-    place_rows: PlaceRows
-    shape_rows: ShapeRows
-    place_states: PlaceStates
-    copy_rows: CopyRows
-    block_mass: BlockMass
-    read_token_ids: ReadTokenIds
-    append_token_ids: AppendTokenIds
-    pack_linear: PackLinear
-    pack_codes: PackCodes
-    pack_experts: PackExperts
-    ngram_texts: NgramTextsMaker
-    suffix_texts: SuffixTextsMaker
-    place_level: PlaceLevel
-    draw_level: DrawLevel
-    grow: Grow
-    add_silu: AddSilu
-    scale_to_rms: ScaleToRms
-    mix_tokens: MixTokens
+    attention: AttentionBackend
+    place_rows: Callable[[Sequence[Span], Sequence[Sequence[int]], int, int], RowBatch]
+    shape_rows: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    place_states: Callable[[RowBatch, Tensor, int, int], StatePlaces]
+    copy_rows: Callable[[Tensor, Tensor | None, Tensor, Tensor | None], None]
+    block_mass: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
+    read_token_ids: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    append_token_ids: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    pack_linear: Callable[[Tensor | Sequence[Tensor], Tensor | None, WeightFormat | None], Product]
+    pack_codes: Callable[[Codes, Tensor | None, torch.dtype], Product]
+    pack_experts: Callable[[ExpertWeights, Gate, WeightFormat | None], Experts]
+    ngram_texts: Callable[[int, int, int], NgramTexts]
+    suffix_texts: Callable[[int, float, float, int], SuffixTexts]
+    place_level: Callable[[Tensor, int, Tensor, DraftStart], tuple[Tensor, Tensor, Tensor]]
+    draw_level: Callable[[Tensor, Tensor, LevelTask], DrawnLevel]
+    grow: Callable[[TreeLevels, Growth, DraftGrower], ModelDrafts]
+    add_silu: Callable[[Tensor, Tensor], Tensor]
+    scale_to_rms: Callable[[Tensor, float, float], Tensor]
+    mix_tokens: Callable[[Tensor, Tensor, Tensor, float, Tensor, float], Tensor]
     gumbel: Gumbel
-    mask_forbidden: MaskForbidden
-    finite_rows: FiniteRows
-    penalize: Penalize
-    scale_and_cut: ScaleAndCut
-    score_tokens: ScoreTokens
-    requests_of_rows: RequestsOfRows
-    match: Match
-    verify: Verify
-    compile_decoder: CompileDecoder
-    first_times: FirstTimes = field(default_factory=FirstTimes)
-    num_grown: Callable[[int], int] = int
-    choose: Choose = choose_by_parts
+    mask_forbidden: Callable[[Tensor, Tensor], Tensor]
+    finite_rows: Callable[[Tensor], Tensor]
+    penalize: Callable[[Tensor, Tensor, Paths, SamplingBatch], Tensor]
+    scale_and_cut: Callable[[Tensor, Tensor, SamplingBatch], Tensor]
+    score_tokens: Callable[[Tensor, Tensor, int, Tensor | None], Scores]
+    requests_of_rows: Callable[[DraftBatch, int], Tensor]
+    match: Callable[[Tensor, DraftBatch], Verdict]
+    verify: Callable[[Tensor, DraftBatch, SamplingBatch, Tensor, Rule], Verdict]
+    compile_decoder: Callable[[DecoderSpec], DecoderPass]
+    warm_ups: WarmUps = field(default_factory=WarmUps)
+    padded_draft_batch: Callable[[int], int] = int
+    choose: Callable[
+        [Choosing, Tensor, DraftBatch, SamplingBatch, Tensor], tuple[Verdict, Tensor]
+    ] = choose_by_parts
 
 
 def operation_names() -> list[str]:
-    """All that a table chooses an implementation for.
+    """List all operations that a table chooses an implementation for.
 
     `choose` is none: it only says how some of them follow each other, and computes nothing else.
     tests/kernels/test_graphed_verification.py compares what a GPU's table has there.
     """
-    others = ("name", "has_threads", "first_times", "num_grown", "choose")
+    others = ("name", "has_threads", "warm_ups", "padded_draft_batch", "choose")
     return [one.name for one in fields(Kernels) if one.name not in others]

@@ -6,21 +6,18 @@ one request, S state rows, L tokens of a text, D hidden, K tapped layers.
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from outdraft.attention.rows import RowBatch, Span
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
-
-if TYPE_CHECKING:
-    from outdraft.attention.rows import Span
-    from outdraft.kernels.ops import PlacedRows
-    from outdraft.kv.cache import LayerCache
-    from outdraft.sampling.batch import SamplingBatch
+from outdraft.kernels.data.sampling import SamplingBatch
+from outdraft.kv.cache import LayerCache
 
 
 class StatesOf(IntEnum):
-    """Whose states behind the last layer are wanted."""
+    """The rows whose states after the last layer are wanted."""
 
     NO_ROW = 0
     ROWS_WITH_LOGITS = 1
@@ -28,19 +25,19 @@ class StatesOf(IntEnum):
 
 
 class Chooser(NamedTuple):
-    """How the works that sample choose: by the logits of their rows and by their texts.
+    """The choice of the works that sample: by the logits of their rows and by their texts.
 
     Attributes:
         sampling: of these works; `has_penalties_at_most`.
         rule: of the drafts that were drawn.
     """
 
-    sampling: "SamplingBatch"
+    sampling: SamplingBatch
     rule: Rule
 
 
 class StepTask(NamedTuple):
-    """What is to be read.
+    """The rows that a step reads, and how it chooses.
 
     Attributes:
         spans: of the works, one at least; those that do not sample have no parents.
@@ -53,15 +50,15 @@ class StepTask(NamedTuple):
         taps: as in DecoderPass.
         chooser: None: nothing is chosen. Else what works emit is written to their texts.
         states_of: of rows with logits at least, if nothing is chosen or something is tapped.
-        window: as in `ops.PlaceStates`; 0: nobody keeps states.
+        window: newest tokens of a text whose states are kept, as `place_states` counts; 0: none.
     """
 
-    spans: Sequence["Span"]
+    spans: Sequence[Span]
     facts: Sequence[Sequence[int]]
     token_ids_SL: Tensor
     drafts: DraftBatch | None
     are_shaped: bool
-    caches: Sequence["LayerCache"]
+    caches: Sequence[LayerCache]
     block_size: int
     taps: Sequence[int]
     chooser: Chooser | None
@@ -75,7 +72,7 @@ class StepTask(NamedTuple):
 
 
 class Choice(Protocol):
-    """What requests emit."""
+    """The tokens that requests emit."""
 
     @property
     def verdict(self) -> Verdict: ...
@@ -87,7 +84,7 @@ class Choice(Protocol):
 
     @property
     def on_host(self) -> "KnownChoice | None":
-        """The same where the host knows it already; None: it would have to wait for it."""
+        """The choice as lists where the host knows it already; None: it would have to wait."""
         ...
 
 
@@ -113,7 +110,14 @@ class DeviceChoice(NamedTuple):
 
 
 class StatePlaces(NamedTuple):
-    """What `ops.PlaceStates` gives."""
+    """Places of kept states, int64.
+
+    Attributes:
+        places_T: of each row's state; -1 for drafts that were refused, and for tokens before the
+            newest `window` of those that the pass read.
+        last_rows_W: the last row that each text keeps.
+        last_places_W: that row's place.
+    """
 
     places_T: Tensor
     last_rows_W: Tensor
@@ -121,7 +125,7 @@ class StatePlaces(NamedTuple):
 
 
 class StepRead(NamedTuple):
-    """What came of a task.
+    """The results of a task.
 
     Attributes:
         place: where the rows stand, with the facts; on the model's device. It makes tensors that
@@ -129,10 +133,10 @@ class StepRead(NamedTuple):
         states_RD: of the wanted rows, as DecoderPass gives them; None: none are wanted.
         tapped_TKD: as DecoderPass gives them; None with the states.
         choice: None: the step does not choose.
-        kept: where states are kept; None: nobody keeps them, or the step does not choose.
+        kept: places of kept states; None: none are kept, or the step does not choose.
     """
 
-    place: Callable[[], "PlacedRows"]
+    place: Callable[[], RowBatch]
     states_RD: Tensor | None
     tapped_TKD: Tensor | None
     choice: Choice | None

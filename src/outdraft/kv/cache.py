@@ -1,4 +1,4 @@
-"""The tensors behind the block pool: keys and values of every layer of one model.
+"""The tensors of the block pool: keys and values of every layer of one model.
 
 The target and the drafter each have a KVCache with the same number of blocks, so one block id
 names the same token positions in both.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outdraft.kv.shapes import LayerCacheShape
+from outdraft.kv.block_pool import LayerCacheShape
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -95,7 +95,7 @@ class KVCache:
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory that is zero and that nobody has touched.
+    """Zeros of which no page is taken before it is written.
 
     On a CPU in huge pages where the system has them: attention reads rows that lie far apart. But
     the first blocks of each layer's keys and values are in small ones: two huge pages for each

@@ -16,9 +16,13 @@ from outdraft.config.engine import CacheConfig, SchedulerConfig
 from outdraft.core.draft import MAX_DRAFTS, TreeShape
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.data.graph_sizes import GRAPH_BYTES, GRAPHED_FUNCTIONS, MOST_ROWS
-from outdraft.kernels.data.logit_parts import most_drawn, most_logit_rows
+from outdraft.kernels.data.logits import (
+    SCORED_LOGITS,
+    SCORED_ON_DEVICE,
+    most_drawn,
+    most_logit_rows,
+)
 from outdraft.kernels.data.noise import NOISE_NUMBERS
-from outdraft.kernels.data.scores import SCORED_LOGITS, SCORED_ON_DEVICE
 from outdraft.models.shape import ModelShape
 from outdraft.runner.logprobs import PROMPT_ROWS
 

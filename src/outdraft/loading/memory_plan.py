@@ -30,8 +30,7 @@ from outdraft.models.base import LanguageModel
 from outdraft.runner.model_runner import ModelRunner
 from outdraft.runner.sharded_runner import ShardedRunner
 from outdraft.runner.state import DeviceState
-from outdraft.verification.typical import TypicalAcceptance
-from outdraft.verification.verifier import Verifier
+from outdraft.verification.verifier import TypicalAcceptance, Verifier
 
 
 def plan_memory(config: EngineConfig, models: LoadedModels) -> MemoryPlan:

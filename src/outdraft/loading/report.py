@@ -132,7 +132,7 @@ def report(config: EngineConfig) -> dict[str, str]:
     raw, device = read_config(path), choose_device(config.device)
     dtype = choose_dtype(config.dtype, checkpoint_dtype(path), device, config.kernels)
     kernels = choose_kernels(config.kernels, device, dtype)
-    plain = kernels.pack_linear(torch.zeros(1, 1, dtype=dtype, device=device), None).format
+    plain = kernels.pack_linear(torch.zeros(1, 1, dtype=dtype, device=device), None, None).format
     has_tiles = plain is not WeightFormat.PLAIN
     lines = {"architecture": ", ".join(raw.get("architectures") or ["unknown"])}
     if uses_transformers(path, config.model_impl):

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.coded_weight import Codes
-from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.ops import Kernels, Product
-from outdraft.kernels.rank_products import Spread
-from outdraft.kernels.reference.linear import linear
-from outdraft.kernels.reference.pointwise import rms_norm
+from outdraft.kernels.products import EmbeddingTable, ShardWrap
+from outdraft.kernels.torch.linear import linear
+from outdraft.kernels.torch.pointwise import rms_norm
 
 
 class Linear(nn.Module):
@@ -31,7 +30,7 @@ class Linear(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         weight: nn.Parameter | None = None,
-        spread: Spread | None = None,
+        spread: ShardWrap | None = None,
     ) -> None:
         """The weight, or this rank's part of it.
 

@@ -5,7 +5,7 @@ from typing import Self
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weights import can_spread
-from outdraft.kv.shapes import LayerCacheShape
+from outdraft.kv.block_pool import LayerCacheShape
 
 # The options that ask for a number of ranks.
 TARGET_RANKS, DRAFT_RANKS = "--tensor-parallel-size", "draft_tensor_parallel_size"

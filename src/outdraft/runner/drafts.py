@@ -14,37 +14,12 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import NO_DRAFT, StepPlan, Work
 from outdraft.drafting.device.asks import ChunkRead, DraftModelAsk
-from outdraft.kernels.data.drafts import DraftBatch, Verdict
+from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.draft_ops import ModelDrafts
-from outdraft.kernels.ops import Kernels, PlacedRows
-from outdraft.kernels.step_ops import StatePlaces
 from outdraft.runner.state import RequestSlot, Slots
-
-
-def state_places(
-    rows: PlacedRows,
-    batch: AttentionMetadata,
-    verdict: Verdict | None,
-    row_len: int,
-    window: int,
-    kernels: Kernels,
-) -> StatePlaces:
-    """
-    Args:
-        batch: of these rows.
-        verdict: on the requests that sample; None: none does.
-        row_len: of the device state.
-        window: tokens of each text whose states the drafter keeps.
-    """
-    kept_rows_BN = rows.draft_slots_BN[:0] if verdict is None else verdict.rows_BN
-    index_T, roots_B = rows.state_index_T, rows.root_rows_B
-    return StatePlaces(
-        *kernels.place_states(batch, index_T, roots_B, kept_rows_BN, row_len, window)
-    )
 
 
 def spread_rows(states_RD: Tensor, rows_R: Tensor, num_rows: int) -> Tensor:

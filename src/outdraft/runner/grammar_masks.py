@@ -19,7 +19,7 @@ from outdraft.attention.rows import to_device
 from outdraft.core.grammar import AllowedTokens
 from outdraft.core.plan import Work
 from outdraft.kernels.data.drafts import DraftBatch
-from outdraft.kernels.data.logit_parts import RequestPart
+from outdraft.kernels.data.logits import RequestPart
 from outdraft.runner.state import Slots
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import Work
 from outdraft.kernels.data.drafts import DraftBatch, Verdict, row_index_BN1
-from outdraft.kernels.data.scores import Scores, concatenated
+from outdraft.kernels.data.logits import Scores, concatenated
 from outdraft.kernels.ops import Kernels
 from outdraft.runner.state import RequestSlot, Slots
 

@@ -21,16 +21,15 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from outdraft.attention.base import AttentionMetadata
-from outdraft.attention.rows import Span, metadata_of
+from outdraft.attention.rows import RowBatch
 from outdraft.core.grammar import AllowedTokens, GrammarDrafts
 from outdraft.core.plan import PhaseTimes, StepPlan, StepResult, Work
 from outdraft.drafting.device.asks import TargetStates
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.data.drafts import DraftBatch, Rule
-from outdraft.kernels.data.first_times import FirstTimes
-from outdraft.kernels.data.scores import Scores
-from outdraft.kernels.ops import PlacedRows
+from outdraft.kernels.data.logits import Scores
+from outdraft.kernels.data.sampling import SamplingBatch
+from outdraft.kernels.ops import WarmUps
 from outdraft.kernels.step_ops import Choice, Chooser, DeviceChoice, StatesOf, StepRead, StepTask
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
@@ -42,7 +41,6 @@ from outdraft.runner.drafts import (
     joined_drafts,
     num_host_rows,
     spread_rows,
-    state_places,
 )
 from outdraft.runner.grammar_masks import (
     DraftedCopy,
@@ -69,7 +67,6 @@ from outdraft.runner.verified_parts import (
     logit_rows_of,
     step_parts,
 )
-from outdraft.sampling.batch import SamplingBatch
 from outdraft.verification.verifier import Verifier
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -121,7 +118,7 @@ class ModelRunner:
         If a token that is chosen must keep to a grammar, it stops after the target's pass, and
         `verify` issues the rest.
         """
-        clock = PhaseClock(self.device, self.model.kernels.first_times)
+        clock = PhaseClock(self.device, self.model.kernels.warm_ups)
         clock.mark()
         self._take_news(plan)
         works = [work for work in plan.works if work.samples]
@@ -242,12 +239,12 @@ class ModelRunner:
         )
         by_parts = partial(read_by_parts, self.model, self.verifier, task)
         read = self.model.step(task, by_parts)
-        return TargetPass(read, spans, states_of)
+        return TargetPass(read, states_of)
 
     def _scored(self, hidden_RD: Tensor, chosen_R: Tensor, num_top: int) -> Scores:
         """Score tokens by the logits of hidden states [R, D]; see `ScoreTokens`."""
         logits_RV = self.model.logits(hidden_RD)
-        return self.model.kernels.score_tokens(logits_RV, chosen_R, num_top)
+        return self.model.kernels.score_tokens(logits_RV, chosen_R, num_top, None)
 
     def _verify(self, step: "LaunchedStep", masks: GrammarMasks | None) -> "PendingStep":
         plan, drafts, sampling = step.plan, step.drafts, step.sampling
@@ -310,15 +307,11 @@ class ModelRunner:
                 hidden_TD = spread_rows(hidden_TD, target.rows.logit_rows_R, len(tapped_TKD))
         places = target.read.kept
         if places is None:
-            verdict = None if verified is None else verified.choice.verdict
-            places = state_places(
-                target.rows,
-                target.metadata,
-                verdict,
-                self.state.row_len,
-                self.proposer.drafter.state_window,
-                self.model.kernels,
-            )
+            rows, window = target.rows, self.proposer.drafter.state_window
+            kept_rows_BN = rows.draft_slots_BN[:0]  # no request samples
+            if verified is not None:
+                kept_rows_BN = verified.choice.verdict.rows_BN
+            places = self.model.kernels.place_states(rows, kept_rows_BN, self.state.row_len, window)
         reads = chunk_reads(works, self._slots)
         return TargetStates(hidden_TD, tapped_TKD, *places, self.state.token_ids_SL, reads)
 
@@ -361,7 +354,7 @@ class PendingStep(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class TargetPass:
-    """The target's forward pass over all rows of a step, laid out as `spans`.
+    """The target's forward pass over all rows of a step.
 
     Attributes:
         states_of: the rows that have hidden states.
@@ -369,7 +362,6 @@ class TargetPass:
     """
 
     read: StepRead
-    spans: Sequence[Span]
     states_of: StatesOf
 
     @property
@@ -377,16 +369,12 @@ class TargetPass:
         return self.read.choice
 
     @cached_property
-    def rows(self) -> PlacedRows:
+    def rows(self) -> RowBatch:
         return self.read.place()
 
     @property
     def texts(self) -> StepTexts:
         return StepTexts(*self.rows.extra)
-
-    @property
-    def metadata(self) -> AttentionMetadata:
-        return metadata_of(self.rows, self.spans)
 
     @property
     def hidden_TD(self) -> Tensor | None:
@@ -410,12 +398,12 @@ class PhaseClock:
     time never waits for the device.
     """
 
-    def __init__(self, device: torch.device, first_times: FirstTimes) -> None:
-        """`first_times`: of the kernels; a step is marked as first if their number grows in it."""
+    def __init__(self, device: torch.device, warm_ups: WarmUps) -> None:
+        """`warm_ups`: of the kernels; a step is marked as first if their count grows in it."""
         # The stream is looked up once: that takes longer than to record an event.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._marks: list[Any] = []  # seconds, or events of a GPU
-        self._first_times, self._number_before = first_times, first_times.number
+        self._warm_ups, self._count_before = warm_ups, warm_ups.count
         self._is_first = False
 
     def mark(self) -> None:
@@ -425,7 +413,7 @@ class PhaseClock:
             self._marks.append(time.perf_counter())
         else:
             self._marks.append(self._stream.record_event(torch.cuda.Event(enable_timing=True)))
-        self._is_first = self._first_times.number != self._number_before
+        self._is_first = self._warm_ups.count != self._count_before
 
     def times(self) -> PhaseTimes:
         """The phases between the marks."""

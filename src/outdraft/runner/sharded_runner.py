@@ -23,8 +23,8 @@ from outdraft.drafting.device.asks import TargetStates
 from outdraft.drafting.device.live_stop import with_part_of_cap
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
-from outdraft.kernels.data.logit_parts import request_parts
-from outdraft.kernels.data.scores import Scores
+from outdraft.kernels.data.logits import Scores, request_parts
+from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kernels.step_ops import Chooser, DeviceChoice
 from outdraft.kv.cache import KVCache
@@ -51,7 +51,6 @@ from outdraft.runner.verified_parts import (
     joined,
     logit_rows_of,
 )
-from outdraft.sampling.batch import SamplingBatch
 from outdraft.verification.verifier import Verifier
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.distributed.group import RankGroup
-from outdraft.kernels.data.scores import Scores
+from outdraft.kernels.data.logits import Scores
 from outdraft.kernels.ops import Kernels
 from outdraft.runner.logprobs import LogprobRows
 from outdraft.runner.shares import Shares
@@ -34,7 +34,7 @@ def joined_scores(
     logits_RV = group.turn(logits_RS, counts)[:, :vocab_size]
     del logits_RS  # as large as what they became
     own_R = chosen_R[cuts[group.rank] : cuts[group.rank + 1]]
-    packed_RC = _packed(kernels.score_tokens(logits_RV, own_R, num_top), num_top)
+    packed_RC = _packed(kernels.score_tokens(logits_RV, own_R, num_top, None), num_top)
     return _unpacked(group.join_rows(packed_RC, counts), num_top)
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from outdraft.attention.rows import to_device
 from outdraft.core.admission import NO_GAP, Admission
 from outdraft.core.plan import Work
+from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import untouched_zeros
-from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths
 
 

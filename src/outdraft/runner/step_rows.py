@@ -10,18 +10,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from outdraft.attention.rows import Span, lay_out, metadata_of
+from outdraft.attention.rows import RowBatch, Span
 from outdraft.core.plan import Work
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
-from outdraft.kernels.ops import Kernels, PlacedRows
-from outdraft.kernels.sampling_ops import choose_by_parts
+from outdraft.kernels.data.sampling import Paths, SamplingBatch
+from outdraft.kernels.ops import Kernels, choose_by_parts
 from outdraft.kernels.step_ops import DeviceChoice, StatePlaces, StatesOf, StepRead, StepTask
 from outdraft.models.base import LanguageModel
-from outdraft.runner.drafts import state_places
 from outdraft.runner.state import Slots, StepTexts, committed_paths
 from outdraft.runner.verified_parts import step_parts
-from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.processors import Paths
 from outdraft.verification.verifier import Verifier
 
 
@@ -53,7 +50,8 @@ def read_by_parts(model: LanguageModel, verifier: Verifier, task: StepTask) -> S
     """Lay the rows out, and send all of it in one copy; read them; verify their drafts, and find
     where states are kept."""
     kernels, spans, texts_SL = model.kernels, task.spans, task.token_ids_SL
-    placed = lay_out(spans, task.block_size, kernels, texts_SL.device, task.width, task.facts)
+    placed = kernels.place_rows(spans, task.facts, task.block_size, task.width)
+    placed = placed.to(texts_SL.device)
     drafts_BN = texts_SL.new_empty(0, 0)
     if task.drafts is not None:
         drafts_BN = task.drafts.token_ids_BN.contiguous()
@@ -61,11 +59,10 @@ def read_by_parts(model: LanguageModel, verifier: Verifier, task: StepTask) -> S
         placed = _shaped(placed, task, kernels)
     index_T, draft_index_T = placed.state_index_T, placed.draft_index_T
     ids_T = kernels.read_token_ids(texts_SL, drafts_BN, index_T, draft_index_T)
-    batch = metadata_of(placed, spans)
     states_RD, tapped_TKD = model.forward_tapped(
         ids_T,
         task.caches,
-        batch,
+        placed,
         task.taps,
         None if task.states_of is StatesOf.ALL_ROWS else placed.logit_rows_R,
     )
@@ -80,9 +77,8 @@ def read_by_parts(model: LanguageModel, verifier: Verifier, task: StepTask) -> S
         emitted_BN1 = choice.verdict.token_ids_BN1
         kernels.append_token_ids(texts_SL, texts.rows_B, texts.num_tokens_B, emitted_BN1)
         if task.window:
-            kept = state_places(
-                placed, batch, choice.verdict, texts_SL.shape[1], task.window, kernels
-            )
+            kept_rows_BN, row_len = choice.verdict.rows_BN, texts_SL.shape[1]
+            kept = kernels.place_states(placed, kept_rows_BN, row_len, task.window)
     return StepRead(lambda: placed, states_RD, tapped_TKD, choice, kept)
 
 
@@ -94,7 +90,7 @@ def with_logits(states_TD: Tensor, logit_rows_R: Tensor) -> Tensor:
     return states_TD.index_select(0, logit_rows_R)
 
 
-def _shaped(placed: PlacedRows, task: StepTask, kernels: Kernels) -> PlacedRows:
+def _shaped(placed: RowBatch, task: StepTask, kernels: Kernels) -> RowBatch:
     """Replace the rows' positions and ancestors by those that follow from the drafts' parents."""
     assert task.drafts is not None
     parents_BN, draft_index_T = task.drafts.parents_BN.contiguous(), placed.draft_index_T

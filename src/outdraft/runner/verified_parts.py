@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
-from outdraft.kernels.data.logit_parts import RequestPart, most_logit_rows, request_parts
+from outdraft.kernels.data.logits import RequestPart, most_logit_rows, request_parts
+from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.models.base import LanguageModel
 from outdraft.runner.grammar_masks import GrammarMasks
 from outdraft.runner.logprobs import LogprobRows, concatenated_rows, emitted_logprobs
 from outdraft.runner.state import RequestSlot, StepTexts, committed_paths
-from outdraft.sampling.batch import SamplingBatch
 from outdraft.verification.verifier import Verifier
 
 

@@ -12,46 +12,13 @@ Dimension key: B requests, R rows, L committed tokens, K places of a path, V voc
 E ids of a request's list, W bad words, or int32 words of a mask of one bit per token.
 """
 
-from dataclasses import dataclass, replace
-
 import torch
 from torch import Tensor
 
+from outdraft.kernels.data.sampling import ANY_TOKEN, BadWords, Paths, SamplingBatch, TokenSets
 from outdraft.kernels.ops import Kernels
-from outdraft.sampling.batch import ANY_TOKEN, BadWords, SamplingBatch, TokenSets
 
 _MASKED = -torch.inf
-
-
-@dataclass(frozen=True, slots=True)
-class Paths:
-    """The text before each row: what its request committed, and the drafts on the way to it.
-
-    Attributes:
-        history_BL: int64; committed ids, prompt and output with the root, padded with -1 on the
-            right; None when `SamplingBatch.needs_history` is false.
-        prompt_lens_B: int64.
-        num_tokens_B: int64; committed tokens, the root included.
-        path_ids_RK: int64; drafted ids from the root (excluded) to the row (included), padded
-            with -1; None when all rows are roots.
-        grammar_RW: int32; what the row's grammar allows behind its text: bit v % 32 of word
-            v // 32 stands for token v. No row is all zeros. None when no request has a grammar.
-    """
-
-    history_BL: Tensor | None
-    prompt_lens_B: Tensor
-    num_tokens_B: Tensor
-    path_ids_RK: Tensor | None
-    grammar_RW: Tensor | None = None
-
-    def of_rows(self, rows: slice) -> "Paths":
-        """Before these rows."""
-        path_ids_RK, grammar_RW = self.path_ids_RK, self.grammar_RW
-        return replace(
-            self,
-            path_ids_RK=None if path_ids_RK is None else path_ids_RK[rows],
-            grammar_RW=None if grammar_RW is None else grammar_RW[rows],
-        )
 
 
 def process_logits(

@@ -17,9 +17,7 @@ from outdraft.core.grammar import AllowedTokens, GrammarDrafts
 from outdraft.core.plan import DraftChoice, StepPlan, StepResult, StepRoom, Work
 from outdraft.core.request import BookedWork, FinishReason, Request, RequestStatus, ScheduledStep
 from outdraft.drafting.policy import DraftPolicy
-from outdraft.kv.block_pool import BlockPool
-from outdraft.kv.block_table import BlockTable
-from outdraft.kv.prefix_cache import extend_hashes
+from outdraft.kv.block_pool import BlockPool, BlockTable, extend_hashes
 from outdraft.scheduling.drafter_books import DrafterBooks, freest_groups, overdue_moves
 
 # Which request comes first: the one of the lowest key. Priorities are as in vLLM.

@@ -17,8 +17,8 @@ from outdraft.distributed.group import RequestShares
 from outdraft.drafting.device.grower import compiled_grow, grow
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.draft_ops import Growth, LevelTask, side_shares
-from outdraft.kernels.reference import noise
-from outdraft.kernels.reference.drawn_level import draw_level
+from outdraft.kernels.torch import noise
+from outdraft.kernels.torch.drawn_level import draw_level
 from tests.kernels.tables import kernels_for
 from tests.reference.draft_trees import ancestor_masks, tree_depths
 from tests.reference.tabled_drafter import (

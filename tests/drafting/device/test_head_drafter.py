@@ -14,7 +14,7 @@ from outdraft.drafting.device.asks import DraftModelAsk, TargetStates
 from outdraft.drafting.device.head_drafter import MedusaDrafter, MLPSpeculatorDrafter
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.draft_ops import Frontier, ModelDrafts
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.models.drafters.medusa import load_medusa
 from outdraft.models.drafters.mlp_speculator import load_mlp_speculator
 from outdraft.models.drafters.tables import TargetTables

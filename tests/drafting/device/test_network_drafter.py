@@ -19,14 +19,13 @@ from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.network_drafter import NetworkDrafter, NetworkLevels
 from outdraft.drafting.device.proposer import FEW_UNREAD, DeviceProposer
 from outdraft.kernels.draft_ops import (
+    Capturable,
     Frontier,
     Growth,
     ModelDrafts,
-    Movable,
     TreeLevels,
     UnreadTexts,
 )
-from outdraft.kernels.ops import Grow
 from outdraft.kv.cache import KVCache
 from tests.drafting.small_networks import BLOCK_SIZE, KINDS, random_window, small_network
 from tests.kernels.tables import kernels_for
@@ -86,7 +85,7 @@ def propose(
     chosen: slice = slice(None),
     *,
     samples: bool = True,
-    grow: Grow | None = None,
+    grow: Callable[..., ModelDrafts] | None = None,
     rounded: Callable[[int], int] = int,
 ) -> ModelDrafts:
     """`grow`: instead of the table's. `rounded`: numbers of requests."""
@@ -97,7 +96,7 @@ def propose(
         device="cpu",
     )
     kernels = kernels_for(torch.float32)
-    kernels = replace(kernels, grow=grow or kernels.grow, num_grown=rounded)
+    kernels = replace(kernels, grow=grow or kernels.grow, padded_draft_batch=rounded)
     proposer = DeviceProposer(kernels, drafter_of(network), case.shape, samples=samples)
     with torch.inference_mode():
         return proposer.propose(case.asks()[chosen], TEXTS_SL, sampling)
@@ -137,7 +136,7 @@ def probs_behind(network: Network, ask: DraftModelAsk, path: Sequence[int]) -> T
 
 
 class MovedGrowth:
-    """As `Grow`: over copies of the levels' tensors, as a graph reads them."""
+    """Over copies of the levels' tensors, as a graph reads them."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -149,14 +148,14 @@ class MovedGrowth:
         by_levels: Callable[[TreeLevels, Growth], ModelDrafts],
     ) -> ModelDrafts:
         self.num_calls += 1
-        assert isinstance(levels, Movable)
-        assert levels.ground.dim() == 4
-        tensors, common = levels.parts()
+        assert isinstance(levels, Capturable)
+        assert levels.first_keys_PSGC.dim() == 4
+        tensors, common = levels.static_inputs()
         copies = tuple(None if one is None else one.clone() for one in tensors)
         for tensor in tensors[:-1]:  # the numbers of drafts are a part of the growth, too
             if tensor is not None:
                 tensor.fill_(1)  # whoever still reads it finds nonsense
-        return by_levels(levels.over(copies, common), growth)
+        return by_levels(levels.rebind(copies, common), growth)
 
 
 shapes = st.builds(
@@ -258,7 +257,7 @@ def test_requests_that_round_up_a_batch_change_nothing(
 
 @pytest.mark.parametrize("stop", [LiveStop((1.0,), (0.0,), 0.5), LiveStop((1.0,), (0.0,), 0, 3)])
 def test_no_request_rounds_up_a_batch_whose_rules_count_rows(network: Network, stop: LiveStop):
-    kernels = replace(kernels_for(torch.float32), num_grown=lambda _: 4)
+    kernels = replace(kernels_for(torch.float32), padded_draft_batch=lambda _: 4)
     proposer = DeviceProposer(kernels, drafter_of(network), None, samples=True)
     case = Case(TreeShape.chain(1), [GREEDY], [5], [1])
     sampling = batch_of_params(case.params, seeds=[0], vocab_size=VOCABULARY, device="cpu")

@@ -20,9 +20,9 @@ from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.parallel_drafting import ParallelDrafter, mask_token_id
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.draft_ops import ModelDrafts
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
+from outdraft.kv.block_pool import LayerCacheShape
 from outdraft.kv.cache import KVCache
-from outdraft.kv.shapes import LayerCacheShape
 from outdraft.models.decoder.causal_lm import CausalLM
 from outdraft.models.decoder.loader import load_model
 from tests.drafting.drafting import SEEDED, check_drafts, sampling_batch, texts

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from outdraft.core.draft import MAX_DRAFTS, STATE_WINDOW
 from outdraft.drafting.device.asks import StateWindow
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from tests.kernels.tables import cpu_kernels
 
 CPU = torch.device("cpu")

@@ -16,13 +16,13 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.translated_model import TranslatedModel, VocabularyMap
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.data.sampling import Paths, SamplingBatch
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.decoder.causal_lm import CausalLM
 from outdraft.models.decoder.config import ModelConfig
 from outdraft.models.decoder.loader import load_model
-from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.processors import Paths, process_logits
+from outdraft.sampling.processors import process_logits
 from outdraft.verification.verifier import Verifier
 from tests.attention.causal import causal_metadata
 from tests.kernels.tables import cpu_kernels, draw_tokens, kernels_for

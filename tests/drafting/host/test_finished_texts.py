@@ -9,8 +9,8 @@ from outdraft.config.speculation import SuffixConfig
 from outdraft.core.draft import Draft, DraftAsk
 from outdraft.drafting.host.suffix import LEARNED_PER_CALL, LEARNED_SHARE, SuffixProposer
 from outdraft.kernels.native.texts import NativeSuffixTexts
-from outdraft.kernels.reference.table import reference_kernels
-from outdraft.kernels.text_ops import SuffixTexts
+from outdraft.kernels.ops import SuffixTexts
+from outdraft.kernels.torch.table import reference_kernels
 from tests.kernels.tables import cpu_kernels
 from tests.reference.brute_suffix import speculate
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from outdraft.core.draft import DraftAsk
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from tests.kernels.tables import cpu_kernels
 
 KERNELS = cpu_kernels()

@@ -10,7 +10,7 @@ from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource
 from outdraft.drafting.host.ngram import NgramProposer
 from outdraft.drafting.host.proposer import HostProposer
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from tests.kernels.tables import cpu_kernels
 from tests.reference.brute_ngram import BruteNgram, lookup
 

@@ -10,7 +10,7 @@ from outdraft.core.draft import MAX_DRAFTS, DraftAsk
 from outdraft.drafting.host.ngram import NgramProposer
 from outdraft.kernels.native.texts import NativeTexts
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from tests.kernels.tables import cpu_kernels
 
 KERNELS, REFERENCE = cpu_kernels(), reference_kernels()

@@ -11,7 +11,7 @@ from outdraft.drafting.host.proposer import HostProposer
 from outdraft.drafting.host.suffix import LEARNED_PER_CALL, SuffixProposer
 from outdraft.kernels.native.texts import NativeTexts
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from tests.kernels.tables import cpu_kernels
 from tests.reference.brute_suffix import speculate
 

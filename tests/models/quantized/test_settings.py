@@ -13,7 +13,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import Ranks
 from outdraft.kernels.choose import choose_kernels
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 from outdraft.models.checkpoints.quantization import read_quantization
 from outdraft.models.decoder.loader import load_model
 from tests.kernels.tables import cpu_kernels

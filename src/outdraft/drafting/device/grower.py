@@ -28,9 +28,9 @@ from outdraft.drafting.device.drawn_tree import DrawnTrees
 from outdraft.drafting.device.live_stop import LiveStops
 from outdraft.drafting.device.ranked_tree import RankedTrees
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
+from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.draft_ops import Frontier, Growth, ModelDrafts, TellsOdds, TreeLevels
 from outdraft.kernels.ops import Kernels
-from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import process_drafts
 
 

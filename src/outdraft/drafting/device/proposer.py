@@ -22,10 +22,10 @@ from outdraft.core.plan import ModelDrafting
 from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.drafting.device.asks import DraftModelAsk, TargetStates
 from outdraft.drafting.device.live_stop import KeptRules, with_part_of_cap
-from outdraft.kernels.data.logit_parts import most_logit_rows
+from outdraft.kernels.data.logits import most_logit_rows
+from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.draft_ops import Growth, ModelDrafts
 from outdraft.kernels.ops import Kernels
-from outdraft.sampling.batch import SamplingBatch
 
 FEW_UNREAD = 16  # tokens of a text that may be read more than once in a step
 
@@ -176,7 +176,7 @@ class DeviceProposer:
         num_requests = len(asks)
         number = num_requests
         if shares.group.size == 1:
-            number = self._kernels.num_grown(num_requests)
+            number = self._kernels.padded_draft_batch(num_requests)
         copied = _to_copy(asks) if number > num_requests else None
         if copied is not None:
             copy = structs.replace(asks[copied], stop=None)

@@ -20,7 +20,7 @@ from msgspec import structs
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
-from outdraft.attention.rows import Span, lay_out, metadata_of, to_device
+from outdraft.attention.rows import RowBatch, Span, to_device
 from outdraft.drafting.device.asks import DraftModelAsk, StateWindow, TargetStates
 from outdraft.kernels.draft_ops import UnreadTexts
 from outdraft.kernels.ops import Kernels
@@ -73,7 +73,7 @@ class TextReader:
         if self._window is None:
             return
         features_TF = self.network.features(states)
-        self.network.kernels.copy_rows(self._window.features_NF, states.places_T, features_TF)
+        self.network.kernels.copy_rows(self._window.features_NF, states.places_T, features_TF, None)
         if not states.reads:
             return
         spans = self._spans([read.text for read in states.reads], states.token_ids_SL)
@@ -212,18 +212,11 @@ class TextReader:
             drafted += tokens
             drafted += [-1] * (width - len(tokens))
         device = unread.token_ids_SL.device
-        placed = lay_out(
-            spans,
-            unread.block_size,
-            network.kernels,
-            device,
-            width,
-            [drafted, unread.places, *extra],
-        )
-        metadata = metadata_of(placed, spans)
+        sent = [drafted, unread.places, *extra]
+        placed = network.kernels.place_rows(spans, sent, unread.block_size, width).to(device)
         drafts, places_T, *sent_extra = placed.extra
         if unread.num_skipped:
-            metadata = _in_the_text(metadata, unread, device)
+            placed = _in_the_text(placed, unread, device)
         ids_T = network.kernels.read_token_ids(
             unread.token_ids_SL,
             drafts.view(len(spans), width),
@@ -237,15 +230,13 @@ class TextReader:
             network.kernels.copy_rows(states_TD, None, features_NF, places_T)
             if self._mask_state_D is not None:
                 states_TD = torch.where(places_T[:, None] >= 0, states_TD, self._mask_state_D)
-        return network.read(ids_T, states_TD, unread.caches, metadata), metadata, sent_extra
+        return network.read(ids_T, states_TD, unread.caches, placed), placed, sent_extra
 
 
-def _in_the_text(
-    metadata: AttentionMetadata, unread: UnreadTexts, device: torch.device
-) -> AttentionMetadata:
+def _in_the_text(placed: RowBatch, unread: UnreadTexts, device: torch.device) -> RowBatch:
     """Shift the rows' positions to those of the texts, where some blocks are left out."""
     (skipped_B, rows_B) = to_device(
         [np.array(unread.num_skipped), np.array([span.num_rows for span in unread.spans])], device
     )
-    positions_T = metadata.positions_T + skipped_B.repeat_interleave(rows_B)
-    return replace(metadata, positions_T=positions_T)
+    positions_T = placed.positions_T + skipped_B.repeat_interleave(rows_B)
+    return replace(placed, positions_T=positions_T)

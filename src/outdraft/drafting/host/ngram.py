@@ -16,7 +16,7 @@ from outdraft.kernels.ops import Kernels
 
 
 class NgramProposer:
-    """Drafts by prompt lookup; see `NgramTexts` of kernels/text_ops.py."""
+    """Drafts by prompt lookup; see `NgramTexts` of kernels/ops.py."""
 
     source = DraftSource.NGRAM
 

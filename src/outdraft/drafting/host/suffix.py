@@ -26,7 +26,7 @@ LEARNED_SHARE = 64
 
 
 class SuffixProposer:
-    """Drafts from own and finished texts; see `SuffixTexts` of kernels/text_ops.py.
+    """Drafts from own and finished texts; see `SuffixTexts` of kernels/ops.py.
 
     Finished texts are learned in order, some tokens at each call of `propose`. Drafts use what has
     been learned. At most suffix_decoding_max_cached_requests texts and max_cached_tokens tokens

@@ -1,1 +1,1 @@
-"""What operations are given and what they return: plain tensors under names."""
+"""Arguments and results of operations: plain tensors under names."""

@@ -83,7 +83,7 @@ class BlockRows:
         return replace(self, num_inputs=end - first, rows_EB=rows_EB, order_E=order_E)
 
     def coded(self, tile: WeightFormat) -> "BlockWeight":
-        """The same rows: they fit every tile of blocks."""
+        """These rows: they fit every tile of blocks."""
         assert tile.is_blocks
         return BlockWeight((self,))
 
@@ -135,7 +135,7 @@ def dequantised(rows_EB: np.ndarray, kind: str) -> Tensor:
 
 
 def fits_tiles(sizes: Sequence[tuple[WeightFormat, int]]) -> bool:
-    """Whether no tile has outputs of two formats, if these lie one below the other.
+    """True if no tile has outputs of two formats when the parts lie one below the other.
 
     Args:
         sizes: format and number of outputs of each part.

@@ -22,7 +22,7 @@ from torch import Tensor
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import Draft
 from outdraft.core.record import record
-from outdraft.kernels.data.logit_parts import RequestPart
+from outdraft.kernels.data.logits import RequestPart
 
 
 @record
@@ -88,7 +88,7 @@ class DraftBatch:
         return cls(ids, parents, num_drafts, None, is_sampled, is_chain, any_sampled=False)
 
     def part(self, part: RequestPart) -> "DraftBatch":
-        """The drafts of a part of the requests, without what only the host is told."""
+        """The drafts of a part of the requests, without the fields for the host."""
         requests, width = part.requests, part.width
         return DraftBatch(
             self.token_ids_BN[requests, :width].contiguous(),
@@ -103,8 +103,8 @@ class DraftBatch:
         )
 
     def widened(self, width: int) -> "DraftBatch":
-        """The same drafts with so many places for each request, at least as many as they have;
-        without what they were drawn from."""
+        """These drafts with `width` places for each request, at least as many as they have, and
+        without the probabilities that they were drawn from."""
         missing = width - self.width
         if not missing:
             return replace(self, probs_BNV=None, prob_rows_B=None)
@@ -153,7 +153,7 @@ class DraftBatch:
 
 
 class Rule(IntEnum):
-    """How drafts with sampled rows are verified, of requests that draw; all others are matched.
+    """The rule that verifies drafts with sampled rows of requests that draw; others are matched.
 
     MATCH matches all of them. TRAVERSAL is traversal verification, which is block verification
     where a tree is a chain. TOKEN, token-level rejection, is a rule of chains: what was laid out as
@@ -167,7 +167,7 @@ class Rule(IntEnum):
 
 @record
 class Verdict:
-    """What each request keeps. Everything stays on the device.
+    """Tokens that each request keeps. Everything stays on the device.
 
     Attributes:
         token_ids_BN1: int64; the emitted ids in order, padded with -1: the accepted drafts, then
@@ -182,7 +182,7 @@ class Verdict:
     rows_BN: Tensor
 
     def widened(self, width: int) -> "Verdict":
-        """The same verdict with so many places for the drafts of each request."""
+        """This verdict with `width` places for the drafts of each request."""
         missing = width - self.rows_BN.shape[1]
         if not missing:
             return self
@@ -190,12 +190,12 @@ class Verdict:
         return Verdict(pad(self.token_ids_BN1), self.num_emitted_B, pad(self.rows_BN))
 
     def copied(self) -> "Verdict":
-        """The same in tensors of its own."""
+        """This verdict in new tensors."""
         return Verdict(self.token_ids_BN1.clone(), self.num_emitted_B.clone(), self.rows_BN.clone())
 
     @classmethod
     def joined(cls, verdicts: Sequence["Verdict"]) -> "Verdict":
-        """On the requests of all, which have as many places for drafts."""
+        """Join the requests of all, which have as many places for drafts."""
         return cls(
             torch.cat([one.token_ids_BN1 for one in verdicts]),
             torch.cat([one.num_emitted_B for one in verdicts]),
@@ -203,7 +203,7 @@ class Verdict:
         )
 
     def cut_behind(self, is_end_BN: Tensor) -> "Verdict":
-        """Emit nothing behind the first accepted draft of `is_end_BN`: it becomes the last token.
+        """Emit nothing after the first accepted draft of `is_end_BN`: it becomes the last token.
 
         This is exact if only the tokens up to a draft decide whether it is an end. Then the result
         is a beginning of what was emitted, and that beginning alone says where it stops.

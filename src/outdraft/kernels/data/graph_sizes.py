@@ -1,4 +1,4 @@
-"""How large the graphs of a GPU are, and how sizes are rounded up so that few graphs are made."""
+"""Sizes of CUDA graphs, rounded up so that few graphs are made."""
 
 TREE_ROWS = 256  # of a request; those with more are chunks of prompts
 MOST_ROWS = 512  # of a pass that is a graph; more rows take longer than their launches
@@ -9,7 +9,7 @@ _LEAST_LEN, _LEAST_GROWN_LEN = 512, 2048
 
 
 def rounded_rows(num_rows: int) -> int:
-    """What so many rows are padded to: few sizes, and few rows too many."""
+    """The number of rows to pad to: few sizes, and few rows too many."""
     if num_rows <= 8:
         return _power_of_2(num_rows)
     step = 8 if num_rows <= 64 else 32 if num_rows <= 256 else 64
@@ -17,18 +17,20 @@ def rounded_rows(num_rows: int) -> int:
 
 
 def rounded_requests(num_requests: int) -> int:
-    """What so many requests of a pass are padded to. Those without rows take hardly any time."""
+    """The number of requests of a pass to pad to. Those without rows take hardly any time."""
     return _power_of_4(num_requests)
 
 
 def rounded_len(num_tokens: int) -> int:
-    """What a text counts as, so that one that grows stays the same for long."""
+    """The length that a text counts as: it stays the same for long while the text grows."""
     return _power_of_2(max(num_tokens, _LEAST_LEN))
 
 
 def rounded_grown_len(num_tokens: int) -> int:
-    """As `rounded_len`, of texts that drafts grow behind. What attention does in vain there is
-    little, since few layers read drafts, and each graph takes long to make."""
+    """The length that a text counts as where drafts grow: fewer sizes than `rounded_len` has.
+
+    Few layers read drafts, so the padding costs little, and each graph takes long to make.
+    """
     return _LEAST_GROWN_LEN * _power_of_4(-(-num_tokens // _LEAST_GROWN_LEN))
 
 

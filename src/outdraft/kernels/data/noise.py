@@ -1,4 +1,4 @@
-"""What noise is a function of, and what it decides.
+"""The keys of noise, and the decisions that it makes.
 
 The *position* is that of the token being chosen. The *anchor* of noise that decides about drafts
 (Purpose.DRAFT and Purpose.ACCEPT) must be the number of committed tokens when the step began.
@@ -10,7 +10,7 @@ position: the anchor of a drawn child is the number of committed tokens + (its p
 so that the draws of a level are independent.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -21,7 +21,7 @@ NOISE_NUMBERS = 1 << 18  # made at the same time in torch: each takes 90 bytes o
 
 
 class Purpose(IntEnum):
-    """What a piece of noise decides. Each purpose is an independent stream."""
+    """The decision that a piece of noise makes. Each purpose is an independent stream."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -46,7 +46,7 @@ class NoiseKeys:
     anchors_R: Tensor
 
     def split(self, num_rows: int) -> "Iterator[NoiseKeys]":
-        """Keys of so many rows each, in order; the last of fewer."""
+        """Keys of `num_rows` rows each, in order; the last of fewer."""
         columns = self.seeds_R, self.positions_R, self.purposes_R, self.anchors_R
         for some in zip(*(column_R.split(num_rows) for column_R in columns), strict=True):
             yield NoiseKeys(*some)
@@ -69,3 +69,6 @@ class NoiseKeys:
             purposes_R,
             torch.zeros_like(positions_R) if anchors_R is None else anchors_R,
         )
+
+
+Gumbel = Callable[[NoiseKeys, int], Tensor]  # from keys and V to float32 [R, V]

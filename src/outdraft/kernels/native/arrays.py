@@ -4,14 +4,12 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from ctypes import c_int64
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from outdraft.sampling.batch import SamplingBatch
+from outdraft.kernels.data.sampling import SamplingBatch
 
 
 def address_of(tensor: Tensor, dtype: torch.dtype) -> int:
@@ -23,18 +21,18 @@ def address_of(tensor: Tensor, dtype: torch.dtype) -> int:
 
 
 def addresses(*tensors: Tensor) -> list[int]:
-    """Where contiguous tensors of the right dtypes begin; the caller must keep them alive."""
+    """The addresses of contiguous tensors of the right dtypes; the caller must keep them alive."""
     return [tensor.data_ptr() for tensor in tensors]
 
 
 def array_address(array: np.ndarray) -> int:
-    """Where a contiguous array lies; others are refused. A third of the time of `ctypes.data`."""
+    """The address of a contiguous array; others are refused. It takes a third of `ctypes.data`."""
     return ctypes.addressof(ctypes.c_char.from_buffer(array.data)) if array.size else 0
 
 
 @functools.lru_cache(maxsize=256)
 def index_array(numbers: tuple[int, ...]) -> ctypes.Array[c_int64]:
-    """int64, kept for the next call with the same numbers; nobody writes to it."""
+    """int64, kept for the next call with the same numbers; no call writes to it."""
     return (c_int64 * len(numbers))(*numbers)
 
 
@@ -45,7 +43,6 @@ class Addresses:
         self._tensors: list[Tensor] = []
 
     def __call__(self, tensor: Tensor, dtype: torch.dtype) -> int:
-        """As `address_of`."""
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
         self._tensors.append(tensor)
@@ -58,12 +55,12 @@ Column = tuple[Tensor, torch.dtype]
 class BatchColumns:
     """Addresses of a batch's columns: the newest batch is the next one too, as a rule."""
 
-    def __init__(self, columns: Callable[["SamplingBatch"], Sequence[Column]]) -> None:
+    def __init__(self, columns: Callable[[SamplingBatch], Sequence[Column]]) -> None:
         self._columns = columns
         self._newest: tuple[SamplingBatch, Addresses, list[int]] | None = None
 
-    def of(self, sampling: "SamplingBatch") -> list[int]:
-        """In order."""
+    def of(self, sampling: SamplingBatch) -> list[int]:
+        """The addresses, in order."""
         if self._newest is None or self._newest[0] is not sampling:
             at = Addresses()
             addresses = [at(column, dtype) for column, dtype in self._columns(sampling)]

@@ -1,4 +1,7 @@
-"""Paged tree attention by the compiled library."""
+"""Paged tree attention, and its mass by blocks, by the compiled library.
+
+Dimension key: as in attention/base.py; B requests, P blocks of a request.
+"""
 
 import ctypes
 import weakref
@@ -14,15 +17,13 @@ from outdraft.attention.base import (
     LayerCache,
     with_dense_rows,
 )
-from outdraft.kernels.native.arrays import address_of
-from outdraft.kernels.native.team import Team
+from outdraft.kernels.native.arrays import Addresses, address_of
+from outdraft.kernels.native.library import Team
 
 _NO_LIMIT = 1 << 30  # longer than any text
 
 
-class Batch(ctypes.Structure):
-    """As in csrc/attention.h."""
-
+class CAttentionBatch(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("q", "out", "k", "v")),
         *((name, c_void_p) for name in ("query_start", "context_lens", "num_causal")),
@@ -43,7 +44,7 @@ def limit(positions: int | None) -> int:
 class NativeAttention:
     """The operations of csrc/attention.cpp, for float32 and bfloat16 tensors on the CPU.
 
-    Queries and cache may differ in dtype; scores, softmax and sums are float32. Rows behind the
+    Queries and cache may differ in dtype; scores, softmax and sums are float32. Rows after the
     last request are padding: their result is zero.
     """
 
@@ -51,7 +52,7 @@ class NativeAttention:
         library = team.library
         create = library.function("attention_create", [c_void_p], c_void_p)
         destroy = library.function("attention_destroy", [c_void_p], releases_gil=True)
-        arguments = [c_void_p, POINTER(Batch), c_void_p]
+        arguments = [c_void_p, POINTER(CAttentionBatch), c_void_p]
         self._attend = library.function("attention_attend", arguments, releases_gil=True)
         rows, cached = [c_void_p, c_int64, c_int64], [c_void_p, c_int64]
         self._write = library.function(
@@ -62,7 +63,6 @@ class NativeAttention:
         weakref.finalize(self, destroy, self._memory)
 
     def write(self, k_TGC: Tensor, v_TGE: Tensor, cache: LayerCache, slots_T: Tensor) -> None:
-        """As `AttentionBackend`."""
         for new_TGC, cached_PSGC in ((k_TGC, cache.k_PSGC), (v_TGE, cache.v_PSGE)):
             new_TGC = with_dense_rows(new_TGC)
             self._write(
@@ -83,14 +83,13 @@ class NativeAttention:
         metadata: AttentionMetadata,
         form: AttentionForm,
     ) -> Tensor:
-        """As `AttentionBackend`."""
         q_THC = with_dense_rows(q_THC)
         num_rows, num_heads, key_size = q_THC.shape
         _, block_size, num_kv_heads, value_size = cache.v_PSGE.shape
         out_THE = torch.empty((num_rows, num_heads, value_size), dtype=q_THC.dtype)
         sinks_H = None if form.sinks_H is None else form.sinks_H.float().contiguous()
         table_BP = metadata.block_table_BP.contiguous()  # the runner's may be a slice
-        batch = Batch(
+        batch = CAttentionBatch(
             q=q_THC.data_ptr(),
             out=out_THE.data_ptr(),
             k=address_of(cache.k_PSGC, cache.k_PSGC.dtype),
@@ -123,8 +122,59 @@ class NativeAttention:
         return out_THE
 
     def temporary_bytes(self, most: AttentionSizes) -> int:
-        """As `AttentionBackend`; sums over parts of a context are too small to count."""
-        return 0
+        return 0  # sums over parts of a context are too small to count
+
+
+class _CMassTask(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "k", "block_table", "num_keys", "mass")),
+        *((name, c_int64) for name in ("num_requests", "num_heads", "num_kv_heads", "head_size")),
+        *((name, c_int64) for name in ("block_size", "table_width")),
+        ("scale", c_float),
+        *((name, c_int32) for name in ("is_bf16", "is_bf16_query")),
+    )
+
+
+class NativeBlockMass:
+    """The operation of csrc/block_mass.cpp, for float32 and bfloat16 on the CPU.
+
+    Scores and sums are float32.
+    """
+
+    def __init__(self, team: Team) -> None:
+        arguments = [c_void_p, POINTER(_CMassTask)]
+        self._block_mass = team.library.function("block_mass", arguments, releases_gil=True)
+        self._team = team
+
+    def __call__(
+        self,
+        q_BHC: Tensor,
+        k_PSGC: Tensor,
+        block_table_BP: Tensor,
+        num_keys_B: Tensor,
+        scale: float,
+    ) -> Tensor:
+        at, (num_requests, num_heads, head_size) = Addresses(), q_BHC.shape
+        num_blocks = block_table_BP.shape[1]
+        mass_BP = torch.zeros(num_requests, num_blocks)
+        task = _CMassTask(
+            at(q_BHC.float(), torch.float32),
+            address_of(k_PSGC, k_PSGC.dtype),
+            at(block_table_BP, torch.int32),
+            at(num_keys_B, torch.int64),
+            mass_BP.data_ptr(),
+            num_requests,
+            num_heads,
+            k_PSGC.shape[2],
+            head_size,
+            k_PSGC.shape[1],
+            num_blocks,
+            scale,
+            k_PSGC.dtype is torch.bfloat16,
+            q_BHC.dtype is torch.bfloat16,
+        )
+        self._block_mass(self._team.address, ctypes.byref(task))
+        return mass_BP
 
 
 def _is_bf16(tensor: Tensor) -> bool:

@@ -11,16 +11,18 @@ from torch import Tensor
 
 from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.native.arrays import address_of
-from outdraft.kernels.native.drafting import NativeGrowth, NativeTask
+from outdraft.kernels.native.drafting import (
+    CDraftTask,
+    CUnreadTexts,
+    NativeGrowth,
+    UnreadArrays,
+)
 from outdraft.kernels.native.library import Library
 from outdraft.kernels.native.linear import weights_of
-from outdraft.kernels.native.unread_texts import UnreadArrays, UnreadOf
-from outdraft.kernels.ops import Product
+from outdraft.kernels.products import Product
 
 
-class _Block(ctypes.Structure):
-    """As `BlockSpec` of csrc/block_draft.cpp."""
-
+class _CBlockSpec(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("num_rows", "first_draft", "mask_token", "is_causal")),
         *((name, c_void_p) for name in ("context", "pair_embedding", "pairs", "confidence")),
@@ -38,11 +40,11 @@ class NativeBlocks:
         )
         self._draft = library.function(
             "block_draft",
-            [c_void_p, POINTER(NativeTask), POINTER(UnreadOf), POINTER(_Block)],
+            [c_void_p, POINTER(CDraftTask), POINTER(CUnreadTexts), POINTER(_CBlockSpec)],
             c_int64,
             releases_gil=True,
         )
-        self._newest: tuple[BlockSpec, _Block] | None = None
+        self._newest: tuple[BlockSpec, _CBlockSpec] | None = None
 
     def write_context(
         self,
@@ -52,7 +54,7 @@ class NativeBlocks:
         positions_T: Tensor,
         slots_T: Tensor,
     ) -> None:
-        """As `decoder_ops.DecoderPass.write_context`, of the `Decoder` with this address."""
+        """Compute `DecoderPass.write_context` for the `Decoder` with this address."""
         features_TD = features_TD.contiguous()
         is_valid = self._write_context(
             decoder,
@@ -72,7 +74,7 @@ class NativeBlocks:
         growth: Growth,
         dtype: torch.dtype,
     ) -> ModelDrafts:
-        """As `decoder_ops.DecoderPass.draft_block`, of the `Decoder` with this address."""
+        """Compute `DecoderPass.draft_block` for the `Decoder` with this address."""
         if self._newest is None or self._newest[0] is not spec:
             self._newest = spec, _block(spec, dtype)
         task, texts = self._growth.task(growth), UnreadArrays(unread, dtype)
@@ -86,9 +88,9 @@ class NativeBlocks:
         return task.drafts()
 
 
-def _block(spec: BlockSpec, dtype: torch.dtype) -> _Block:
+def _block(spec: BlockSpec, dtype: torch.dtype) -> _CBlockSpec:
     embedding_VM = spec.pair_embedding_VM
-    return _Block(
+    return _CBlockSpec(
         spec.num_rows,
         spec.first_draft,
         spec.mask_token_id,

@@ -13,24 +13,23 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
-from outdraft.kernels.data.logit_parts import most_logit_rows
+from outdraft.kernels.data.logits import most_logit_rows
 from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec
 from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.native.arrays import address_of, index_array
 from outdraft.kernels.native.attention import limit
 from outdraft.kernels.native.block_drafting import NativeBlocks
 from outdraft.kernels.native.drafting import NativeGrowth
+from outdraft.kernels.native.library import Team
 from outdraft.kernels.native.linear import weights_of
 from outdraft.kernels.native.ranks import RankLink, shares_memory
 from outdraft.kernels.native.step import NativeStep
-from outdraft.kernels.native.team import Team
-from outdraft.kernels.ops import Product
-from outdraft.kernels.rank_products import PaddedProduct, SummedProduct
-from outdraft.kernels.reference.decoder import ReferenceDecoder
+from outdraft.kernels.products import Product, RowParallel, VocabParallel
 from outdraft.kernels.step_ops import StepRead, StepTask
+from outdraft.kernels.torch.decoder import TorchDecoder
 
 
-class _Layer(ctypes.Structure):
+class _CDecoderLayer(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
         *((name, c_void_p) for name in ("qkv", "o", "gate_up", "down", "o_bias", "down_bias")),
@@ -38,7 +37,7 @@ class _Layer(ctypes.Structure):
     )
 
 
-class _Spec(ctypes.Structure):
+class _CDecoderSpec(ctypes.Structure):
     _fields_ = (
         ("team", c_void_p),
         *((name, c_int64) for name in ("hidden", "intermediate", "num_heads", "num_kv_heads")),
@@ -47,7 +46,7 @@ class _Spec(ctypes.Structure):
         ("eps", c_float),
         ("scale", c_float),
         *((name, c_void_p) for name in ("embedding", "embedding_codes", "cos_sin", "final_norm")),
-        ("layers", POINTER(_Layer)),
+        ("layers", POINTER(_CDecoderLayer)),
         *((name, c_int32) for name in ("reads_states", "adds_to_normed", "leaves_out_first")),
         *((name, c_void_p) for name in ("token_norm", "state_norm", "fc")),
         *((name, c_void_p) for name in ("head", "head_norm", "draft_ids", "ranks")),
@@ -56,8 +55,8 @@ class _Spec(ctypes.Structure):
     )
 
 
-class Rows(ctypes.Structure):
-    """The rows of a pass: addresses as in AttentionMetadata, then numbers."""
+class _CDecoderRows(ctypes.Structure):
+    """The rows of a pass: addresses of tensors of AttentionMetadata, then numbers."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("token_ids", "positions", "slots", "query_start")),
@@ -69,7 +68,7 @@ class Rows(ctypes.Structure):
 
 
 class NativeDecoder:
-    """As `decoder_ops.DecoderPass`, for float32 and bfloat16 on the CPU.
+    """The passes of a decoder, for float32 and bfloat16 on the CPU.
 
     Residuals and sums are float32. In a bfloat16 decoder these numbers are rounded: inputs of
     products, cached keys and values, and what is returned.
@@ -80,9 +79,9 @@ class NativeDecoder:
         self._dtype = spec.embedding.dtype
         self._kept: list[Tensor] = []  # float32; they live as long as this object
         self._link = None if spec.shard is None else RankLink(spec.shard.group)
-        self._layers = (_Layer * len(spec.layers))(
+        self._layers = (_CDecoderLayer * len(spec.layers))(
             *(
-                _Layer(
+                _CDecoderLayer(
                     *map(self._vector, (each.input_norm_D, each.post_norm_D)),
                     *map(self._vector, (each.q_norm_C, each.k_norm_C)),
                     *map(weights_of, (each.qkv, each.o, each.gate_up, each.down)),
@@ -95,10 +94,10 @@ class NativeDecoder:
         self._native_spec = self._describe()
         function, handle = team.library.function, c_void_p
         self._create = function(
-            "decoder_create", [POINTER(_Spec), c_void_p, c_int64], handle, releases_gil=True
+            "decoder_create", [POINTER(_CDecoderSpec), c_void_p, c_int64], handle, releases_gil=True
         )
         self._destroy = function("decoder_destroy", [handle], releases_gil=True)
-        of_pass = [handle, POINTER(Rows), c_void_p, c_void_p, c_int64, c_void_p, c_void_p]
+        of_pass = [handle, POINTER(_CDecoderRows), c_void_p, c_void_p, c_int64, c_void_p, c_void_p]
         of_states = [handle, c_void_p, c_int64]
         self._forward = function("decoder_forward", of_pass, c_int64, releases_gil=True)
         self._logits = function("decoder_logits", [*of_states, c_void_p], releases_gil=True)
@@ -168,7 +167,6 @@ class NativeDecoder:
         return ids_R, is_finite_R
 
     def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
-        """As `decoder_ops.DecoderPass`, in one call where the network is whole."""
         if self._link is not None or not self._keeps_logits(task):
             return by_parts()
         size = self._spec.embedding.size
@@ -177,11 +175,10 @@ class NativeDecoder:
     def draft(
         self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
-        """As `decoder_ops.DecoderPass`, in one call."""
         reads_as_many, num_outputs = self._spec.draft_ids_N is not None, self._num_columns
         if self._spec.shard is not None:
             assert growth.shares.group is self._spec.shard.group
-            assert isinstance(self._spec.head, PaddedProduct)
+            assert isinstance(self._spec.head, VocabParallel)
             num_outputs = self._spec.head.shard.num_tokens
         assert reads_as_many or num_outputs == growth.sampling.vocab_size
         handle = self.handle(unread.caches)
@@ -205,7 +202,6 @@ class NativeDecoder:
         growth: Growth,
         by_levels: Callable[[], ModelDrafts],
     ) -> ModelDrafts:
-        """As `decoder_ops.DecoderPass`, in one call where a network is whole."""
         if self._link is not None:
             return by_levels()
         return self._blocks.draft(self.handle(unread.caches), spec, unread, growth, self._dtype)
@@ -230,7 +226,7 @@ class NativeDecoder:
         return handle
 
     def _keeps_logits(self, task: StepTask) -> bool:
-        """Whether one call may have the logits of all rows that it chooses by, as a part has."""
+        """One call may have the logits of all rows that it chooses by, as a part has."""
         if task.chooser is None or task.chooser.sampling.is_plain_greedy:
             return True  # it has those of few rows at a time
         num_rows = sum([1 + len(span.parents) for span in task.spans if span.samples])
@@ -254,11 +250,11 @@ class NativeDecoder:
     def _no_caches(self) -> ctypes.Array[c_void_p]:
         return (c_void_p * (2 * len(self._layers)))()
 
-    def _describe(self) -> _Spec:
+    def _describe(self) -> _CDecoderSpec:
         spec, entry = self._spec, self._spec.entry
         table, source = spec.embedding, spec.embedding.source
         is_bf16 = self._dtype is torch.bfloat16
-        native = _Spec(
+        native = _CDecoderSpec(
             team=self._team.address,
             hidden=table.size,
             intermediate=spec.intermediate_size,
@@ -291,7 +287,7 @@ class NativeDecoder:
             num_first_drafts=spec.num_first_drafts,
         )
         if spec.shard is not None and self._link is not None:
-            assert isinstance(spec.head, PaddedProduct)
+            assert isinstance(spec.head, VocabParallel)
             native.ranks = ctypes.addressof(self._link.native)
             native.num_tokens, native.first_token = spec.shard.num_tokens, spec.shard.first
             outputs = spec.head.shard
@@ -300,20 +296,20 @@ class NativeDecoder:
 
 
 def compile_decoder(team: Team, spec: DecoderSpec) -> DecoderPass:
-    """As `ops.CompileDecoder`.
+    """Prepare the passes of a network whose products are packed.
 
-    Passes run layer by layer where layers differ in their masks, and where a network is spread over
+    They run layer by layer where layers differ in their masks, and where a network is spread over
     ranks that share no memory: those must meet between the parts of each layer.
     """
     are_alike = not any(layer.is_causal for layer in spec.layers)
     can_meet = spec.shard is None or shares_memory(spec.shard.group)
-    return NativeDecoder(team, spec) if are_alike and can_meet else ReferenceDecoder(spec)
+    return NativeDecoder(team, spec) if are_alike and can_meet else TorchDecoder(spec)
 
 
-def rows_of(metadata: AttentionMetadata, token_ids: int, wanted_R: Tensor | None) -> Rows:
-    """Where rows stand, and the address of their tokens; the tensors must stay alive."""
+def rows_of(metadata: AttentionMetadata, token_ids: int, wanted_R: Tensor | None) -> _CDecoderRows:
+    """The rows of a pass, and the address of their tokens; the tensors must stay alive."""
     table_BP, num_rows = metadata.block_table_BP, metadata.slots_T.shape[0]
-    return Rows(
+    return _CDecoderRows(
         token_ids,
         address_of(metadata.positions_T, torch.int64),
         address_of(metadata.slots_T, torch.int64),
@@ -332,4 +328,4 @@ def rows_of(metadata: AttentionMetadata, token_ids: int, wanted_R: Tensor | None
 
 def _sum_bias(product: Product) -> Tensor | None:
     """[D]: what is added to a sum over ranks."""
-    return product.bias_E if isinstance(product, SummedProduct) else None
+    return product.bias_E if isinstance(product, RowParallel) else None

@@ -1,10 +1,12 @@
 """Growing trees by the compiled library.
 
-Dimension key: B requests that draft, K drafts, L levels, V vocabulary.
+Dimension key: B requests that draft, G those of all ranks that share a drafter, S texts, L levels
+(or tokens of a text), K drafts, F size of a feature, V vocabulary.
 """
 
 import ctypes
 import functools
+from array import array
 from collections.abc import Callable
 from ctypes import POINTER, c_double, c_int64, c_void_p
 
@@ -28,8 +30,54 @@ from outdraft.kernels.draft_ops import (
 from outdraft.kernels.native.arrays import Addresses, address_of, addresses, array_address
 from outdraft.kernels.native.library import Library
 from outdraft.kernels.native.ranks import RankLink
-from outdraft.kernels.native.shares import SharesOf, shares_of
-from outdraft.kernels.native.unread_texts import UnreadArrays, UnreadOf
+
+
+class CUnreadTexts(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("spans", "places", "texts", "features")),
+        ("block_table", c_void_p),
+        *((name, c_int64) for name in ("table_width", "block_size")),
+    )
+
+
+class UnreadArrays:
+    """Unread texts as arguments of a call, which must be over before this ends."""
+
+    def __init__(self, unread: UnreadTexts, dtype: torch.dtype) -> None:
+        """`dtype`: of the states that the network reads."""
+        table_width = max([len(span.block_ids) for span in unread.spans])
+        numbers, blocks = array("q"), array("i")
+        num_skipped = unread.num_skipped or [0] * len(unread.spans)
+        for (context_len, count, _, block_ids, text_start, _), skipped in zip(
+            unread.spans, num_skipped, strict=True
+        ):
+            numbers.extend((context_len, count, text_start, skipped))
+            blocks.extend(block_ids)
+            blocks.extend([0] * (table_width - len(block_ids)))
+        num_numbers = len(numbers)
+        numbers.extend(unread.places)
+        self._numbers, self._blocks = numbers, blocks
+        spans, features_NF = numbers.buffer_info()[0], unread.features_NF
+        self.native = CUnreadTexts(
+            spans,
+            spans + num_numbers * numbers.itemsize,
+            address_of(unread.token_ids_SL, torch.int64),
+            None if features_NF is None else address_of(features_NF, dtype),
+            blocks.buffer_info()[0],
+            table_width,
+            unread.block_size,
+        )
+
+
+class CDraftShares(ctypes.Structure):
+    _fields_ = (("num_requests", c_int64), ("counts", POINTER(c_int64)), ("num_drafts", c_void_p))
+
+
+def shares_of(growth: Growth) -> CDraftShares:
+    """The requests of each rank, of a network that is spread; the growth must live as long."""
+    num_drafts_G, counts = growth.num_drafts_G, growth.shares.counts
+    counts_t = (c_int64 * len(counts))(*counts)  # the structure keeps it alive
+    return CDraftShares(len(num_drafts_G), counts_t, address_of(num_drafts_G, torch.int64))
 
 
 class NativeDrafting:
@@ -43,12 +91,11 @@ class NativeDrafting:
 
         self._draw_level = library.function(
             "draw_level",
-            [*[c_int64] * 5, POINTER(_Worth), *[c_void_p] * 12],
+            [*[c_int64] * 5, POINTER(_CWorth), *[c_void_p] * 12],
             releases_gil=True,
         )
 
     def draw_level(self, logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnLevel:
-        """As `ops.DrawLevel`, of float32 logits."""
         num_requests, num_nodes, size = logits_BEV.shape
         shape_BF = (num_requests, task.num_rows)
         _check_level(num_nodes, task.num_rows, size)
@@ -95,7 +142,7 @@ class NativeDrafting:
         return ancestors_T, positions_T, slots_T
 
 
-class _Worth(ctypes.Structure):
+class _CWorth(ctypes.Structure):
     _fields_ = (
         *((name, c_double) for name in ("rank0_base", "rank0_slope", "own_base", "own_slope")),
         ("side_weight", c_double),
@@ -104,7 +151,7 @@ class _Worth(ctypes.Structure):
     )
 
 
-class _Columns(ctypes.Structure):
+class _DraftColumns(ctypes.Structure):
     """The part of `DraftTask` that says how requests choose."""
 
     _fields_ = (
@@ -114,9 +161,7 @@ class _Columns(ctypes.Structure):
     )
 
 
-class _Stops(ctypes.Structure):
-    """As `Stops` of csrc/growth.h."""
-
+class _CStops(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("weights", "biases", "price", "has_rule")),
         ("room", c_int64),
@@ -124,18 +169,16 @@ class _Stops(ctypes.Structure):
     )
 
 
-class NativeTask(ctypes.Structure):
-    """As `DraftTask` of csrc/growth.h."""
-
+class CDraftTask(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("num_requests", "num_levels", "num_rows", "size")),
         ("levels", c_void_p),
-        ("worth", _Worth),
+        ("worth", _CWorth),
         *((name, c_void_p) for name in ("num_tokens", "num_drafts")),
-        ("columns", _Columns),
+        ("columns", _DraftColumns),
         *((name, c_void_p) for name in ("token_ids", "parents")),
         *((name, c_void_p) for name in ("is_drawn", "probs")),
-        ("stops", _Stops),
+        ("stops", _CStops),
     )
 
 
@@ -143,8 +186,8 @@ _RANKED, _DRAWN, _RANKED_WITH_NOISE = range(3)
 _SIDE_SHARES = np.array(side_shares(64), dtype=np.float32)  # a level has no more rows
 
 
-def _worth(num_shares: int) -> _Worth:
-    return _Worth(
+def _worth(num_shares: int) -> _CWorth:
+    return _CWorth(
         draft_ops.RANK0_BASE,
         draft_ops.RANK0_SLOPE,
         draft_ops.OWN_BASE,
@@ -155,16 +198,16 @@ def _worth(num_shares: int) -> _Worth:
     )
 
 
-_NO_SHARES, _NO_STOPS = _worth(0), _Stops()
+_NO_SHARES, _NO_STOPS = _worth(0), _CStops()
 
 
 class NativeGrowth:
-    """Whole drafts: of a decoder in one call, of what else says what may follow level by level."""
+    """Whole drafts: of a decoder in one call, of other networks level by level."""
 
     def __init__(self, library: Library) -> None:
-        task, handle, address = POINTER(NativeTask), c_void_p, c_void_p
-        function, unread = library.function, POINTER(UnreadOf)
-        of_draft = [handle, task, unread, POINTER(SharesOf)]
+        task, handle, address = POINTER(CDraftTask), c_void_p, c_void_p
+        function, unread = library.function, POINTER(CUnreadTexts)
+        of_draft = [handle, task, unread, POINTER(CDraftShares)]
         self._draft = function("decoder_draft", of_draft, c_int64, releases_gil=True)
         self._create = function("growth_create", [task], handle)
         of_level = [handle, address, address]
@@ -181,7 +224,7 @@ class NativeGrowth:
         dtype: torch.dtype,
         link: RankLink | None = None,
     ) -> ModelDrafts:
-        """As `decoder_ops.DecoderPass.draft`.
+        """Draft in one call: the operation `DecoderPass.draft`.
 
         Args:
             decoder: address of the `Decoder`.
@@ -207,7 +250,6 @@ class NativeGrowth:
         growth: Growth,
         by_levels: Callable[[TreeLevels, Growth], ModelDrafts],
     ) -> ModelDrafts:
-        """As `ops.Grow`, of float32 logits."""
         task, num_requests = self.task(growth), len(growth.num_tokens_B)
         handle = self._create(ctypes.byref(task.native))
         try:
@@ -227,7 +269,7 @@ class NativeGrowth:
         return task.drafts()
 
     def task(self, growth: Growth) -> "_Drafting":
-        """How the requests choose is kept: the newest batch is the next one too, as a rule."""
+        """The task of a call. Columns of the newest batch are kept: it is mostly the next one."""
         newest = self._newest
         if newest is None or not newest.hold_for(growth):
             newest = self._newest = _KeptColumns(growth)
@@ -285,7 +327,7 @@ class _Drafting:
 
 
 class _KeptColumns:
-    """How the requests of one batch choose, and the tensors that say so.
+    """The columns by which the requests of one batch choose, and their tensors.
 
     Attributes:
         task: has all that stays the same from draft to draft.
@@ -295,7 +337,7 @@ class _KeptColumns:
         sampling = growth.sampling
         self._sampling, self._samples = sampling, growth.samples
         at = self._addresses = Addresses()
-        columns = _Columns(
+        columns = _DraftColumns(
             at(sampling.seeds_B, torch.int64),
             at(_kinds(growth), torch.int64),
             at(sampling.is_greedy_B, torch.bool),
@@ -306,15 +348,15 @@ class _KeptColumns:
             None if sampling.allowed is None else at(_allowed_BV(growth), torch.bool),
             None if sampling.bias is None else at(_bias_BV(growth), torch.float32),
         )
-        self.task = NativeTask(
+        self.task = CDraftTask(
             num_requests=growth.num_tokens_B.shape[0],
             size=sampling.vocab_size,
             worth=_NO_SHARES,  # each level sets the number of shares
             columns=columns,
         )
-        self._rules: tuple[StopRules, _Stops] | None = None
+        self._rules: tuple[StopRules, _CStops] | None = None
 
-    def stops(self, rules: StopRules) -> _Stops:
+    def stops(self, rules: StopRules) -> _CStops:
         """Without the addresses of results."""
         if self._rules is None or self._rules[0] is not rules:
             self._rules = rules, _stops(rules)
@@ -324,9 +366,9 @@ class _KeptColumns:
         return self._sampling is growth.sampling and self._samples == growth.samples
 
 
-def _stops(rules: StopRules) -> _Stops:
+def _stops(rules: StopRules) -> _CStops:
     """Without the addresses of results; the rules must live as long."""
-    return _Stops(
+    return _CStops(
         *(address_of(one, torch.float64) for one in (rules.weights_BL, rules.biases_BL)),
         address_of(rules.price_B, torch.float64),
         address_of(rules.has_rule_B, torch.bool),

@@ -1,6 +1,6 @@
 """Mixtures of experts by the compiled library, see csrc/experts.cpp.
 
-Dimension key: as in expert_ops.py.
+Dimension key: T rows, K experts of a row, X experts, D hidden, I intermediate, E outputs.
 """
 
 import weakref
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from outdraft.core.weights import QUANTIZATIONS, WeightFormat
 from outdraft.kernels.data.coded_weight import Codes
-from outdraft.kernels.expert_ops import Activation, ExpertWeights, Gate
 from outdraft.kernels.native.arrays import Addresses
 from outdraft.kernels.native.linear import NativeLinear, NativeProduct
+from outdraft.kernels.products import Activation, ExpertWeights, Gate
 
 Numbers = Tensor | Sequence[Tensor]
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # Dtype of csrc/linear.h
@@ -45,7 +45,7 @@ class NativeExpertKernels:
 
 
 class NativeExperts:
-    """As `expert_ops.Experts`, for float32 and bfloat16 on the CPU."""
+    """The experts of a layer, for float32 and bfloat16 on the CPU."""
 
     def __init__(
         self,
@@ -92,7 +92,6 @@ class NativeExperts:
         weakref.finalize(self, _free, functions, self._handle).atexit = False
 
     def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """[T, D]."""
         num_rows, num_inputs = x_TD.shape
         assert x_TD.dtype is self._dtype, f"expected {self._dtype}, got {x_TD.dtype}"
         assert num_inputs == self._hidden, f"expected {self._hidden}, got {num_inputs}"

@@ -1,4 +1,4 @@
-"""What draft heads compute between their products, by the compiled library.
+"""Computations of draft heads between their products, by the compiled library.
 
 Dimension key: R rows, D hidden, S state, V vocabulary.
 """

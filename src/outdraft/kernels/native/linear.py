@@ -14,9 +14,8 @@ from torch import Tensor
 from outdraft.core.weights import BLOCK_FORMATS, WeightFormat
 from outdraft.kernels.data.block_weight import BlockRows, BlockWeight
 from outdraft.kernels.data.coded_weight import Codes
-from outdraft.kernels.native.team import Team
-from outdraft.kernels.ops import Product
-from outdraft.kernels.rank_products import PaddedProduct, SummedProduct
+from outdraft.kernels.native.library import Team
+from outdraft.kernels.products import Product, RowParallel, VocabParallel
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # Dtype of csrc/linear.h
 _FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}  # Format of csrc/linear.h
@@ -67,7 +66,6 @@ class NativeLinear:
         bias_E: Tensor | None,
         quantization: WeightFormat | None = None,
     ) -> "NativeProduct":
-        """As `ops.PackLinear`, for float32 and bfloat16 on the CPU."""
         parts_ED = [weight_ED] if isinstance(weight_ED, Tensor) else weight_ED
         parts_ED = [part if part.stride(1) == 1 else part.contiguous() for part in parts_ED]
         bias_E = _float32(bias_E)
@@ -90,10 +88,7 @@ class NativeLinear:
     def pack_codes(
         self, weight: Codes, bias_E: Tensor | None, dtype: torch.dtype
     ) -> "NativeProduct":
-        """As `ops.PackCodes`, for float32 and bfloat16 on the CPU.
-
-        Scales and shifts of a CodedWeight are kept in the first dtype of _SCALES that holds all.
-        """
+        """Scales and shifts of codes are kept in the first dtype of _SCALES that holds all."""
         if isinstance(weight, BlockWeight):
             return self._pack_blocks(weight, bias_E, dtype)
         bias_E, codes_ED = _float32(bias_E), weight.codes_ED.contiguous()
@@ -142,7 +137,7 @@ class NativeLinear:
 
 
 class NativeProduct:
-    """As `ops.Product`.
+    """A product with a weight that the library keeps in tiles.
 
     Attributes:
         handle: address of the `LinearWeights`, for the functions of the library.
@@ -176,7 +171,7 @@ class NativeProduct:
         self._multiply = functions.multiply if is_short else functions.multiply_long
 
     def rows(self, outputs_T: Tensor) -> Tensor:
-        """As `ops.Product`; only of a weight in blocks."""
+        """[T, D]; only of a weight in blocks."""
         assert self.format.is_blocks, f"rows of {self.format}"
         outputs_T = outputs_T.long().contiguous()
         if (
@@ -214,7 +209,7 @@ class NativeProduct:
 
 def weights_of(product: Product) -> int:
     """The address of the `LinearWeights` of a product, of this rank's where it is spread."""
-    if isinstance(product, SummedProduct | PaddedProduct):
+    if isinstance(product, RowParallel | VocabParallel):
         product = product.own
     assert isinstance(product, NativeProduct)
     return product.handle

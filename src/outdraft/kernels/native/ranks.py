@@ -23,7 +23,7 @@ FAILURES = {  # by what csrc/ranks.cpp returns
 
 
 class NativeMemoryTransports:
-    """As `MemoryTransports`, by csrc/ranks.cpp."""
+    """Transports over shared memory, see csrc/ranks.cpp."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
@@ -37,10 +37,10 @@ class NativeMemoryTransports:
 
 
 class MemoryTransport:
-    """As `Transport`, through memory. A rank that lets go of it ends the group.
+    """A rank's transport through memory. A rank that lets go of it ends the group.
 
     Attributes:
-        own: where the memory lies, which rank this is of how many, and how long it waits, in us.
+        own: address of the memory, rank, number of ranks, and the longest wait in us.
 
     Raises:
         RanksError: from every operation, if the group has ended or another rank does not answer in
@@ -66,13 +66,11 @@ class MemoryTransport:
         self._end = weakref.finalize(self, _end, end, self.own[0], memory)
 
     def gather(self, data: Tensor) -> Tensor:
-        """As `Transport.gather`."""
         result = data.new_empty(self._size, data.numel())
         _check(self._gather(*self.own, data.data_ptr(), data.numel(), result.data_ptr()))
         return result
 
     def sum(self, part: Tensor) -> Tensor:
-        """As `Transport.sum`."""
         if part.dtype not in (torch.float32, torch.bfloat16):
             return gathered_sum(self, part)
         part, is_bf16 = part.contiguous(), part.dtype is torch.bfloat16
@@ -82,7 +80,6 @@ class MemoryTransport:
         return result
 
     def exchange(self, data: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """As `Transport.exchange`."""
         result = data.new_empty(sum(received))
         sizes = ((c_int64 * self._size)(*each) for each in (sent, received))
         _check(self._exchange(*self.own, data.data_ptr(), *sizes, result.data_ptr()))
@@ -90,17 +87,14 @@ class MemoryTransport:
 
     @property
     def num_messages(self) -> int:
-        """As `Transport.num_messages`; large ones count more than once."""
+        """Messages; large ones count more than once."""
         return self._num_rounds(*self.own[:2])
 
     def abort(self) -> None:
-        """As `Transport.abort`."""
         self._end()
 
 
-class RankLinkOf(ctypes.Structure):
-    """As `RankLink` of csrc/ranks.h."""
-
+class CRankLink(ctypes.Structure):
     _fields_ = (
         ("memory", c_void_p),
         *((name, c_int64) for name in ("rank", "size", "timeout_us")),
@@ -110,17 +104,17 @@ class RankLinkOf(ctypes.Structure):
 
 
 class RankLink:
-    """A rank's end of a group, for calls into the library that tell other ranks something.
+    """A rank's end of a group, for calls into the library that exchange with other ranks.
 
     Attributes:
-        native: what they are given; one call at a time.
+        native: their argument; one call at a time.
     """
 
     def __init__(self, group: RankGroup) -> None:
         """`group`: `shares_memory`."""
         assert isinstance(group.transport, MemoryTransport)
         self._group = group  # its transport keeps the memory
-        self.native = RankLinkOf(*group.transport.own)
+        self.native = CRankLink(*group.transport.own)
 
     def settle(self) -> None:
         """Count what a call has sent.
@@ -134,16 +128,16 @@ class RankLink:
                 traffic.calls[operation] += calls
                 traffic.sent_bytes[operation] += getattr(native, f"{name}_bytes")
         failure = native.failure
-        ctypes.memset(addressof(native) + RankLinkOf.sums_calls.offset, 0, _SETTLED_BYTES)
+        ctypes.memset(addressof(native) + CRankLink.sums_calls.offset, 0, _SETTLED_BYTES)
         _check(failure)
 
 
 def shares_memory(group: RankGroup) -> bool:
-    """Whether its ranks exchange through memory."""
+    """The ranks of a group exchange through memory."""
     return isinstance(group.transport, MemoryTransport)
 
 
-_SETTLED_BYTES = ctypes.sizeof(RankLinkOf) - RankLinkOf.sums_calls.offset
+_SETTLED_BYTES = ctypes.sizeof(CRankLink) - CRankLink.sums_calls.offset
 
 
 def _end(end: Callable[[int], None], address: int, _memory: mmap) -> None:

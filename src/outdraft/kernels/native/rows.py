@@ -8,11 +8,10 @@ from ctypes import c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from outdraft.attention.base import AttentionMetadata
-from outdraft.attention.rows import Span
+from outdraft.attention.rows import RowBatch, Span
 from outdraft.kernels.native.arrays import addresses
 from outdraft.kernels.native.library import Library
-from outdraft.kernels.ops import PlacedRows
+from outdraft.kernels.step_ops import StatePlaces
 
 
 def int64_tensor(numbers: "array[int]") -> Tensor:
@@ -20,9 +19,7 @@ def int64_tensor(numbers: "array[int]") -> Tensor:
     return torch.frombuffer(numbers, dtype=torch.int64)
 
 
-class RowCounts(ctypes.Structure):
-    """As `RowCounts` of csrc/rows.h."""
-
+class CRowCounts(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("num_works", "num_rows", "num_logits", "num_sampling")),
         *((name, c_int64) for name in ("num_extra", "table_width", "block_size", "width")),
@@ -30,7 +27,7 @@ class RowCounts(ctypes.Structure):
 
 
 class RowArrays:
-    """What `place_rows` is given, and memory for what it gives; to be kept until the call is over.
+    """Arguments of `place_rows`, and memory for its result; to be kept until the call is over.
 
     Attributes:
         counts, numbers, blocks, placed: its arguments; the last three are addresses.
@@ -58,10 +55,10 @@ class RowArrays:
         num_words = (3 * num_works + 2 + len(blocks)) // 2
         num_numbers = 5 * num_rows + num_logits + num_sampling * (1 + width) + num_extra
         works += parents
-        self._works, self._blocks, self._extra = works, blocks, extra
+        self._spans, self._works, self._blocks, self._extra = spans, works, blocks, extra
         self._placed = array("q", bytes(8 * (num_numbers + num_words)))
         self._num_words = num_words
-        self.counts = RowCounts(
+        self.counts = CRowCounts(
             num_works,
             num_rows,
             num_logits,
@@ -74,25 +71,33 @@ class RowArrays:
         self.numbers, self.blocks = works.buffer_info()[0], blocks.buffer_info()[0]
         self.placed = self._placed.buffer_info()[0]
 
-    def rows(self) -> PlacedRows:
-        """Views of what was placed."""
-        counts, num_words = self.counts, self._num_words
+    def rows(self) -> RowBatch:
+        """The placed rows, as views."""
+        spans, counts, num_words = self._spans, self.counts, self._num_words
         num_works, num_sampling, width = counts.num_works, counts.num_sampling, counts.width
         lengths = [*[counts.num_rows] * 5, counts.num_logits, num_sampling, num_sampling * width]
         lengths += [len(numbers) for numbers in self._extra]
-        # Tensor.split does the same, behind checks that take longer than the cut.
+        # Tensor.split does the same, after checks that take longer than the cut.
         *parts, words = torch.split_with_sizes(int64_tensor(self._placed), [*lengths, num_words])
         starts = [num_works + 1, num_works, num_works, len(self._blocks)]
         starts.append(2 * num_words - sum(starts))
         query_start, contexts, causal, table, _ = torch.split_with_sizes(
             words.view(torch.int32), starts
         )
-        return PlacedRows(
-            query_start,
-            contexts,
-            causal,
-            table.view(num_works, counts.table_width),
-            *parts[:7],
+        return RowBatch(
+            query_start_B1=query_start,
+            context_lens_B=contexts,
+            num_causal_B=causal,
+            ancestors_T=parts[0],
+            positions_T=parts[1],
+            slots_T=parts[2],
+            block_table_BP=table.view(num_works, counts.table_width),
+            max_rows=max([span.num_rows for span in spans]),
+            max_seq_len=max([span.context_len + span.num_rows for span in spans]),
+            state_index_T=parts[3],
+            draft_index_T=parts[4],
+            logit_rows_R=parts[5],
+            root_rows_B=parts[6],
             draft_slots_BN=parts[7].view(num_sampling, width),
             extra=tuple(parts[8:]),
         )
@@ -104,7 +109,7 @@ class NativeRows:
     def __init__(self, library: Library) -> None:
         size, address = c_int64, c_void_p
         self._place_rows = library.function(
-            "place_rows", [ctypes.POINTER(RowCounts), *[address] * 3]
+            "place_rows", [ctypes.POINTER(CRowCounts), *[address] * 3]
         )
         self._shape_rows = library.function("shape_rows", [*[size] * 2, *[address] * 4])
         self._place_states = library.function("place_states", [*[size] * 5, *[address] * 9])
@@ -118,7 +123,7 @@ class NativeRows:
         extra: Sequence[Sequence[int]],
         block_size: int,
         width: int,
-    ) -> PlacedRows:
+    ) -> RowBatch:
         arrays = RowArrays(spans, extra, block_size, width)
         counts = ctypes.byref(arrays.counts)
         self._place_rows(counts, arrays.numbers, arrays.blocks, arrays.placed)
@@ -140,15 +145,9 @@ class NativeRows:
         return positions_T, ancestors_T
 
     def place_states(
-        self,
-        rows: AttentionMetadata,
-        state_index_T: Tensor,
-        root_rows_B: Tensor,
-        kept_rows_BN: Tensor,
-        row_len: int,
-        window: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        num_works, num_rows = rows.context_lens_B.shape[0], state_index_T.shape[0]
+        self, rows: RowBatch, kept_rows_BN: Tensor, row_len: int, window: int
+    ) -> StatePlaces:
+        num_works, num_rows = rows.context_lens_B.shape[0], rows.state_index_T.shape[0]
         kept_rows_BN = kept_rows_BN.contiguous()
         placed = torch.empty(num_rows + 2 * num_works, dtype=torch.int64)
         places_T, last_rows_W, last_places_W = torch.split_with_sizes(
@@ -160,10 +159,10 @@ class NativeRows:
             row_len,
             window,
             *addresses(rows.query_start_B1, rows.context_lens_B, rows.num_causal_B),
-            *addresses(state_index_T, root_rows_B, kept_rows_BN),
+            *addresses(rows.state_index_T, rows.root_rows_B, kept_rows_BN),
             *addresses(places_T, last_rows_W, last_places_W),
         )
-        return places_T, last_rows_W, last_places_W
+        return StatePlaces(places_T, last_rows_W, last_places_W)
 
     def copy_rows(
         self,

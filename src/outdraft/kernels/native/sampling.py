@@ -1,26 +1,25 @@
-"""Noise, and tokens from rows of logits, by the compiled library.
+"""Noise, tokens and log-probabilities from rows of logits, by the compiled library.
 
-Dimension key: R rows, V vocabulary, W words of a mask of one bit per token.
+Dimension key: R rows, A rows of logits of which R are scored, V vocabulary, W words of a mask of
+one bit per token.
 """
 
+import ctypes
 from collections.abc import Callable
-from ctypes import c_int64, c_void_p
-from typing import TYPE_CHECKING
+from ctypes import POINTER, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
+from outdraft.kernels.data.logits import Scores
 from outdraft.kernels.data.noise import NoiseKeys
+from outdraft.kernels.data.sampling import Paths, SamplingBatch
 from outdraft.kernels.native.arrays import Addresses, BatchColumns, Column
-from outdraft.kernels.native.library import Library
-
-if TYPE_CHECKING:
-    from outdraft.sampling.batch import SamplingBatch
-    from outdraft.sampling.processors import Paths
+from outdraft.kernels.native.library import Library, Team
 
 
-def cut_columns(sampling: "SamplingBatch") -> tuple[Column, ...]:
-    """As `CutColumns` of csrc/sampling.h."""
+def cut_columns(sampling: SamplingBatch) -> tuple[Column, ...]:
+    """The columns of `CutColumns` in csrc/sampling.h."""
     return (
         (sampling.temperature_B, torch.float32),
         (sampling.log_min_p_B, torch.float32),
@@ -29,8 +28,8 @@ def cut_columns(sampling: "SamplingBatch") -> tuple[Column, ...]:
     )
 
 
-def penalty_columns(sampling: "SamplingBatch") -> tuple[Column, ...]:
-    """As `PenaltyColumns` of csrc/penalties.h."""
+def penalty_columns(sampling: SamplingBatch) -> tuple[Column, ...]:
+    """The columns of `PenaltyColumns` in csrc/penalties.h."""
     penalties_B = sampling.repetition_B, sampling.presence_B, sampling.frequency_B
     return tuple([(penalty_B, torch.float32) for penalty_B in penalties_B])
 
@@ -79,7 +78,7 @@ class NativeSampling:
         return are_finite_R
 
     def penalize(
-        self, logits_RV: Tensor, request_R: Tensor, paths: "Paths", sampling: "SamplingBatch"
+        self, logits_RV: Tensor, request_R: Tensor, paths: Paths, sampling: SamplingBatch
     ) -> Tensor:
         assert paths.history_BL is not None
         penalized_RV = torch.empty_like(logits_RV, memory_format=torch.contiguous_format)
@@ -99,7 +98,7 @@ class NativeSampling:
         return penalized_RV
 
     def scale_and_cut(
-        self, logits_RV: Tensor, request_R: Tensor, sampling: "SamplingBatch"
+        self, logits_RV: Tensor, request_R: Tensor, sampling: SamplingBatch
     ) -> Tensor:
         processed_RV = torch.empty_like(logits_RV, memory_format=torch.contiguous_format)
         at = Addresses()
@@ -111,3 +110,44 @@ class NativeSampling:
             processed_RV.data_ptr(),
         )
         return processed_RV
+
+
+class _CScoreTask(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "rows", "chosen")),
+        *((name, c_int64) for name in ("size", "num_top")),
+        *((name, c_void_p) for name in ("logprobs", "ranks", "top_ids", "top_logprobs")),
+    )
+
+
+class NativeScores:
+    """The operation of csrc/scores.cpp: float32 logits on the CPU; sums are float64."""
+
+    def __init__(self, team: Team) -> None:
+        arguments = [c_void_p, c_int64, POINTER(_CScoreTask)]
+        self._score = team.library.function("score_tokens", arguments, releases_gil=True)
+        self._team = team
+
+    def __call__(
+        self, logits_AV: Tensor, chosen_R: Tensor, num_top: int, rows_R: Tensor | None = None
+    ) -> Scores:
+        at, (num_rows, size) = Addresses(), (len(chosen_R), logits_AV.shape[1])
+        num_top = min(num_top, size)
+        if rows_R is None:
+            rows_R = torch.arange(num_rows)
+        scores = Scores(
+            torch.empty(num_rows),
+            torch.empty(num_rows, dtype=torch.int64),
+            torch.empty(num_rows, num_top, dtype=torch.int64),
+            torch.empty(num_rows, num_top),
+        )
+        task = _CScoreTask(
+            at(logits_AV, torch.float32),
+            at(rows_R, torch.int64),
+            at(chosen_R, torch.int64),
+            size,
+            num_top,
+            *[part.data_ptr() for part in scores],
+        )
+        self._score(self._team.address, num_rows, ctypes.byref(task))
+        return scores

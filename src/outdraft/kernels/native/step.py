@@ -1,9 +1,9 @@
 """A step of a target by the compiled library, see csrc/step.cpp.
 
-Steps of small models take less time than some calls of torch, so there are none where nobody needs
-a tensor.
+Steps of small models take less time than some calls of torch, so torch is called only where a
+tensor is needed.
 
-Dimension key: as in kernels/step_ops.py.
+Dimension key: R rows whose logits or states are wanted, T rows, K tapped layers, D hidden.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from torch import Tensor
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
 from outdraft.kernels.native.arrays import Addresses, BatchColumns, address_of, index_array
 from outdraft.kernels.native.library import Library
-from outdraft.kernels.native.rows import RowArrays, RowCounts, int64_tensor
+from outdraft.kernels.native.rows import CRowCounts, RowArrays, int64_tensor
 from outdraft.kernels.native.sampling import cut_columns, penalty_columns
 from outdraft.kernels.native.verification import choice_columns
 from outdraft.kernels.step_ops import (
@@ -31,9 +31,7 @@ from outdraft.kernels.step_ops import (
 _NOTHING, _LIKELIEST, _BY_RULE = range(3)
 
 
-class _Rules(ctypes.Structure):
-    """As `ChoiceRules` of csrc/step.cpp."""
-
+class _CChoiceRules(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("temperature", "least", "top_k", "top_p")),
         *((name, c_void_p) for name in ("repetition", "presence", "frequency")),
@@ -42,19 +40,17 @@ class _Rules(ctypes.Structure):
     )
 
 
-_NO_RULES = _Rules()
+_NO_RULES = _CChoiceRules()
 
 
-class _StepTask(ctypes.Structure):
-    """As `StepTask` of csrc/step.cpp."""
-
+class _CStepTask(ctypes.Structure):
     _fields_ = (
-        ("counts", RowCounts),
+        ("counts", CRowCounts),
         *((name, c_void_p) for name in ("numbers", "block_table", "texts")),
         ("row_len", c_int64),
         *((name, c_void_p) for name in ("draft_ids", "draft_parents", "num_drafts")),
         *((name, c_int64) for name in ("are_shaped", "chooses")),
-        ("rules", _Rules),
+        ("rules", _CChoiceRules),
         ("states_of", c_int64),
         ("taps", c_void_p),
         *((name, c_int64) for name in ("num_taps", "window")),
@@ -69,13 +65,13 @@ class NativeStep:
 
     def __init__(self, library: Library) -> None:
         self._step = library.function(
-            "decoder_step", [c_void_p, POINTER(_StepTask)], c_int64, releases_gil=True
+            "decoder_step", [c_void_p, POINTER(_CStepTask)], c_int64, releases_gil=True
         )
         self._cuts, self._choices = BatchColumns(cut_columns), BatchColumns(choice_columns)
         self._penalties = BatchColumns(penalty_columns)
 
     def read(self, decoder: int, task: StepTask, size: int, dtype: torch.dtype) -> StepRead:
-        """As `decoder_ops.DecoderPass.step`.
+        """Compute `DecoderPass.step`.
 
         Args:
             decoder: address of the `Decoder`.
@@ -103,7 +99,7 @@ class NativeStep:
         if choice is not None and task.window:
             lengths = counts.num_rows, counts.num_works, counts.num_works
             kept = StatePlaces(*[torch.empty(length, dtype=torch.int64) for length in lengths])
-        native = _StepTask(
+        native = _CStepTask(
             counts,
             arrays.numbers,
             arrays.blocks,
@@ -127,9 +123,9 @@ class NativeStep:
         assert is_valid, "a token or a position is out of its table"
         return StepRead(arrays.rows, states_RD, tapped_TKD, choice, kept)
 
-    def _rules(self, chooser: Chooser, drafts: DraftBatch, at: Addresses) -> _Rules:
+    def _rules(self, chooser: Chooser, drafts: DraftBatch, at: Addresses) -> _CChoiceRules:
         probs_BNV, sampling = drafts.probs_BNV, chooser.sampling
-        return _Rules(
+        return _CChoiceRules(
             *self._cuts.of(sampling),
             *(self._penalties.of(sampling) if sampling.needs_penalties else (None,) * 3),
             *self._choices.of(sampling),
@@ -141,9 +137,9 @@ class NativeStep:
 
 
 class _NativeChoice:
-    """As `Choice`: numbers of the host, written by the library."""
+    """A choice in numbers of the host, written by the library."""
 
-    def __init__(self, counts: RowCounts) -> None:
+    def __init__(self, counts: CRowCounts) -> None:
         self._num_requests, self._width = counts.num_sampling, counts.width
         self._lengths = [
             self._num_requests * (self._width + 1),
@@ -154,7 +150,7 @@ class _NativeChoice:
         self._are_finite = (c_bool * counts.num_logits)()
 
     def addresses(self) -> tuple[int, ...]:
-        """Where emitted, accepted, num_emitted and are_finite lie."""
+        """The addresses of emitted, accepted, num_emitted and are_finite."""
         emitted, num_bytes = self._numbers.buffer_info()[0], self._numbers.itemsize
         accepted = emitted + self._lengths[0] * num_bytes
         num_emitted = accepted + self._lengths[1] * num_bytes

@@ -5,28 +5,25 @@ from functools import partial
 
 import torch
 
-from outdraft.kernels.native.attention import NativeAttention
-from outdraft.kernels.native.block_mass import NativeBlockMass
+from outdraft.kernels.native.attention import NativeAttention, NativeBlockMass
 from outdraft.kernels.native.decoder import compile_decoder
 from outdraft.kernels.native.drafting import NativeDrafting, NativeGrowth
 from outdraft.kernels.native.experts import NativeExpertKernels, NativeExperts
 from outdraft.kernels.native.heads import NativeHeads
-from outdraft.kernels.native.library import Library
+from outdraft.kernels.native.library import Library, shared_team
 from outdraft.kernels.native.linear import NativeLinear
 from outdraft.kernels.native.rows import NativeRows
-from outdraft.kernels.native.sampling import NativeSampling
-from outdraft.kernels.native.scores import NativeScores
-from outdraft.kernels.native.team import shared_team
+from outdraft.kernels.native.sampling import NativeSampling, NativeScores
 from outdraft.kernels.native.texts import NativeSuffixTexts, ngram_texts
 from outdraft.kernels.native.verification import NativeVerification
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.torch.table import reference_kernels
 
 DTYPES = (torch.float32, torch.bfloat16)  # that it computes with
 
 
 def native_host_kernels(library: Library, others: Kernels, *, is_cpu: bool) -> Kernels:
-    """What the host does for models of any dtype; the other operations as they are.
+    """Replace the operations that the host computes for models of any dtype.
 
     Args:
         is_cpu: the models' tensors are on the host too.

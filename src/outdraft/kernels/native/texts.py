@@ -18,7 +18,7 @@ _PLACES = 1 + 2 * MAX_DRAFTS  # of a draft
 
 
 class NativeTexts:
-    """The operations of csrc/text_drafts.cpp; see `text_ops.NgramTexts`.
+    """Texts of requests that the library remembers, see csrc/text_drafts.cpp.
 
     Args:
         new_text: makes what the library remembers of a text.
@@ -30,7 +30,7 @@ class NativeTexts:
         self._num_bytes = library.function("text_bytes", [c_void_p], c_int64)
         self._draft = library.function("draft_texts", [c_int64, *[c_void_p] * 4], c_int64)
         self._texts: dict[str, int] = {}
-        self._room = _Room(1)
+        self._arrays = _AskArrays(1)
 
     def __del__(self) -> None:
         for text in self._texts.values():
@@ -42,10 +42,9 @@ class NativeTexts:
         return sum(self._num_bytes(text) for text in self._texts.values())
 
     def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
-        """One draft per ask."""
-        room = self._room
-        if len(asks) > room.num_asks:
-            room = self._room = _Room(2 * len(asks))
+        arrays = self._arrays
+        if len(asks) > arrays.num_asks:
+            arrays = self._arrays = _AskArrays(2 * len(asks))
         start = 0
         for ask in asks:
             text = self._texts.get(ask.request_id)
@@ -53,20 +52,21 @@ class NativeTexts:
                 text = self._texts[ask.request_id] = self._new_text()
             token_ids = ask.token_ids
             max_tokens = min(ask.max_tokens, MAX_DRAFTS)
-            _ASK.pack_into(room.asks, start, text, _address(token_ids), len(token_ids), max_tokens)
+            _ASK.pack_into(
+                arrays.asks, start, text, _address(token_ids), len(token_ids), max_tokens
+            )
             start += _ASK.size
-        num_places = self._draft(len(asks), *room.addresses)
-        return room.to_drafts(len(asks), num_places)
+        num_places = self._draft(len(asks), *arrays.addresses)
+        return arrays.to_drafts(len(asks), num_places)
 
     def forget(self, request_id: str) -> None:
-        """Drop what is remembered of a text."""
         text = self._texts.pop(request_id, None)
         if text is not None:
             self._free(text)
 
 
 class NativeSuffixTexts(NativeTexts):
-    """The same with finished texts; see `text_ops.SuffixTexts`."""
+    """Texts of requests and finished texts."""
 
     def __init__(
         self,
@@ -97,26 +97,22 @@ class NativeSuffixTexts(NativeTexts):
         return super().num_bytes + self._finished_bytes(self._finished)
 
     def add_finished(self, token_ids_T: np.ndarray) -> None:
-        """Keep a text."""
         self._add(self._finished, _address(token_ids_T), len(token_ids_T))
 
     def count_finished(self, max_tokens: int) -> int:
-        """Count more strings of the newest text."""
         return self._count(self._finished, max_tokens)
 
     def remove_finished(self, max_tokens: int) -> int:
-        """Take back strings of the oldest text."""
         return self._remove(self._finished, max_tokens)
 
 
 def ngram_texts(library: Library, min_n: int, max_n: int, branching: int) -> NativeTexts:
-    """As `text_ops.NgramTextsMaker`."""
     new_text = library.function("new_ngram_text", [c_int64] * 3, c_void_p)
     return NativeTexts(library, partial(new_text, min_n, max_n, branching))
 
 
-class _Room:
-    """What is asked and what is drafted, with their addresses; kept from step to step."""
+class _AskArrays:
+    """Asks and drafts as arrays, with their addresses; kept from step to step."""
 
     def __init__(self, num_asks: int) -> None:
         self.num_asks = num_asks
@@ -150,7 +146,7 @@ class _Room:
 
 
 def _address(token_ids: np.ndarray) -> int:
-    """Where contiguous int32 token ids begin; their owner keeps them during the call."""
+    """The address of contiguous int32 token ids; their owner keeps them during the call."""
     assert token_ids.dtype == _INT32
     if token_ids.flags.writeable:  # numpy's own answer takes five times as long
         return addressof(_NO_BYTES.from_buffer(token_ids.data))

@@ -4,21 +4,18 @@ Dimension key: B requests, N most drafts of any request, R flat rows, V vocabula
 """
 
 from ctypes import c_bool, c_int64, c_void_p
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
+from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.native.arrays import Addresses, BatchColumns, Column
 from outdraft.kernels.native.library import Library
 
-if TYPE_CHECKING:
-    from outdraft.sampling.batch import SamplingBatch
 
-
-def choice_columns(sampling: "SamplingBatch") -> tuple[Column, ...]:
-    """As `verify` of csrc/verification.h takes them."""
+def choice_columns(sampling: SamplingBatch) -> tuple[Column, ...]:
+    """The columns that `verify` of csrc/verification.h takes."""
     return (
         (sampling.is_greedy_B, torch.bool),
         (sampling.draws_B, torch.bool),
@@ -45,7 +42,7 @@ class NativeVerification:
         self,
         processed_RV: Tensor,
         drafts: DraftBatch,
-        sampling: "SamplingBatch",
+        sampling: SamplingBatch,
         num_tokens_B: Tensor,
         rule: Rule,
     ) -> Verdict:

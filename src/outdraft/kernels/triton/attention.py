@@ -35,7 +35,7 @@ _LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """How the requests with min_rows to max_rows rows are computed."""
+    """The launch for requests with min_rows to max_rows rows."""
 
     min_rows: int
     max_rows: int
@@ -49,7 +49,7 @@ class _Launch:
 class TritonAttention:
     """Attention as attention/base.py states it, for float32, bfloat16 and float16 on a GPU.
 
-    Queries and cache may differ in dtype; scores, softmax and sums are float32. Rows behind the
+    Queries and cache may differ in dtype; scores, softmax and sums are float32. Rows after the
     last request are padding: their result is zero, and so is that of rows that see nothing.
     """
 
@@ -107,7 +107,6 @@ class TritonAttention:
         return out_THE
 
     def temporary_bytes(self, most: AttentionSizes) -> int:
-        """As `AttentionBackend`."""
         cache, heads_per_kv = most.cache, most.num_heads // most.cache.num_kv_heads
         head_size, found = max(cache.key_size, cache.value_size), 0
         for launch in _launches(heads_per_kv, head_size, most.dtype.itemsize):
@@ -121,7 +120,7 @@ class TritonAttention:
     def _part_numbers(
         self, launch: _Launch, num_keys: int, num_kv_heads: int, value_size: int
     ) -> int:
-        """How many numbers the splits of one tile take."""
+        """Numbers that the splits of one tile take."""
         num_splits = triton.cdiv(num_keys, launch.split_keys)
         return num_kv_heads * num_splits * launch.lanes * (value_size + 2)
 
@@ -182,13 +181,13 @@ class _Call:
 
     @property
     def rows(self) -> tuple[Tensor, ...]:
-        """What both kernels read of the metadata."""
+        """The tensors of the metadata that both kernels read."""
         metadata = self.metadata
         by_request = (metadata.query_start_B1, metadata.context_lens_B, metadata.num_causal_B)
         return (*by_request, metadata.ancestors_T, metadata.positions_T)
 
     def constants(self, launch: _Launch) -> dict[str, int | bool]:
-        """What both kernels are compiled for."""
+        """The constants that both kernels are compiled for."""
         return {
             "MIN_ROWS": launch.min_rows,
             "MAX_ROWS": launch.max_rows,
@@ -269,8 +268,8 @@ def _launches(heads_per_kv: int, head_size: int, itemsize: int) -> list[_Launch]
     """
     tile_size = _tile_size(head_size)
     keys = min(64, max(16, 2**14 // (itemsize * tile_size)))
-    few_lanes = _few_lanes(heads_per_kv, head_size, itemsize)
-    few_rows, lanes = few_lanes // heads_per_kv, _most_lanes(head_size, itemsize)
+    few_lanes = _decode_lanes(heads_per_kv, head_size, itemsize)
+    few_rows, lanes = few_lanes // heads_per_kv, _max_lanes(head_size, itemsize)
     tree_lanes, most_lanes = (max(min(size, lanes), few_lanes) for size in (64, 128))
     return [
         _Launch(1, few_rows, few_lanes, keys, 256, 4, 2),
@@ -279,23 +278,23 @@ def _launches(heads_per_kv: int, head_size: int, itemsize: int) -> list[_Launch]
     ]
 
 
-def most_rows_of_few(heads_per_kv: int, head_size: int, itemsize: int) -> int:
+def decode_tile_rows(heads_per_kv: int, head_size: int, itemsize: int) -> int:
     """Most rows of a request that one tile of the smallest kind holds."""
-    return _few_lanes(heads_per_kv, head_size, itemsize) // heads_per_kv
+    return _decode_lanes(heads_per_kv, head_size, itemsize) // heads_per_kv
 
 
-def _few_lanes(heads_per_kv: int, head_size: int, itemsize: int) -> int:
+def _decode_lanes(heads_per_kv: int, head_size: int, itemsize: int) -> int:
     """Room for a chain of seven drafts, if it is not too much; a tensor core takes 16 at least."""
-    room = min(8 * heads_per_kv, 64, _most_lanes(head_size, itemsize))
+    room = min(8 * heads_per_kv, 64, _max_lanes(head_size, itemsize))
     return triton.next_power_of_2(max(16, heads_per_kv, room))
 
 
-def _most_lanes(head_size: int, itemsize: int) -> int:
+def _max_lanes(head_size: int, itemsize: int) -> int:
     return 2**16 // (itemsize**2 * _tile_size(head_size))
 
 
 def _is_needed(launch: _Launch, num_requests: int, num_rows: int, max_rows: int) -> bool:
-    """Whether a request of the batch may belong to a launch; the host knows the longest only."""
+    """True if a request of the batch may belong to a launch; the host knows the longest only."""
     if max_rows < launch.min_rows:
         return False
     is_uniform = num_rows == num_requests * max_rows

@@ -170,7 +170,7 @@ def _take_in_keys(
             is_seen_MN = is_text_MN | (is_bit_MN & (draft_N >= 0)[None, :])
             is_seen_MN = is_seen_MN & is_read_N[None, :]
             scores_MN = tl.where(is_seen_MN, scores_MN, float("-inf"))
-            # A weight of zero does not silence a NaN that somebody left in a reused block.
+            # A weight of zero does not silence a NaN that an earlier text left in a reused block.
             is_read_N = tl.max(is_seen_MN.to(tl.int32), axis=0) > 0
         new_top_M = tl.maximum(top_M, tl.max(scores_MN, axis=1))
         base_M = tl.where(new_top_M == float("-inf"), 0.0, new_top_M)  # nothing seen so far
@@ -367,7 +367,7 @@ def merge_splits(
     HAS_CHUNK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """What the splits of `attend_tiles` are together. Grid: [tiles, G, TILE_ROWS * HEADS_PER_KV].
+    """Merge the splits of `attend_tiles`. Grid: [tiles, G, TILE_ROWS * HEADS_PER_KV].
 
     A lane joins the splits that hold keys it sees: its tile has written those at least.
     """

@@ -1,6 +1,6 @@
 """Whole passes of a decoder on a GPU: few launches for a layer, or one for all of them.
 
-What it means is reference/decoder.py. Passes of few rows are replayed as graphs (graphs.py).
+What it means is torch/decoder.py. Passes of few rows are replayed as graphs (graphs.py).
 
 Dimension key: T rows, R wanted rows, X inputs of layer 0, D hidden, K tapped layers.
 """
@@ -11,32 +11,32 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionForm, AttentionMetadata, LayerCache
-from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.kernels.decoder_ops import DecoderSpec, LayerSpec
-from outdraft.kernels.rank_products import SummedProduct
-from outdraft.kernels.reference.decoder import ReferenceDecoder, with_earlier_drafts
-from outdraft.kernels.triton.attention import most_rows_of_few
+from outdraft.kernels.ops import WarmUps
+from outdraft.kernels.products import RowParallel
+from outdraft.kernels.torch.decoder import TorchDecoder, with_earlier_drafts
+from outdraft.kernels.triton.attention import decode_tile_rows
 from outdraft.kernels.triton.graphs import GraphedPasses
-from outdraft.kernels.triton.pointwise import HeadNorms, add_and_norm, silu_mul, turn_heads
+from outdraft.kernels.triton.pointwise import HeadNorms, add_and_norm, rotate_heads, silu_mul
 
 
-class TritonDecoder(ReferenceDecoder):
-    """As `decoder_ops.DecoderPass`, for the dtypes that Triton's attention reads."""
+class TritonDecoder(TorchDecoder):
+    """A decoder's passes, for the dtypes that Triton's attention reads."""
 
-    def __init__(self, spec: DecoderSpec, *, has_graphs: bool, first_times: FirstTimes) -> None:
+    def __init__(self, spec: DecoderSpec, *, has_graphs: bool, warm_ups: WarmUps) -> None:
         """
         Args:
             has_graphs: passes of few rows become graphs. Those of several ranks never do: their
                 sums wait for each other.
-            first_times: counts sizes of passes that are new, and graphs.
+            warm_ups: counts sizes of passes that are new, and graphs.
         """
         super().__init__(spec)
         self._graphs: GraphedPasses | None = None
-        if has_graphs and not isinstance(spec.layers[0].o, SummedProduct):
+        if has_graphs and not isinstance(spec.layers[0].o, RowParallel):
             heads_per_kv = spec.num_heads // spec.num_kv_heads
             head_size, itemsize = spec.cos_sin_MC.shape[1], spec.embedding.dtype.itemsize
-            few_rows = most_rows_of_few(heads_per_kv, head_size, itemsize)
-            self._graphs = GraphedPasses(self._all_rows, few_rows, first_times)
+            few_rows = decode_tile_rows(heads_per_kv, head_size, itemsize)
+            self._graphs = GraphedPasses(self._all_rows, few_rows, warm_ups)
 
     def __call__(
         self,
@@ -105,7 +105,7 @@ class TritonDecoder(ReferenceDecoder):
     ) -> Tensor:
         """[T, D]: what attention adds."""
         spec, norms = self._spec, HeadNorms(layer.q_norm_C, layer.k_norm_C)
-        q_THC = turn_heads(
+        q_THC = rotate_heads(
             layer.qkv(x_TX), spec.num_heads, norms, spec.cos_sin_MC, cache, metadata, spec.eps
         )
         if layer.is_causal:

@@ -2,8 +2,8 @@
 # pyright: reportInvalidTypeForm=false, reportOperatorIssue=false
 # ruff: noqa: ANN001, ANN201, ANN202
 # Triton infers the types of these functions and specialises on them.
-"""Levels of drafts: where their rows stand, one drawn token behind each text, and chains that meet
-the target's choices.
+"""Kernels of drafts: places of a level's rows, one drawn token after each text, chains that match
+the target's choices, and new tokens of texts.
 
 Dimension key: F rows of a level, N most drafts of a request, Q splits of a vocabulary, W blocks of
 four neighbouring ids.
@@ -19,7 +19,7 @@ from outdraft.kernels.triton.vocabulary_kernels import (
     better,
     first_row_of,
     softmax_of_row,
-    tell_verdict,
+    write_verdict,
 )
 
 
@@ -50,7 +50,7 @@ def place_rows_of_level(
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,  # at least NUM_ROWS
 ):
-    """As `ops.PlaceLevel`. Grid: [B]."""
+    """Compute `place_level`. Grid: [B]."""
     request = tl.program_id(0).to(tl.int64)
     row_F = tl.arange(0, WIDTH)
     is_row_F = row_F < NUM_ROWS
@@ -199,7 +199,7 @@ def match_chains(
     width,  # N
     WIDTH: tl.constexpr,  # at least N + 1
 ):
-    """As `ops.Match`, of chains. Grid: [B]."""
+    """Compute `match` of chains. Grid: [B]."""
     request = tl.program_id(0).to(tl.int64)
     root = first_row_of(num_drafts, tl.program_id(0))
     number = tl.load(num_drafts + request)
@@ -208,6 +208,27 @@ def match_chains(
     draft_N = tl.load(token_ids + request * width + place_N, mask=place_N < number, other=-1)
     is_hit_N = (place_N < number) & (choice_N == draft_N)
     accepted = tl.cast(tl.min(tl.where(is_hit_N, WIDTH, place_N)), tl.int64)
-    tell_verdict(
+    write_verdict(
         draft_N, choice_N, accepted, place_N, request, to_token_ids, to_num_emitted, to_rows, width
     )
+
+
+@triton.jit(
+    do_not_specialize=["row_len", "width"],
+    do_not_specialize_on_alignment=["rows", "starts", "token_ids"],
+)
+def append_ids(
+    texts,  # int64 [S, row_len]
+    rows,
+    starts,
+    token_ids,  # int64 [B, N]
+    row_len,
+    width,  # N
+    WIDTH: tl.constexpr,  # at least N
+):
+    """Compute `append_token_ids`. Grid: [B]."""
+    request = tl.program_id(0).to(tl.int64)
+    place_N = tl.arange(0, WIDTH)
+    id_N = tl.load(token_ids + request * width + place_N, mask=place_N < width, other=-1)
+    target = texts + tl.load(rows + request) * row_len + tl.load(starts + request)
+    tl.store(target + place_N, id_N, mask=id_N >= 0)

@@ -1,10 +1,11 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
 # A launch takes more than the parameters of the kernel.
-"""Levels of drafts and matched chains on a GPU, by the kernels of draft_kernels.py: one launch or
-two where the readable operations are dozens. What is no chain goes to these.
+"""Levels of drafts, matched chains and new tokens of texts on a GPU, by the kernels of
+draft_kernels.py: one launch or two where the readable operations are dozens. Trees that are no
+chains go to these.
 
-Dimension key: B requests, E nodes of the level above, F rows of a level, N most drafts of a
-request, Q splits of a vocabulary, R flat rows, V vocabulary.
+Dimension key: B requests, E nodes of the level above, F rows of a level, N most drafts or new
+tokens of a request, Q splits of a vocabulary, R flat rows, V vocabulary, S texts, L tokens.
 """
 
 import torch
@@ -22,7 +23,7 @@ from outdraft.kernels.draft_ops import (
     DrawnLevel,
     LevelTask,
 )
-from outdraft.kernels.reference import drawn_level, verification
+from outdraft.kernels.torch import drawn_level, verification
 from outdraft.kernels.triton import draft_kernels as kernels
 from outdraft.kernels.triton.noise import GUMBEL, gumbel
 
@@ -32,7 +33,6 @@ _TILE = 256  # blocks of four ids
 def place_level(
     ancestors_BF: Tensor, first_row: int, num_drafts_B: Tensor, start: DraftStart
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `ops.PlaceLevel`."""
     num_requests, num_rows = ancestors_BF.shape
     own, positions, slots = (
         torch.empty(num_requests * num_rows, dtype=torch.int64, device=ancestors_BF.device)
@@ -57,7 +57,6 @@ def place_level(
 
 
 def draw_level(logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnLevel:
-    """As `ops.DrawLevel`."""
     num_requests, num_nodes, size = logits_BEV.shape
     is_chain = num_nodes == task.num_rows == 1
     if not is_chain or logits_BEV.dtype != torch.float32 or num_requests == 0:
@@ -113,7 +112,6 @@ def draw_level(logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnL
 
 
 def match(choices_R: Tensor, drafts: DraftBatch) -> Verdict:
-    """As `ops.Match`."""
     number, width = drafts.num_requests, drafts.width
     if not drafts.is_chain or number == 0:
         return verification.match(choices_R, drafts)
@@ -133,3 +131,20 @@ def match(choices_R: Tensor, drafts: DraftBatch) -> Verdict:
         WIDTH=triton.next_power_of_2(width + 1),
     )
     return verdict
+
+
+def append_token_ids(
+    texts_SL: Tensor, state_rows_B: Tensor, starts_B: Tensor, token_ids_BN: Tensor
+) -> None:
+    num_requests, width = token_ids_BN.shape
+    if num_requests == 0 or width == 0:
+        return
+    kernels.append_ids[(num_requests,)](
+        texts_SL,
+        state_rows_B.contiguous(),
+        starts_B.contiguous(),
+        token_ids_BN.contiguous(),
+        texts_SL.shape[1],
+        width,
+        WIDTH=triton.next_power_of_2(width),
+    )

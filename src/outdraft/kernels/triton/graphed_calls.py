@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from outdraft.distributed.group import RequestShares
-from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.kernels.data.graph_sizes import GRAPH_BYTES
-from outdraft.kernels.ops import Kernels
-from outdraft.kernels.triton.graphs import Capture, DeviceCapture, Replay
-from outdraft.kernels.triton.kept_graphs import MadeGraphs
+from outdraft.kernels.draft_ops import Capturable, Growth, ModelDrafts, TreeLevels
+from outdraft.kernels.ops import Kernels, WarmUps
+from outdraft.kernels.triton.graphs import Capture, DeviceCapture, MadeGraphs, PerCache, Replay
 
 _FIXED = (Kernels, RequestShares)  # they are what they are, whatever they hold
 _ALIGNED = 256  # bytes
@@ -37,7 +36,7 @@ class _NoRoomError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Graph(Generic[Result]):
+class _CallGraph(Generic[Result]):
     inputs: Sequence[Tensor]
     replay: Replay
     result: Result
@@ -55,19 +54,19 @@ class CallGraphs(Generic[Result]):
 
     def __init__(
         self,
-        first_times: FirstTimes,
+        warm_ups: WarmUps,
         capture: Capture | None = None,
         most_bytes: int = GRAPH_BYTES,
     ) -> None:
         """
         Args:
-            first_times: counts kinds of calls that are new, and graphs.
+            warm_ups: counts kinds of calls that are new, and graphs.
             capture: what makes graphs; None: that of the device.
             most_bytes: that the arguments and the result of a call may take.
         """
         self._capture = capture or DeviceCapture()
-        self._graphs = MadeGraphs[_Graph[Result] | _TooLarge](first_times)
-        self._room = _Room(most_bytes)
+        self._graphs = MadeGraphs[_CallGraph[Result] | _TooLarge](warm_ups)
+        self._shared = _GraphMemory(most_bytes)
 
     def call(
         self,
@@ -81,7 +80,7 @@ class CallGraphs(Generic[Result]):
             function: waits for nothing, and writes to none of its arguments.
             arguments: tensors, dataclasses of such, and what can be compared.
             lengths: by argument, how long its tensors become, so that few graphs are made; None:
-                as they are. Behind what is there are zeros. (): of all arguments as they are.
+                as they are. Zeros follow what is there. (): of all arguments as they are.
         """
         tensors: list[Tensor] = []
         shapes: list[Shape] = []
@@ -96,11 +95,11 @@ class CallGraphs(Generic[Result]):
             _fill(inputs, tensors)
             return lambda: function(*_with_tensors(arguments, iter(inputs)))
 
-        def make() -> _Graph[Result] | _TooLarge:
+        def make() -> _CallGraph[Result] | _TooLarge:
             return self._captured(moved, shapes, tensors[0].device)
 
         graph = self._graphs.find(tuple(kinds), tuple(shapes), make)
-        if isinstance(graph, _Graph):
+        if isinstance(graph, _CallGraph):
             _fill(graph.inputs, tensors)
             graph.replay()
             return graph.result
@@ -115,11 +114,11 @@ class CallGraphs(Generic[Result]):
         moved: Callable[[Sequence[Tensor]], Callable[[], Result]],
         shapes: Sequence[Shape],
         device: torch.device,
-    ) -> _Graph[Result] | _TooLarge:
+    ) -> _CallGraph[Result] | _TooLarge:
         try:
-            inputs, end = self._room.tensors(shapes, device)
+            inputs, end = self._shared.tensors(shapes, device)
             call = moved(inputs)
-            return _Graph(inputs, *self._capture(lambda: self._kept(call(), end)))
+            return _CallGraph(inputs, *self._capture(lambda: self._kept(call(), end)))
         except _NoRoomError:
             return _TOO_LARGE
 
@@ -128,12 +127,36 @@ class CallGraphs(Generic[Result]):
         tensors: list[Tensor] = []
         _parts(result, tensors)
         shapes = [_shape(one) for one in tensors]
-        kept, _ = self._room.tensors(shapes, tensors[0].device, start)
+        kept, _ = self._shared.tensors(shapes, tensors[0].device, start)
         _copy_all(tensors, kept)
         return _with_tensors(result, iter(kept))
 
 
-class _Room:
+class GraphedGrowth:
+    """The operation `grow`, as CUDA graphs of levels that can be asked of other tensors."""
+
+    def __init__(self, warm_ups: WarmUps) -> None:
+        """`warm_ups`: counts kinds of growth that are new, and graphs."""
+        self._graphs = PerCache(lambda: CallGraphs[ModelDrafts](warm_ups))
+
+    def __call__(
+        self,
+        levels: TreeLevels,
+        growth: Growth,
+        by_levels: Callable[[TreeLevels, Growth], ModelDrafts],
+    ) -> ModelDrafts:
+        if not isinstance(levels, Capturable):
+            return by_levels(levels, growth)
+
+        def grow(tensors: Any, common: Any, its_growth: Growth) -> ModelDrafts:
+            return by_levels(levels.rebind(tensors, common), its_growth)
+
+        graphs = self._graphs.of(levels.first_keys_PSGC)
+        # Rows that some requests do not want are left out in any case: that is one kind less.
+        return graphs.call(grow, *levels.static_inputs(), replace(growth, fewest=0))
+
+
+class _GraphMemory:
     """Memory of a device, allocated when it is needed first."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -143,7 +166,7 @@ class _Room:
     def tensors(
         self, shapes: Sequence[Shape], device: torch.device, start: int = 0
     ) -> tuple[list[Tensor], int]:
-        """Tensors one behind the other, and the byte where they end.
+        """Tensors one after the other, and the byte where they end.
 
         Raises:
             _NoRoomError: they do not fit.
@@ -164,8 +187,8 @@ class _Room:
 
 
 def _parts(value: Any, tensors: list[Tensor]) -> object:
-    """What two values must have in common, beside the shapes of their tensors; these are added to
-    the list."""
+    """The parts in which two values must be equal, besides the shapes of their tensors, which are
+    added to the list."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return value.dtype
@@ -178,7 +201,7 @@ def _parts(value: Any, tensors: list[Tensor]) -> object:
 
 
 def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """The same value of other tensors, in the order of `_parts`."""
+    """A value with other tensors, in the order of `_parts`."""
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, tuple):
@@ -205,8 +228,8 @@ def _shape(tensor: Tensor, length: int | None = None) -> Shape:
 
 
 def _fill(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy into tensors that may be longer, with zeros behind what is copied; a tensor that is its
-    own target stays."""
+    """Copy into tensors that may be longer, and fill these up with zeros; a tensor that is its own
+    target stays."""
     starts: list[Tensor] = []
     ends: dict[torch.dtype, list[Tensor]] = {}
     for target, source in zip(targets, sources, strict=True):

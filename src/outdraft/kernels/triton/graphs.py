@@ -1,8 +1,8 @@
 """Passes of few rows as CUDA graphs: one launch instead of some hundreds.
 
 A graph repeats the launches of one pass: with the same sizes, on the same addresses. So the rows of
-a pass are copied into buffers of its own, and sizes are rounded up. Rows behind the last request
-are padding that is kept nowhere, and requests behind the last one have no rows. The first pass runs
+a pass are copied into buffers of its own, and sizes are rounded up. Rows after the last request
+are padding that is kept nowhere, and requests after the last one have no rows. The first pass runs
 launch by launch, which compiles what it needs; then each new size becomes a graph.
 
 Rows that are padded are no other rows: the same sizes are computed alike with a graph or without.
@@ -11,25 +11,27 @@ Dimension key: T rows, B requests, P blocks, D state, K tapped layers; all but D
 """
 
 import gc
+import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 from triton import cdiv
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
-from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.kernels.data.graph_sizes import (
+    MOST_GRAPHS,
     MOST_ROWS,
     TREE_ROWS,
     rounded_len,
     rounded_requests,
     rounded_rows,
 )
-from outdraft.kernels.triton.kept_graphs import MadeGraphs, OfCaches
+from outdraft.kernels.ops import WarmUps
 from outdraft.kernels.triton.padding import pad_rows
 
 MOST_REQUESTS = rounded_requests(MOST_ROWS)
@@ -41,19 +43,77 @@ RunPass = Callable[
 ]
 Replay = Callable[[], object]
 Result = TypeVar("Result")
+Made = TypeVar("Made")
+Kept = TypeVar("Kept")
+_logger = logging.getLogger(__name__)
 
 
 class Capture(Protocol):
     """Makes a graph of launches."""
 
     def __call__(self, launch: Callable[[], Result]) -> tuple[Replay, Result]:
-        """What repeats the launches, and what they return: computed anew each time."""
+        """A function that repeats the launches, and their results, which it computes anew."""
         ...
+
+
+class MadeGraphs(Generic[Made]):
+    """Graphs by what they launch and for which sizes.
+
+    What is launched for the first time compiles kernels and allocates what libraries need, and so
+    becomes no graph. Later each new size of it becomes one at once: to make it takes about as long
+    as its launches would.
+    """
+
+    def __init__(self, warm_ups: WarmUps) -> None:
+        """`warm_ups`: counts first launches, and graphs that are made."""
+        self._warm_ups = warm_ups
+        self._launched = set[object]()
+        self._made: dict[object, Made] = {}
+        self._is_full = False  # and that was said
+
+    def find(self, launches: object, sizes: object, make: Callable[[], Made]) -> Made | None:
+        """The graph, which `make` makes; None: the launches are new, or there are too many graphs.
+
+        Args:
+            launches: equal where the same kernels are launched.
+            sizes: equal for all calls of a graph.
+        """
+        if launches not in self._launched:
+            self._launched.add(launches)
+            self._warm_ups.count += 1
+            return None
+        kind = launches, sizes
+        if kind not in self._made:
+            if len(self._made) >= MOST_GRAPHS:
+                if not self._is_full:
+                    self._is_full = True
+                    _logger.warning(
+                        "%d graphs are made: steps of other sizes launch kernel by kernel from now "
+                        "on, which takes longer",
+                        MOST_GRAPHS,
+                    )
+                return None
+            self._made[kind] = make()
+            self._warm_ups.count += 1
+        return self._made[kind]
+
+
+class PerCache(Generic[Kept]):
+    """Something for each cache that lives: graphs hold the addresses of the one they read."""
+
+    def __init__(self, make: Callable[[], Kept]) -> None:
+        self._make, self._by_keys = make, WeakIdKeyDictionary()
+
+    def of(self, keys_PSGC: Tensor) -> Kept:
+        """`keys_PSGC`: of the cache's first layer."""
+        if keys_PSGC not in self._by_keys:
+            self._by_keys[keys_PSGC] = self._make()
+        return cast(Kept, self._by_keys[keys_PSGC])
 
 
 @dataclass(frozen=True, slots=True)
 class PassSizes:
-    """What all passes of a graph have in common."""
+    """The sizes that all passes of a graph have in common."""
 
     num_rows: int
     num_requests: int
@@ -64,17 +124,17 @@ class PassSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Graph:
+class _PassGraph:
     replay: Replay
     results: tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Graphs:
-    """Those on one cache, by `PassSizes`."""
+class _CacheGraphs:
+    """The graphs on one cache, by `PassSizes`."""
 
     capture: Capture
-    made: MadeGraphs[_Graph]
+    made: MadeGraphs[_PassGraph]
 
 
 class GraphedPasses:
@@ -84,7 +144,7 @@ class GraphedPasses:
         self,
         run: RunPass,
         few_rows: int,
-        first_times: FirstTimes,
+        warm_ups: WarmUps,
         new_capture: Callable[[], Capture] | None = None,
     ) -> None:
         """
@@ -92,16 +152,16 @@ class GraphedPasses:
             run: the launches of a pass.
             few_rows: attention is launched in one way if no request has more rows, in two if one
                 has, and in three if one has more than TREE_ROWS.
-            first_times: counts sizes that are new, and graphs.
+            warm_ups: counts sizes that are new, and graphs.
             new_capture: makes the graphs on one cache; None: that of the device.
         """
-        self._run, self._few_rows, self._first_times = run, few_rows, first_times
+        self._run, self._few_rows, self._warm_ups = run, few_rows, warm_ups
         self._new_capture = new_capture or DeviceCapture
-        self._rows: dict[int, _Rows] = {}  # by the most blocks of one request
-        self._graphs = OfCaches(self._new_graphs)
+        self._rows: dict[int, _PassBuffers] = {}  # by the most blocks of one request
+        self._graphs = PerCache(self._new_graphs)
 
     def can_run(self, num_rows: int) -> bool:
-        """Whether the pass is one of few rows."""
+        """The pass is one of few rows."""
         return 0 < num_rows <= MOST_ROWS
 
     def __call__(
@@ -112,7 +172,7 @@ class GraphedPasses:
         taps: Sequence[int],
         states_TD: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """As `run`, in tensors of their own."""
+        """The results of `run`, in tensors of their own."""
         num_rows = len(token_ids_T)
         sizes = self._sizes(num_rows, metadata, caches[0].k_PSGC.shape[1], tuple(taps))
         rows = self._rows_for(sizes.num_blocks, caches[0].k_PSGC, states_TD)
@@ -123,7 +183,7 @@ class GraphedPasses:
             return self._run(*rows.of(sizes, caches, has_states=states_TD is not None))
 
         launches = sizes.max_rows, sizes.num_requests == 1, states_TD is not None, sizes.taps
-        graph = graphs.made.find(launches, sizes, lambda: _Graph(*graphs.capture(launch)))
+        graph = graphs.made.find(launches, sizes, lambda: _PassGraph(*graphs.capture(launch)))
         if graph is None:
             out_TD, tapped_TKD = launch()
             return out_TD[:num_rows], tapped_TKD[:num_rows]
@@ -132,8 +192,8 @@ class GraphedPasses:
         tapped_TKD = tapped_TKD[:num_rows]
         return out_TD[:num_rows].clone(), tapped_TKD.clone() if taps else tapped_TKD
 
-    def _new_graphs(self) -> _Graphs:
-        return _Graphs(self._new_capture(), MadeGraphs(self._first_times))
+    def _new_graphs(self) -> _CacheGraphs:
+        return _CacheGraphs(self._new_capture(), MadeGraphs(self._warm_ups))
 
     def _sizes(
         self, num_rows: int, metadata: AttentionMetadata, block_size: int, taps: tuple[int, ...]
@@ -150,17 +210,19 @@ class GraphedPasses:
             taps=taps,
         )
 
-    def _rows_for(self, num_blocks: int, keys_PSGC: Tensor, states_TD: Tensor | None) -> "_Rows":
+    def _rows_for(
+        self, num_blocks: int, keys_PSGC: Tensor, states_TD: Tensor | None
+    ) -> "_PassBuffers":
         """Buffers. Graphs of shorter texts go on to read their own."""
         if num_blocks not in self._rows:
             state_size = 0 if states_TD is None else states_TD.shape[1]
             dtype = keys_PSGC.dtype if states_TD is None else states_TD.dtype
-            self._rows[num_blocks] = _Rows(keys_PSGC.device, num_blocks, state_size, dtype)
+            self._rows[num_blocks] = _PassBuffers(keys_PSGC.device, num_blocks, state_size, dtype)
         return self._rows[num_blocks]
 
 
-class _Rows:
-    """What the graphs of a network read. `num_blocks`: most of one request."""
+class _PassBuffers:
+    """Tensors that the graphs of a network read. `num_blocks`: most of one request."""
 
     def __init__(
         self, device: torch.device, num_blocks: int, state_size: int, state_dtype: torch.dtype
@@ -219,7 +281,7 @@ class DeviceCapture:
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, launch: Callable[[], Result]) -> tuple[Replay, Result]:
-        """As `Capture`. Nothing that the launches compute is there before the first replay.
+        """Capture the launches. Their results are not there before the first replay.
 
         `torch.cuda.graph` would wait for the device and give all spare memory back each time.
         """

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from outdraft.kernels.data.noise import NoiseKeys
-from outdraft.kernels.reference.noise import LN2, LOG_SERIES, ROUNDS, SQRT2
+from outdraft.kernels.torch.noise import LN2, LOG_SERIES, ROUNDS, SQRT2
 from outdraft.kernels.triton import noise_kernels as kernels
 
 # What kernels that make Gumbel noise are compiled for. A fused sum would round less: other bits.
@@ -25,7 +25,6 @@ _TILE = 256  # blocks of four tokens, or rows
 
 
 def gumbel(keys: NoiseKeys, vocab_size: int) -> Tensor:
-    """As `ops.Gumbel`; float32 [R, V]."""
     num_rows = len(keys.seeds_R)
     noise_RV = torch.empty(num_rows, vocab_size, device=keys.seeds_R.device)
     if num_rows:
@@ -36,7 +35,6 @@ def gumbel(keys: NoiseKeys, vocab_size: int) -> Tensor:
 
 
 def uniform_scalar(keys: NoiseKeys) -> Tensor:
-    """As reference/noise.py; float32 [R]."""
     num_rows = len(keys.seeds_R)
     noise_R = torch.empty(num_rows, device=keys.seeds_R.device)
     if num_rows:

@@ -2,7 +2,7 @@
 # pyright: reportInvalidTypeForm=false, reportOperatorIssue=false
 # ruff: noqa: ANN001, ANN201, ANN202
 # Triton infers the types of these functions and specialises on them.
-"""The noise of reference/noise.py, bit for bit: the same operations on each number, in one kernel.
+"""The noise of torch/noise.py, bit for bit: the same operations on each number, in one kernel.
 
 Dimension key: W blocks of a tile, each of which serves four neighbouring vocabulary ids.
 """
@@ -19,7 +19,7 @@ ONE_BITS = tl.constexpr(1023 << 52)
 
 @triton.jit
 def _log(x, LN2: tl.constexpr, SQRT2: tl.constexpr, SERIES: tl.constexpr):
-    """As there; float64. `SERIES`: its coefficients, the first one first."""
+    """The logarithm of torch/noise.py, float64. `SERIES`: LOG_SERIES."""
     bits = x.to(tl.int64, bitcast=True)
     fraction = ((bits & FRACTION_MASK) | ONE_BITS).to(tl.float64, bitcast=True)
     is_large = fraction > SQRT2

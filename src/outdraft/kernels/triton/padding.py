@@ -19,7 +19,7 @@ def pad_rows(
 ) -> None:
     """Copy a pass into the larger tensors of another one.
 
-    Rows behind the last request are token 0 at position 0, kept nowhere. Requests behind it have
+    Rows after the last request are token 0 at position 0, kept nowhere. Requests after it have
     no rows.
     """
     table_BP, to_table_BP = metadata.block_table_BP, to.block_table_BP

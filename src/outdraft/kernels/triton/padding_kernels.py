@@ -52,7 +52,7 @@ def pad_rows(
     """Grid: [to_requests + 1]; a program for each row of the table, and one for the rest."""
     request = tl.program_id(0)
     if request < to_requests:
-        # A request that is padding has blocks, too: some numbers of block 0, which nobody reads.
+        # A request that is padding has blocks, too: numbers of block 0, which are not read.
         size = tl.where(request < num_requests, num_blocks, 0)
         source = table + request.to(tl.int64) * stride
         target = to_table + request.to(tl.int64) * to_blocks

@@ -2,7 +2,7 @@
 # A launch takes more than the parameters of the kernel.
 """The pointwise parts of a decoder on a GPU, by the kernels of pointwise_kernels.py.
 
-They are what reference/pointwise.py computes, in as few launches as a layer has places where all
+They are what torch/pointwise.py computes, in as few launches as a layer has places where all
 rows must be complete. A compiler must not fuse multiplications and additions: then it would round
 less than the reference.
 
@@ -50,7 +50,7 @@ def add_and_norm(
     return out_TD
 
 
-def turn_heads(
+def rotate_heads(
     qkv_TE: Tensor,
     num_heads: int,
     norms: HeadNorms,
@@ -59,7 +59,7 @@ def turn_heads(
     metadata: AttentionMetadata,
     eps: float,
 ) -> Tensor:
-    """[T, H, C]: the queries, normed and turned. Keys, treated alike, and values go to the cache.
+    """[T, H, C]: the queries, normed and rotated. Keys, treated alike, and values go to the cache.
 
     Args:
         qkv_TE: contiguous; queries of all heads, then keys, then values of all kv heads.
@@ -67,7 +67,7 @@ def turn_heads(
     num_rows, num_kv_heads, head_size = len(qkv_TE), *cache.k_PSGC.shape[2:]
     q_THC = qkv_TE.new_empty(num_rows, num_heads, head_size)
     if num_rows:
-        kernels.turn_heads[(num_rows, num_heads + 2 * num_kv_heads)](
+        kernels.rotate_heads[(num_rows, num_heads + 2 * num_kv_heads)](
             qkv_TE,
             norms.q_C,
             norms.k_C,
@@ -90,7 +90,7 @@ def turn_heads(
 
 
 def silu_mul(gate_up_T2I: Tensor) -> Tensor:
-    """As reference/pointwise.py, of contiguous rows."""
+    """silu(gate) * up of contiguous rows, [T, I]."""
     num_rows, size = len(gate_up_T2I), gate_up_T2I.shape[1] // 2
     out_TI = gate_up_T2I.new_empty(num_rows, size)
     if num_rows:

@@ -2,9 +2,9 @@
 # pyright: reportInvalidTypeForm=false, reportOperatorIssue=false
 # ruff: noqa: ANN001, ANN201
 # Triton infers the types of these functions and specialises on them.
-"""What a decoder computes number by number, several steps of it in one kernel each.
+"""Computations number by number of a decoder, several steps in one kernel each.
 
-Numbers are rounded to the network's dtype where the functions of reference/pointwise.py round them;
+Numbers are rounded to the network's dtype where the functions of torch/pointwise.py round them;
 between these places they are float32.
 
 Dimension key: D size of a row, C head size, F = C / 2 frequencies, each of them rounded up.
@@ -44,7 +44,7 @@ def add_and_norm(
 
 # Where numbers of rows begin in the tensor that brought them says nothing: one kernel serves all.
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
-def turn_heads(
+def rotate_heads(
     qkv,  # [T, H + 2 G, C]
     q_norm,  # None unless HAS_NORMS
     k_norm,
@@ -61,7 +61,7 @@ def turn_heads(
     HALF_WIDTH: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ):
-    """Norm and turn queries and keys; keys and values go to their slots. Grid: [T, H + 2 G]."""
+    """Norm and rotate queries and keys; keys and values go to their slots. Grid: [T, H + 2 G]."""
     HALF: tl.constexpr = SIZE // 2
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place_F = tl.arange(0, HALF_WIDTH)

@@ -6,21 +6,17 @@ Dimension key: B requests, N most drafts of one, R flat rows, Q splits of a voca
 vocabulary.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 from torch import Tensor
 
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
 from outdraft.kernels.data.noise import Purpose
-from outdraft.kernels.reference import verification
-from outdraft.kernels.reference.noise import ROUNDS
+from outdraft.kernels.data.sampling import SamplingBatch
+from outdraft.kernels.torch import verification
+from outdraft.kernels.torch.noise import ROUNDS
 from outdraft.kernels.triton import noise
 from outdraft.kernels.triton import traverse_kernels as kernels
-
-if TYPE_CHECKING:
-    from outdraft.sampling.batch import SamplingBatch
 
 _TILE = 1024  # ids
 
@@ -28,24 +24,24 @@ _TILE = 1024  # ids
 def verify(
     processed_RV: Tensor,
     drafts: DraftBatch,
-    sampling: "SamplingBatch",
+    sampling: SamplingBatch,
     num_tokens_B: Tensor,
     rule: Rule,
 ) -> Verdict:
-    """As `ops.Verify`: drawn chains by kernels of their own, everything else as the reference."""
+    """Verify drawn chains by kernels of their own, everything else as the reference."""
     draws = drafts.any_sampled and sampling.any_draws and drafts.width > 0
     is_plain = rule == Rule.TRAVERSAL and drafts.is_chain and processed_RV.dtype == torch.float32
     if not (draws and is_plain):
         return verification.verify(processed_RV, drafts, sampling, num_tokens_B, rule, source=noise)
     judged = traverse_chains(processed_RV, drafts, sampling.seeds_B, num_tokens_B)
-    step = verification.Step(processed_RV, drafts, sampling, num_tokens_B, noise)
+    step = verification.VerificationStep(processed_RV, drafts, sampling, num_tokens_B, noise)
     return step.beside_matched(judged)
 
 
 def traverse_chains(
     logits_RV: Tensor, drafts: DraftBatch, seeds_B: Tensor, num_tokens_B: Tensor
 ) -> Verdict:
-    """As `verification.traverse`, of chains.
+    """Traversal verification of chains; the verdicts of `verification.traverse`.
 
     Args:
         logits_RV: float32, processed.
@@ -129,7 +125,7 @@ def traverse_chains(
     verdict = Verdict(
         ids_BN.new_empty(number, width + 1), ids_BN.new_empty(number), torch.empty_like(ids_BN)
     )
-    kernels.tell_verdicts[(number,)](
+    kernels.write_verdicts[(number,)](
         ids_BN,
         accepted_B,
         values_BQ,

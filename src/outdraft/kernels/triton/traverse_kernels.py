@@ -2,7 +2,7 @@
 # pyright: reportInvalidTypeForm=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # ruff: noqa: ANN001, ANN201, ANN202
 # Triton infers the types of these functions and specialises on them.
-"""Traversal verification of chains: reference/verification.py, `traverse`, in six launches.
+"""Traversal verification of chains: torch/verification.py, `traverse`, in six launches.
 
 A chain's row i has the weight w_i, and one child that was drawn from q. Its p and its weight do not
 depend on what comes after it, so what the child leaves of p,
@@ -27,7 +27,7 @@ from outdraft.kernels.triton.vocabulary_kernels import (
     better,
     first_row_of,
     softmax_of_row,
-    tell_verdict,
+    write_verdict,
 )
 
 _TINY = tl.constexpr(2.2250738585072014e-308)
@@ -35,7 +35,7 @@ _TINY = tl.constexpr(2.2250738585072014e-308)
 # compiled on the way takes longer than hundreds of steps.
 _NUMBERS = ["size", "width"]
 _SMALL = ["token_ids", "is_sampled", "num_drafts", "bases", "sums", "weights"]
-_TOLD = ["weights", "left", "num_drafts", "num_tokens", "seeds", "to_num_accepted", "to_left"]
+_POINTERS = ["weights", "left", "num_drafts", "num_tokens", "seeds", "to_num_accepted", "to_left"]
 _OF_VERDICTS = ["token_ids", "num_accepted", "to_token_ids", "to_num_emitted", "to_rows"]
 
 
@@ -144,7 +144,7 @@ def sum_left(
     width,
     TILE: tl.constexpr,
 ):
-    """What the children leave, summed by splits. Grid: [B, N, Q]."""
+    """Sum by splits what the children leave. Grid: [B, N, Q]."""
     request, place, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     if place >= tl.load(num_drafts + request):
         return
@@ -169,7 +169,7 @@ def sum_left(
     tl.store(left + target, tl.sum(left_V))
 
 
-@triton.jit(do_not_specialize=["width", "purpose"], do_not_specialize_on_alignment=_TOLD)
+@triton.jit(do_not_specialize=["width", "purpose"], do_not_specialize_on_alignment=_POINTERS)
 def stop_paths(
     weights,
     left,
@@ -306,7 +306,7 @@ def draw_last(
 
 
 @triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=_OF_VERDICTS)
-def tell_verdicts(
+def write_verdicts(
     token_ids,
     num_accepted,
     best_values,
@@ -325,6 +325,6 @@ def tell_verdicts(
     accepted = tl.load(num_accepted + request)
     place_N = tl.arange(0, WIDTH)
     draft_N = tl.load(token_ids + request * width + place_N, mask=place_N < width, other=-1)
-    tell_verdict(
+    write_verdict(
         draft_N, token, accepted, place_N, request, to_token_ids, to_num_emitted, to_rows, width
     )

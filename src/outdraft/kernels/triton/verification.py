@@ -1,29 +1,25 @@
-"""How tokens are chosen and drafts verified on a GPU, as graphs.
+"""The choice of tokens and the verification of drafts on a GPU, as CUDA graphs.
 
-Numbers of requests and rows are rounded up, so that few graphs are made. Requests behind the last
-one have no drafts and one row each, behind all others; nobody looks at what comes of them.
+Numbers of requests and rows are rounded up, so that few graphs are made. Requests after the last
+one have no drafts and one row each, after all others; their results are ignored.
 
 Dimension key: B requests, R flat rows, V vocabulary.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
 from outdraft.kernels.data.graph_sizes import rounded_rows
-from outdraft.kernels.ops import Kernels
-from outdraft.kernels.sampling_ops import Choosing, choose_by_parts
+from outdraft.kernels.data.sampling import SamplingBatch
+from outdraft.kernels.ops import Choosing, Kernels, choose_by_parts
 from outdraft.kernels.triton.graphed_calls import CallGraphs
 from outdraft.kernels.triton.graphs import Capture
 
-if TYPE_CHECKING:
-    from outdraft.sampling.batch import SamplingBatch
-
 
 class GraphedVerification:
-    """As `ops.Match`, `ops.Verify` and `ops.Choose`."""
+    """The operations `match`, `verify` and `choose`, each as CUDA graphs."""
 
     def __init__(self, others: Kernels, capture: Capture | None = None) -> None:
         """
@@ -32,13 +28,12 @@ class GraphedVerification:
             capture: what makes graphs; None: that of the device.
         """
         self._others = others
-        self._matches = CallGraphs[Verdict](others.first_times, capture)
-        self._verdicts = CallGraphs[Verdict](others.first_times, capture)
-        self._choices = CallGraphs[tuple[Verdict, Tensor]](others.first_times, capture)
+        self._matches = CallGraphs[Verdict](others.warm_ups, capture)
+        self._verdicts = CallGraphs[Verdict](others.warm_ups, capture)
+        self._choices = CallGraphs[tuple[Verdict, Tensor]](others.warm_ups, capture)
         self._is_choosing = False
 
     def match(self, choices_R: Tensor, drafts: DraftBatch) -> Verdict:
-        """As `ops.Match`."""
         if self._is_choosing:
             return self._others.match(choices_R, drafts)
         number = rounded_rows(drafts.num_requests)
@@ -52,11 +47,10 @@ class GraphedVerification:
         self,
         processed_RV: Tensor,
         drafts: DraftBatch,
-        sampling: "SamplingBatch",
+        sampling: SamplingBatch,
         num_tokens_B: Tensor,
         rule: Rule,
     ) -> Verdict:
-        """As `ops.Verify`."""
         if self._is_choosing:
             return self._others.verify(processed_RV, drafts, sampling, num_tokens_B, rule)
         number, num_requests = rounded_rows(drafts.num_requests), drafts.num_requests
@@ -76,10 +70,9 @@ class GraphedVerification:
         choosing: Choosing,
         states_RD: Tensor,
         drafts: DraftBatch,
-        sampling: "SamplingBatch",
+        sampling: SamplingBatch,
         num_tokens_B: Tensor,
     ) -> tuple[Verdict, Tensor]:
-        """As `ops.Choose`."""
         number, num_requests = rounded_rows(drafts.num_requests), drafts.num_requests
         self._is_choosing = True
         try:
@@ -98,15 +91,15 @@ class GraphedVerification:
 
 
 def _num_rows(rows_RX: Tensor, drafts: DraftBatch) -> int:
-    """What rows are padded to: as if each request had the most drafts, where few have fewer. These
-    are few sizes."""
+    """The number of rows to pad to: as if each request had the most drafts, where few have fewer.
+    These are few sizes."""
     number = rounded_rows(drafts.num_requests)
     most, least = number * (drafts.width + 1), len(rows_RX) + number - drafts.num_requests
     return most if least <= most <= 2 * least else rounded_rows(least)
 
 
 def _bare(drafts: DraftBatch) -> DraftBatch:
-    """The same without what verification does not look at."""
+    """The drafts without fields that verification ignores: fewer kinds of graphs."""
     return replace(drafts, margins_BL=None)
 
 

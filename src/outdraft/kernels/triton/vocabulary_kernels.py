@@ -2,7 +2,7 @@
 # pyright: reportInvalidTypeForm=false, reportOperatorIssue=false
 # ruff: noqa: ANN001, ANN201
 # Triton infers the types of these functions and specialises on them.
-"""What the kernels share that choose tokens of a vocabulary in splits, and tell verdicts.
+"""Parts of the kernels that choose tokens of a vocabulary in splits, and write verdicts.
 
 Dimension key: N most drafts of a request, Q splits of a vocabulary, W ids of one.
 """
@@ -10,7 +10,7 @@ Dimension key: N most drafts of a request, Q splits of a vocabulary, W ids of on
 import triton
 import triton.language as tl
 
-NO_ID = tl.constexpr(1 << 62)  # behind all others
+NO_ID = tl.constexpr(1 << 62)  # after all others
 
 
 @triton.jit
@@ -61,10 +61,10 @@ def best_of_splits(values, ids, request, NUM_SPLITS: tl.constexpr, SPLITS: tl.co
 
 
 @triton.jit
-def tell_verdict(
+def write_verdict(
     draft_N, last_N, accepted, place_N, request, to_token_ids, to_num_emitted, to_rows, width
 ):
-    """A chain's first drafts, and the token behind them: what `last_N` has at that place."""
+    """Write a chain's first drafts and the token after them, which `last_N` has at that place."""
     emitted_N = tl.where(place_N < accepted, draft_N, tl.where(place_N == accepted, last_N, -1))
     tl.store(to_token_ids + request * (width + 1) + place_N, emitted_N, mask=place_N <= width)
     rows_N = tl.where(place_N < accepted, place_N, -1)

@@ -14,11 +14,10 @@ from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.decoder_ops import DecoderPass
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.rank_products import PaddedProduct
+from outdraft.kernels.products import EmbeddingTable, VocabParallel
 from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.models.checkpoints.slots import Slot, rows_of
 from outdraft.models.decoder.config import ModelConfig
@@ -76,7 +75,7 @@ class CausalLM(nn.Module):
             bias=False,
             **kind,
             weight=self.embed_tokens.weight if is_tied else None,
-            spread=None if group.size == 1 else partial(PaddedProduct, self.vocabulary),
+            spread=None if group.size == 1 else partial(VocabParallel, self.vocabulary),
         )
 
     @cached_property

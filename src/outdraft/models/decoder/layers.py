@@ -1,7 +1,7 @@
 """The weights of a decoder's layers, and the one place where models use its compiled passes.
 
 One file for Llama, Mistral, Qwen 2, Qwen 3, MiMo and EAGLE: ModelConfig says which biases,
-query-key norms and windows there are. What a pass computes is in kernels/reference/decoder.py.
+query-key norms and windows there are. What a pass computes is in kernels/torch/decoder.py.
 
 Dimension key: R rows, D hidden, H heads, G kv heads, C head size, V vocabulary.
 """
@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec, LayerSpec, StateEntry
 from outdraft.kernels.ops import Kernels, Product
-from outdraft.kernels.rank_products import Spread, SummedProduct
-from outdraft.kernels.reference.pointwise import rotate
+from outdraft.kernels.products import EmbeddingTable, RowParallel, ShardWrap
+from outdraft.kernels.torch.pointwise import rotate
 from outdraft.models.checkpoints.slots import Slot, Slots, slot_of
 from outdraft.models.decoder.config import ModelConfig
 from outdraft.models.decoder.rotary import Rotary
@@ -74,7 +73,7 @@ class DecoderLayer(nn.Module):
         own, size, eps = config.shard(group.size), config.hidden_size, config.rms_norm_eps
         self.head_size, self.window = config.head_size, window
         self._q, self._kv, self._intermediate = _parts(config, group)
-        spread: Spread | None = None if group.size == 1 else partial(SummedProduct, group)
+        spread: ShardWrap | None = None if group.size == 1 else partial(RowParallel, group)
         intermediate, mlp_bias = own.intermediate_size, config.mlp_bias
         qkv_size = self._q.size + 2 * self._kv.size
         self.input_norm = RMSNorm(size, eps, **kind) if has_input_norm else None

@@ -14,9 +14,8 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weights import QUANTIZATIONS
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.decoder_ops import DecoderPass
-from outdraft.kernels.rank_products import PaddedProduct
+from outdraft.kernels.products import EmbeddingTable, VocabParallel
 from outdraft.models.base import LanguageModel
 from outdraft.models.checkpoints.files import tensor_places, weight_files
 from outdraft.models.checkpoints.placing import fill_stored
@@ -32,7 +31,7 @@ from outdraft.models.modules import Embedding, Linear, memory_bytes
 def vocabulary_linear(num_inputs: int, shard: VocabularyShard, kind: Kind) -> Linear:
     """A head without a bias: each rank has the weights of its tokens, and gets their logits, padded
     with -inf."""
-    spread = None if shard.group.size == 1 else partial(PaddedProduct, shard)
+    spread = None if shard.group.size == 1 else partial(VocabParallel, shard)
     return Linear(num_inputs, shard.num_own, bias=False, **kind, spread=spread)
 
 

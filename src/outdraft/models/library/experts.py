@@ -4,7 +4,7 @@ The library gives its modules of experts one interface (its integrations/moe.py)
 their experts, and weights. A module whose arithmetic is known is replaced by one that calls the
 kernels, with its weights packed. All others stay as they are.
 
-Dimension key: as in kernels/expert_ops.py.
+Dimension key: as in kernels/products.py.
 """
 
 import logging
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from outdraft.core.weights import RoutedWeights
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.data.coded_weight import Codes, joined
-from outdraft.kernels.expert_ops import Activation, Experts, ExpertWeights, Gate
+from outdraft.kernels.products import Activation, Experts, ExpertWeights, Gate
 from outdraft.models.checkpoints.deferred import Packing
 from outdraft.models.checkpoints.stored import StoredParameter
 
@@ -52,7 +52,7 @@ class PackedExperts(nn.Module):
         """
         Args:
             plain_bytes: of the weights that `experts` was made from; it may still read them.
-            group: the ranks that have parts of these experts. As `SummedProduct`, each rounds what
+            group: the ranks that have parts of these experts. As `RowParallel`, each rounds what
                 its part gives, and the sum is rounded once.
         """
         super().__init__()

@@ -35,7 +35,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
-from outdraft.kv.shapes import LayerCacheShape
+from outdraft.kv.block_pool import LayerCacheShape
 from outdraft.models.checkpoints.config_json import read_config as read_raw_config
 from outdraft.models.checkpoints.config_json import read_generation_config, read_token_ids
 from outdraft.models.checkpoints.deferred import DeferredWeights, Packing

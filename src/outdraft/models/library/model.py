@@ -19,9 +19,9 @@ from outdraft.attention.base import AttentionForm, AttentionMetadata, LayerCache
 from outdraft.core.errors import ConfigError
 from outdraft.distributed.group import RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.data.embedding_table import EmbeddingTable
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
+from outdraft.kernels.products import EmbeddingTable
 from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.models.library.experts import routed_weights
 from outdraft.models.library.operations import (

@@ -253,6 +253,6 @@ class _OwnOperations(TorchFunctionMode):
             if len(alike) != 1:
                 name = type(self._module).__name__
                 raise ConfigError(f"{name} has {len(alike)} weights of {tuple(weight_ED.shape)}")
-            product = self._kernels.pack_linear(weight_ED, bias_E)
+            product = self._kernels.pack_linear(weight_ED, bias_E, None)
             self._products[key] = product
         return product(x_TD.flatten(0, -2)).unflatten(0, x_TD.shape[:-1])

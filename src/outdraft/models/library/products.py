@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from outdraft.distributed.group import ALONE, RankGroup
-from outdraft.kernels.data.embedding_table import EmbeddingTable
-from outdraft.kernels.expert_ops import ExpertWeights, Gate
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.rank_products import Spread
+from outdraft.kernels.products import EmbeddingTable, ExpertWeights, Gate, ShardWrap
 from outdraft.models.checkpoints.deferred import Packing
 from outdraft.models.checkpoints.stored import StoredParameter
 from outdraft.models.library.experts import ACTIVATIONS, PackedExperts, present_modules
@@ -67,7 +65,7 @@ def table_of(embedding: nn.Embedding) -> EmbeddingTable:
 def pack_products(
     model: nn.Module,
     packing: Packing,
-    spreads: Mapping[nn.Module, Spread] = MappingProxyType({}),
+    spreads: Mapping[nn.Module, ShardWrap] = MappingProxyType({}),
 ) -> None:
     """Replace all products by packed ones, each as it is reached, so that few are there twice.
 
@@ -137,7 +135,7 @@ def _pack_table(embedding: nn.Embedding, packing: Packing, head: Linear | None) 
 
 
 def _packed(
-    part: nn.Linear | Conv1D, packing: Packing, spread: Spread | None, *, is_tied: bool
+    part: nn.Linear | Conv1D, packing: Packing, spread: ShardWrap | None, *, is_tied: bool
 ) -> Linear:
     """`is_tied`: the weight is a table of embeddings too, which stays as it is."""
     weight_ED = part.weight.data

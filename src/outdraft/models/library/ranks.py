@@ -23,7 +23,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weights import can_spread
 from outdraft.distributed.group import RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.rank_products import PaddedProduct, Spread, SummedProduct
+from outdraft.kernels.products import RowParallel, ShardWrap, VocabParallel
 from outdraft.models.checkpoints.deferred import DeferredTensor
 from outdraft.models.library.experts import has_inputs_first, is_interleaved, is_known
 
@@ -54,12 +54,12 @@ def check_division(config: PretrainedConfig, size: int, flag: str) -> None:
         )
 
 
-def divide(model: PreTrainedModel, group: RankGroup) -> dict[nn.Module, Spread]:
+def divide(model: PreTrainedModel, group: RankGroup) -> dict[nn.Module, ShardWrap]:
     """Keep this rank's part of each weight that is spread; for those whose results the ranks put
     together, how. A part of a deferred tensor is a deferred tensor."""
     if group.size == 1:
         return {}
-    spreads: dict[nn.Module, Spread] = {}
+    spreads: dict[nn.Module, ShardWrap] = {}
     plan = _plan_of(model)
     for name, part in model.named_modules():
         if type(part) is not nn.Linear:
@@ -69,14 +69,14 @@ def divide(model: PreTrainedModel, group: RankGroup) -> dict[nn.Module, Spread]:
             _keep(part, 0, group)
         elif how == _INPUTS:
             _keep(part, 1, group)
-            spreads[part] = partial(SummedProduct, group)
+            spreads[part] = partial(RowParallel, group)
     head: Any = model.get_output_embeddings()
     shard = VocabularyShard(group, head.out_features)
     own_ND = head.weight.detach()[shard.first : shard.first + shard.num_own]
     head.weight, head.out_features = nn.Parameter(own_ND.clone(), requires_grad=False), len(own_ND)
     if head.bias is not None:
         raise ConfigError(f"the head of {type(model).__name__} has a bias: it needs one rank")
-    spreads[head] = partial(PaddedProduct, shard)
+    spreads[head] = partial(VocabParallel, shard)
     return spreads
 
 

@@ -11,7 +11,7 @@ from outdraft.core.errors import EngineDeadError, ReplicaLostError
 from outdraft.core.request import block_salt
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor
-from outdraft.kv.prefix_cache import extend_hashes
+from outdraft.kv.block_pool import extend_hashes
 from outdraft.server.client import OnLoading, Update
 from outdraft.server.messages import EngineInfo
 from outdraft.server.process_client import Supervisor, input_processor_of

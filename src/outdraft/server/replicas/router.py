@@ -1,7 +1,7 @@
 """Sends a request to the replica with the beginning of its prompt, unless that is overfull.
 
 Plain Python: no clock, no network. What a replica has in its prefix cache is guessed from what it
-was sent, by the names of blocks that the cache itself uses (`kv.prefix_cache`).
+was sent, by the names of blocks that the cache itself uses (`kv.block_pool`).
 """
 
 from collections import OrderedDict

@@ -30,7 +30,6 @@ rows, V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -47,11 +46,9 @@ from outdraft.kernels.data.drafts import (
     row_start_B,
 )
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
-from outdraft.kernels.reference import noise
-from outdraft.kernels.reference.sampling import choose
-
-if TYPE_CHECKING:
-    from outdraft.sampling.batch import SamplingBatch
+from outdraft.kernels.data.sampling import SamplingBatch
+from outdraft.kernels.torch import noise
+from outdraft.kernels.torch.sampling import choose
 
 # (log weights [B, V], number of accepted drafts [B], is a sampled draft refused there [B])
 # -> ids [B] drawn from these weights
@@ -59,6 +56,7 @@ Draw = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def requests_of_rows(drafts: DraftBatch, num_rows: int) -> Tensor:
+    """int64 [R]: the request of each flat row; rows past the last request count as its own."""
     ends_B = drafts.num_rows_B.cumsum(0)
     rows_R = torch.arange(num_rows, device=drafts.device)
     return torch.searchsorted(ends_B, rows_R, right=True).clamp_(max=drafts.num_requests - 1)
@@ -67,13 +65,23 @@ def requests_of_rows(drafts: DraftBatch, num_rows: int) -> Tensor:
 def verify(
     processed_RV: Tensor,
     drafts: DraftBatch,
-    sampling: "SamplingBatch",
+    sampling: SamplingBatch,
     num_tokens_B: Tensor,
     rule: Rule,
     source: noise.Noise = noise,
 ) -> Verdict:
-    """As `ops.Verify`; `source`: a faster maker of the same noise."""
-    step = Step(processed_RV, drafts, sampling, num_tokens_B, source)
+    """Decide how far the drafts of each request survive, and the token after them; new tensors.
+
+    Requests that draw (`SamplingBatch.draws_B`) are judged by a rule where they have sampled
+    drafts; all others are matched with choices of Purpose.SAMPLE.
+
+    Args:
+        processed_RV: processed logits of the target, flat rows; those past the last request are
+            ignored.
+        num_tokens_B: int64, committed tokens.
+        source: another one makes the same noise faster.
+    """
+    step = VerificationStep(processed_RV, drafts, sampling, num_tokens_B, source)
     if rule == Rule.MATCH or not (drafts.any_sampled and sampling.any_draws):
         return step.matched()
     is_tokens = rule == Rule.TOKEN and not drafts.sampled_trees
@@ -82,7 +90,7 @@ def verify(
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class VerificationStep:
     """The processed flat rows of a step, and the keys of its noise.
 
     Each kind of draw has its own stream. The target's own choices use SAMPLE; so does the bonus
@@ -92,7 +100,7 @@ class Step:
 
     processed_RV: Tensor
     drafts: DraftBatch
-    sampling: "SamplingBatch"
+    sampling: SamplingBatch
     num_tokens_B: Tensor
     source: noise.Noise = noise
 
@@ -129,8 +137,8 @@ class Step:
         return match(chosen_R, self.drafts)
 
     def beside_matched(self, judged: Verdict) -> Verdict:
-        """What a rule judged of requests that draw and have sampled drafts; of the others, what was
-        matched."""
+        """The verdict of a rule on requests that draw and have sampled drafts; of the others the
+        matched one."""
         drafts, sampling = self.drafts, self.sampling
         if drafts.all_sampled and sampling.all_draw:
             return judged
@@ -138,7 +146,7 @@ class Step:
         return self.merged(is_sampled_B & sampling.draws_B, judged)
 
     def merged(self, takes_judged_B: Tensor, judged: Verdict) -> Verdict:
-        """What was judged of some requests, what was matched of the others."""
+        """The judged verdict on some requests, the matched one on the others."""
         matched, takes_B1 = self.matched(), takes_judged_B[:, None]
         return Verdict(
             torch.where(takes_B1, judged.token_ids_BN1, matched.token_ids_BN1),
@@ -148,6 +156,14 @@ class Step:
 
 
 def match(choices_R: Tensor, drafts: DraftBatch) -> Verdict:
+    """Walk every draft along the target's own choices.
+
+    The path is the one that plain decoding would have produced, however the drafts were made and
+    cut.
+
+    Args:
+        choices_R: int64, the target's pick after each flat row, by argmax or by sampling.
+    """
     choices_BN1 = choices_R[row_index_BN1(drafts)]
     parents_BN = torch.where(drafts.is_draft_BN, drafts.parents_BN, 0)
     is_hit_BN = (choices_BN1.gather(1, parents_BN) == drafts.token_ids_BN) & drafts.is_draft_BN

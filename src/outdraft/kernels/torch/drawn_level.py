@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from outdraft.kernels.data.noise import NoiseKeys, Purpose
+from outdraft.kernels.data.noise import Gumbel, NoiseKeys, Purpose
 from outdraft.kernels.draft_ops import (
     DECAY,
     OWN_BASE,
@@ -26,8 +26,7 @@ from outdraft.kernels.draft_ops import (
     best_places,
     side_shares,
 )
-from outdraft.kernels.reference.noise import gumbel
-from outdraft.kernels.sampling_ops import Gumbel
+from outdraft.kernels.torch.noise import gumbel
 
 LOW = -(2.0**100)  # below all sums of logits and noise; times any id it is finite in float32
 
@@ -37,13 +36,33 @@ def grow(
     growth: Growth,
     by_levels: Callable[[TreeLevels, Growth], ModelDrafts],
 ) -> ModelDrafts:
+    """Grow drafts from a drafter's logits, level by level; new drafts.
+
+    Args:
+        levels: of one rank; their logits are float32 or float64.
+        by_levels: gives the same drafts by the other operations.
+
+    Raises:
+        ValueError: the vocabulary cannot fill a level.
+    """
     return by_levels(levels, growth)
 
 
 def draw_level(
     logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask, gumbel: Gumbel = gumbel
 ) -> DrawnLevel:
-    """As `ops.DrawLevel`; `gumbel`: a faster maker of the same bits."""
+    """Draw the rows of one level of growing trees, without replacement after each node.
+
+    The rows go where the most accepted tokens are expected, before anything is drawn. New tensors.
+
+    Args:
+        logits_BEV: processed, float32 or float64, after the nodes of the level above.
+        weight_BE: as in DrawnLevel, of the nodes.
+        gumbel: another implementation makes the same bits faster.
+
+    Raises:
+        ValueError: the vocabulary cannot fill the level.
+    """
     num_ranks = min(task.num_rows, logits_BEV.shape[2])
     gain_BEC = _gains(logits_BEV, weight_BE, num_ranks)
     places_BF = best_places(gain_BEC.flatten(1), task.num_rows)

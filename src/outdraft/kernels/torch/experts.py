@@ -1,6 +1,7 @@
 """Mixtures of experts in torch, for any device and floating dtype.
 
-Dimension key: as in expert_ops.py; R rows of one expert.
+Dimension key: T rows, K experts of a row, X experts, D hidden, I intermediate, R rows of one
+expert, E outputs of a product.
 """
 
 from collections.abc import Sequence
@@ -12,13 +13,19 @@ from torch import Tensor
 
 from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.coded_weight import Codes
-from outdraft.kernels.expert_ops import Activation, ExpertWeights, Gate
-from outdraft.kernels.reference.linear import PlainProduct, pack_codes
-from outdraft.kernels.reference.pointwise import silu_mul
+from outdraft.kernels.products import Activation, ExpertWeights, Gate
+from outdraft.kernels.torch.linear import PlainProduct, pack_codes
+from outdraft.kernels.torch.pointwise import silu_mul
 
 
-class ReferenceExperts:
-    """As `expert_ops.Experts`: expert by expert, those that have rows."""
+class TorchExperts:
+    """The experts of a layer, one after the other, those that have rows.
+
+    Their weights are neither changed nor written later.
+
+    Args:
+        quantization: weights have the numbers that it rounds them to; codes stay as they are.
+    """
 
     def __init__(
         self, weights: ExpertWeights, gate: Gate, quantization: WeightFormat | None = None

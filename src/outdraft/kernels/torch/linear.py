@@ -58,9 +58,14 @@ def _quantized_group(weight_ED: Tensor, quantization: WeightFormat) -> Tensor:
 
 
 class PlainProduct:
-    """As `ops.Product`: reads the weight that it was given, or one of its own that it made of it.
+    """A product that reads the weight that it was given, or one of its own that it made of it.
 
-    It makes one of the numbers that a format rounds to, and of parts that lie apart.
+    It makes one of the numbers that a format rounds to, and of parts that lie apart. Neither weight
+    is changed or written later.
+
+    Args:
+        weight_ED: or parts of it that lie apart, each some of its rows, all of one dtype.
+        quantization: the numbers are those that it rounds the weight to; None: those of the weight.
     """
 
     def __init__(
@@ -88,7 +93,10 @@ class PlainProduct:
 
 
 def pack_codes(weight: Codes, bias_E: Tensor | None, dtype: torch.dtype) -> PlainProduct:
-    """The numbers of the codes, rounded to `dtype`."""
+    """Make the product with a weight that comes as integers; a fast one keeps them as they are.
+
+    This one multiplies by their numbers, rounded to `dtype`, that of the rows that it is for.
+    """
     product = PlainProduct([weight.numbers().to(dtype)], bias_E)
     product.format = weight.format
     return product

@@ -13,8 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outdraft.kernels.data.noise import NOISE_NUMBERS, NoiseKeys
-from outdraft.kernels.sampling_ops import Gumbel
+from outdraft.kernels.data.noise import NOISE_NUMBERS, Gumbel, NoiseKeys
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -72,7 +71,7 @@ def uniform_scalar(keys: NoiseKeys) -> Tensor:
 
 
 def gumbel(keys: NoiseKeys, vocab_size: int) -> Tensor:
-    """As `ops.Gumbel`: -log(-log(u)).
+    """Standard Gumbel noise, float32 [R, V], the same bits in every implementation: -log(-log(u)).
 
     u has all 32 bits, in float64, so that even the rarest token of a large vocabulary gets its
     share. The logarithm is our own, of operations that IEEE 754 fixes, so that every device
@@ -87,7 +86,7 @@ def gumbel(keys: NoiseKeys, vocab_size: int) -> Tensor:
 
 
 class Noise(Protocol):
-    """What makes noise: this module, or another one that makes the same bits."""
+    """A maker of noise: this module, or another one that makes the same bits."""
 
     def gumbel(self, keys: NoiseKeys, vocab_size: int) -> Tensor: ...
 

@@ -28,10 +28,10 @@ MAX_ELEMENTS = 1 << 26  # 256 MiB of float32
 _MASK_BYTES = 32  # for each row and key: three int64 on the way to the mask, and its bools
 
 
-class ReferenceAttention:
+class TorchAttention:
     """Attention as attention/base.py states it, for any device and floating dtype.
 
-    Scores and softmax are float64 for float64 queries and float32 otherwise. Rows behind the last
+    Scores and softmax are float64 for float64 queries and float32 otherwise. Rows after the last
     request are padding: their result is zero.
     """
 
@@ -44,7 +44,6 @@ class ReferenceAttention:
         self._in_order = in_order
 
     def temporary_bytes(self, most: AttentionSizes) -> int:
-        """As `AttentionBackend`."""
         own, wide = most.dtype.itemsize, torch.promote_types(most.dtype, torch.float32).itemsize
         key_size, value_size = most.cache.key_size, most.cache.value_size
         key = most.num_keys * most.cache.num_kv_heads * max(key_size, value_size)
@@ -173,10 +172,10 @@ def _softmax(
 def _softmax_in_order(
     q_NMHC: Tensor, k_NKGC: Tensor, v_NKGE: Tensor, mask_NMK: Tensor, form: AttentionForm
 ) -> Tensor:
-    """As `_softmax`, on a CPU: each sum adds one number after the other, in the order of the keys.
+    """Compute `_softmax` on a CPU: each sum adds one number after the other, in key order.
 
     A key that is not seen adds zero. exp and tanh are numpy's: torch computes vectors by one method
-    and what is left behind them by another.
+    and the rest by another.
     """
     num_heads, num_kv_heads = q_NMHC.shape[2], k_NKGC.shape[2]
     sizes = (num_kv_heads, num_heads // num_kv_heads)
@@ -261,7 +260,35 @@ def _union(bits_NM: Tensor) -> Tensor:
 def _padded_rows(
     metadata: AttentionMetadata, requests_N: Tensor, rows_M: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Where the m-th row of request n is in the batch, [N, M], and whether there is one."""
+    """[N, M]: the place in the batch of the m-th row of request n; and bool, if there is one."""
     starts_B1 = metadata.query_start_B1.long()
     rows_NM = starts_B1[requests_N, None] + rows_M
     return rows_NM.clamp(max=num_rows - 1), rows_NM < starts_B1[requests_N + 1, None]
+
+
+def block_mass(
+    q_BHC: Tensor, k_PSGC: Tensor, block_table_BP: Tensor, num_keys_B: Tensor, scale: float
+) -> Tensor:
+    """Sum one row's attention over each block of its text: float32 [B, P], new.
+
+    softmax(scale * q k^T) over the first keys of each request, summed over all heads and over the
+    slots of each block; 0 for blocks after them.
+
+    Args:
+        q_BHC: of one row of each request, of the dtype of the keys.
+        k_PSGC: of the layer's cache.
+        block_table_BP: int32, as in AttentionMetadata.
+        num_keys_B: int64, at least 1.
+    """
+    block_size, num_kv_heads = k_PSGC.shape[1:3]
+    width = block_table_BP.shape[1]
+    dtype = torch.promote_types(q_BHC.dtype, torch.float32)
+    keys_K = torch.arange(width * block_size, device=q_BHC.device)
+    masses: list[Tensor] = []
+    for q_HC, blocks_P, num_keys in zip(q_BHC, block_table_BP, num_keys_B, strict=True):
+        k_KGC = k_PSGC[blocks_P.long()].flatten(0, 1).to(dtype)
+        q_GRC = q_HC.to(dtype).unflatten(0, (num_kv_heads, -1))
+        scores_GRK = torch.einsum("grc,kgc->grk", q_GRC, k_KGC) * scale
+        weights_GRK = scores_GRK.masked_fill(keys_K >= num_keys, -torch.inf).softmax(-1)
+        masses.append(weights_GRK.sum((0, 1)).view(width, block_size).sum(1))
+    return torch.stack(masses).float()

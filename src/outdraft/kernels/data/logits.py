@@ -1,7 +1,9 @@
-"""Which rows of logits exist at the same time: those of a part of a step's requests.
+"""Rows of logits: how many exist at the same time, and the log-probabilities of their tokens.
 
-A vocabulary may have 150,000 tokens, and a step thousands of rows. What a row gives depends on the
-rows of its own request only, so requests are verified a few at a time.
+A vocabulary may have 150,000 tokens, and a step thousands of rows. The verdict on a row depends
+on the rows of its own request only, so requests are verified a few at a time.
+
+Dimension key: R rows, K best tokens.
 """
 
 import itertools
@@ -9,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 # Bytes of one tensor of logits. On a GPU, which has more memory and reads the head again for each
 # part, hundreds of rows of a large vocabulary are a part.
@@ -16,6 +19,10 @@ PART_BYTES, PART_BYTES_ON_DEVICE = 16 << 20, 192 << 20
 # Bytes of the probabilities that all drafts of a step were drawn from. They are kept until these
 # are verified, and once more as the levels become one tensor.
 DRAWN_BYTES, DRAWN_BYTES_ON_DEVICE = 256 << 20, 4 << 30
+# Logits that are scored at the same time in torch. On a CPU each temporary tensor has half a
+# megabyte: C libraries reuse aligned memory badly, and tensors of all logits would take several
+# times their memory. A GPU takes hardly longer for some rows than for one.
+SCORED_LOGITS, SCORED_ON_DEVICE = 1 << 17, 1 << 22
 
 
 def most_logit_rows(vocab_size: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -72,3 +79,21 @@ def request_parts(
 
 def _part(first: int, end: int, width: int, starts: Sequence[int]) -> RequestPart:
     return RequestPart(slice(first, end), slice(starts[first], starts[end]), width)
+
+
+class Scores(NamedTuple):
+    """Log-probabilities, float32, of one chosen token of each row and of the K best ones.
+
+    A rank is 1 for the best token; ties share the better rank, and of them the lowest ids come
+    first among the best. Ranks and ids are int64.
+    """
+
+    logprobs_R: Tensor
+    ranks_R: Tensor
+    top_ids_RK: Tensor
+    top_logprobs_RK: Tensor
+
+
+def concatenated(scores: Sequence[Scores]) -> Scores:
+    """The scores of all rows, one at least."""
+    return Scores(*map(torch.cat, zip(*scores, strict=True)))

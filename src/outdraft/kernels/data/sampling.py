@@ -3,7 +3,8 @@
 Built when the composition of the batch changes and kept while it stays the same. The flags say
 which stages run at all, so that a batch of greedy requests costs no more than its argmax.
 
-Dimension key: B requests, E ids of a request's list (padded), W bad words, L prefix of a bad word.
+Dimension key: B requests, R rows, E ids of a request's list (padded), W bad words, or int32 words
+of a mask of one bit per token, L prefix of a bad word, or committed tokens, K places of a path.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +62,7 @@ class BadWords:
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """How each request of a batch wants its tokens chosen.
+    """The parameters by which the tokens of each request of a batch are chosen.
 
     A stage that no request needs has None instead of its tensors, or a false flag. Temperature,
     min_p, top_k and top_p are off for greedy requests: they would keep the best token the best.
@@ -174,7 +175,7 @@ class SamplingBatch:
 
     @cached_property
     def of_drafts(self) -> "SamplingBatch":
-        """What holds for drafts: verification applies what looks back at the text."""
+        """The parameters for drafts: verification applies those that look back at the text."""
         return replace(self, needs_penalties=False, bad_words=None, stops=None, has_grammar=False)
 
     @cached_property
@@ -185,11 +186,11 @@ class SamplingBatch:
     @cached_property
     def draws_B(self) -> Tensor:
         """bool; the request's drafts may be drawn with noise of their own, from probabilities that
-        verification is told."""
+        verification gets."""
         return ~(self.is_greedy_B | self.shares_noise_B)
 
     def with_copies(self, request: int, num_requests: int) -> "SamplingBatch":
-        """So many requests: these, and copies of one of them behind; kept as long as this batch."""
+        """These requests, then copies of one up to `num_requests`; kept as long as this batch."""
         if num_requests == self.num_requests:
             return self
         key = request, num_requests
@@ -206,7 +207,6 @@ class SamplingBatch:
 
     @cached_property
     def _copied(self) -> "dict[tuple[int, int], SamplingBatch]":
-        """As `with_copies`."""
         return {}
 
     @property
@@ -236,8 +236,39 @@ class SamplingBatch:
         return not self.has_grammar and all(way is None for way in ways)
 
 
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """The text before each row: what its request committed, and the drafts on the way to it.
+
+    Attributes:
+        history_BL: int64; committed ids, prompt and output with the root, padded with -1 on the
+            right; None when `SamplingBatch.needs_history` is false.
+        prompt_lens_B: int64.
+        num_tokens_B: int64; committed tokens, the root included.
+        path_ids_RK: int64; drafted ids from the root (excluded) to the row (included), padded
+            with -1; None when all rows are roots.
+        grammar_RW: int32; what the row's grammar allows after its text: bit v % 32 of word
+            v // 32 stands for token v. No row is all zeros. None when no request has a grammar.
+    """
+
+    history_BL: Tensor | None
+    prompt_lens_B: Tensor
+    num_tokens_B: Tensor
+    path_ids_RK: Tensor | None
+    grammar_RW: Tensor | None = None
+
+    def of_rows(self, rows: slice) -> "Paths":
+        """Before these rows."""
+        path_ids_RK, grammar_RW = self.path_ids_RK, self.grammar_RW
+        return replace(
+            self,
+            path_ids_RK=None if path_ids_RK is None else path_ids_RK[rows],
+            grammar_RW=None if grammar_RW is None else grammar_RW[rows],
+        )
+
+
 def _rows_of(value: Any, taken: Callable[[Tensor], Tensor]) -> Any:
-    """The same of the requests that are taken, for a value or the fields of a dataclass."""
+    """Take requests of a tensor, or of the fields of a dataclass; other values stay."""
     if isinstance(value, Tensor):
         return taken(value)
     if not is_dataclass(value) or isinstance(value, type):

@@ -13,14 +13,13 @@ from torch import Tensor
 from outdraft.attention.base import AttentionForm, AttentionMetadata, LayerCache
 from outdraft.kernels.decoder_ops import DecoderSpec, LayerSpec
 from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
-from outdraft.kernels.ops import Product
-from outdraft.kernels.rank_products import PaddedProduct
-from outdraft.kernels.reference.pointwise import rms_norm, rotate, silu_mul
+from outdraft.kernels.products import Product, VocabParallel
 from outdraft.kernels.step_ops import StepRead, StepTask
+from outdraft.kernels.torch.pointwise import rms_norm, rotate, silu_mul
 
 
-class ReferenceDecoder:
-    """As `decoder_ops.DecoderPass`, for any device and floating dtype.
+class TorchDecoder:
+    """The passes of a decoder, for any device and floating dtype. It reads weights where they lie.
 
     All numbers have the network's dtype; statistics of norms, scores and softmax are float32 at
     least. A bfloat16 decoder of the compiled library rounds less: only inputs of products, cached
@@ -64,7 +63,7 @@ class ReferenceDecoder:
 
     def best_tokens(self, states_RD: Tensor) -> tuple[Tensor, Tensor]:
         logits_RN, head = self.logits(states_RD), self._spec.head
-        if isinstance(head, PaddedProduct):
+        if isinstance(head, VocabParallel):
             best_R, is_finite_R = head.shard.best_tokens(logits_RN)
         else:
             best_R = logits_RN.argmax(dim=-1)
@@ -110,7 +109,7 @@ class ReferenceDecoder:
     def _enter(
         self, token_ids_T: Tensor, states_TD: Tensor | None, positions_T: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """What the first product reads, [T, X], and a new tensor that the layers add to, [T, D]."""
+        """The first product's input, [T, X], and a new tensor that the layers add to, [T, D]."""
         table, shard = self._spec.embedding, self._spec.shard
         embedded_TD = table(token_ids_T) if shard is None else shard.embed(token_ids_T, table)
         entry, first_norm_D = self._spec.entry, self._spec.layers[0].input_norm_D
@@ -153,12 +152,12 @@ class ReferenceDecoder:
 
 
 def with_earlier_drafts(metadata: AttentionMetadata) -> AttentionMetadata:
-    """The rows see no drafted token that stands behind them in the text."""
+    """The batch in which rows see no drafted token after their own place in the text."""
     firsts_B = (metadata.context_lens_B + metadata.num_causal_B).long()
     ends_B, positions_T = metadata.query_start_B1[1:], metadata.positions_T
     rows_T = torch.arange(len(positions_T), dtype=torch.int32, device=positions_T.device)
     requests_T = torch.searchsorted(ends_B.contiguous(), rows_T, right=True)
-    # Rows behind the last request are padding: whatever they get will do.
+    # Rows after the last request are padding: whatever they get will do.
     firsts_T = firsts_B.index_select(0, requests_T.clamp_max(len(firsts_B) - 1))
     places_T = (positions_T - firsts_T).clamp(min=-1)
     ancestors_T = metadata.ancestors_T & ((1 << (places_T + 1)) - 1)

@@ -1,16 +1,13 @@
 """The table whose entries are all readable."""
 
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference import heads, noise, rows, sampling, verification
-from outdraft.kernels.reference.attention import ReferenceAttention
-from outdraft.kernels.reference.block_mass import block_mass
-from outdraft.kernels.reference.decoder import ReferenceDecoder
-from outdraft.kernels.reference.drawn_level import draw_level, grow
-from outdraft.kernels.reference.experts import ReferenceExperts
-from outdraft.kernels.reference.linear import PlainProduct, pack_codes
-from outdraft.kernels.reference.ngram_texts import ReferenceNgramTexts
-from outdraft.kernels.reference.scores import score_tokens
-from outdraft.kernels.reference.suffix_texts import ReferenceSuffixTexts
+from outdraft.kernels.torch import noise, pointwise, rows, sampling, verification
+from outdraft.kernels.torch.attention import TorchAttention, block_mass
+from outdraft.kernels.torch.decoder import TorchDecoder
+from outdraft.kernels.torch.drawn_level import draw_level, grow
+from outdraft.kernels.torch.experts import TorchExperts
+from outdraft.kernels.torch.linear import PlainProduct, pack_codes
+from outdraft.kernels.torch.texts import ReferenceNgramTexts, ReferenceSuffixTexts
 
 
 def reference_kernels(*, in_order: bool = False) -> Kernels:
@@ -22,14 +19,14 @@ def reference_kernels(*, in_order: bool = False) -> Kernels:
     return Kernels(
         name="reference",
         has_threads=False,
-        attention=ReferenceAttention(in_order=in_order),
+        attention=TorchAttention(in_order=in_order),
         place_rows=rows.place_rows,
         place_level=rows.place_level,
         draw_level=draw_level,
         grow=grow,
-        add_silu=heads.add_silu,
-        scale_to_rms=heads.scale_to_rms,
-        mix_tokens=heads.mix_tokens,
+        add_silu=pointwise.add_silu,
+        scale_to_rms=pointwise.scale_to_rms,
+        mix_tokens=pointwise.mix_tokens,
         shape_rows=rows.shape_rows,
         place_states=rows.place_states,
         copy_rows=rows.copy_rows,
@@ -38,7 +35,7 @@ def reference_kernels(*, in_order: bool = False) -> Kernels:
         append_token_ids=rows.append_token_ids,
         pack_linear=PlainProduct,
         pack_codes=pack_codes,
-        pack_experts=ReferenceExperts,
+        pack_experts=TorchExperts,
         ngram_texts=ReferenceNgramTexts,
         suffix_texts=ReferenceSuffixTexts,
         gumbel=noise.gumbel,
@@ -46,9 +43,9 @@ def reference_kernels(*, in_order: bool = False) -> Kernels:
         finite_rows=sampling.finite_rows,
         penalize=sampling.penalize,
         scale_and_cut=sampling.scale_and_cut,
-        score_tokens=score_tokens,
+        score_tokens=sampling.score_tokens,
         requests_of_rows=verification.requests_of_rows,
         match=verification.match,
         verify=verification.verify,
-        compile_decoder=ReferenceDecoder,
+        compile_decoder=TorchDecoder,
     )

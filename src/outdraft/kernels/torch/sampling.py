@@ -1,41 +1,52 @@
 """Tokens from rows of logits: penalties, temperature, min_p, top_k and top_p, and the choice.
 
+Also the log-probabilities of raw logits, before any processing.
+
 argmax(logits + Gumbel noise) is a sample of softmax(logits), and a pure function of the noise's
 key: the same token in any batch.
 
 Dimension key: B requests, R rows, V vocabulary, L committed tokens, K largest, or places of a path,
-W words of a mask of one bit per token.
+W words of a mask of one bit per token, A rows of logits of which R are scored.
 """
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from outdraft.kernels.data.noise import NoiseKeys
-from outdraft.kernels.reference import noise
-from outdraft.kernels.sampling_ops import Gumbel
-
-if TYPE_CHECKING:
-    from outdraft.sampling.batch import SamplingBatch
-    from outdraft.sampling.processors import Paths
+from outdraft.kernels.data.logits import SCORED_LOGITS, SCORED_ON_DEVICE, Scores, concatenated
+from outdraft.kernels.data.noise import Gumbel, NoiseKeys
+from outdraft.kernels.data.sampling import Paths, SamplingBatch
+from outdraft.kernels.torch import noise
 
 _MASKED = -torch.inf
 
 
 def mask_forbidden(logits_RV: Tensor, grammar_RW: Tensor) -> Tensor:
+    """The logits, -inf where a grammar forbids the token: bit v % 32 of word v // 32 is 0.
+
+    Args:
+        grammar_RW: int32.
+    """
     bits_32 = torch.arange(32, dtype=torch.int32, device=grammar_RW.device)
     is_allowed_RV = (grammar_RW[:, :, None] >> bits_32 & 1).bool().flatten(1)
     return logits_RV.masked_fill(~is_allowed_RV[:, : logits_RV.shape[1]], _MASKED)
 
 
 def finite_rows(logits_RV: Tensor) -> Tensor:
+    """bool [R]: rows of logits with a best one: no NaN or inf among them, not all -inf."""
     return logits_RV.amax(1).abs() < torch.inf  # the largest is NaN where any is
 
 
-def penalize(
-    logits_RV: Tensor, request_R: Tensor, paths: "Paths", sampling: "SamplingBatch"
-) -> Tensor:
+def penalize(logits_RV: Tensor, request_R: Tensor, paths: Paths, sampling: SamplingBatch) -> Tensor:
+    """Penalties on the tokens of a row's text: [R, V] of the logits' dtype, new.
+
+    For repetition of prompt and output (Keskar et al. 2019, arXiv 1909.05858), for frequency and
+    presence in the output as OpenAI's API defines them.
+
+    Args:
+        logits_RV: float32 or float64; not written to.
+        request_R: int64, the request of each row.
+        paths: with the committed texts.
+    """
     assert paths.history_BL is not None
     history_BL = paths.history_BL
     place_L = torch.arange(history_BL.shape[1], device=history_BL.device)
@@ -60,7 +71,16 @@ def penalize(
     return logits_RV - per_row(sampling.presence_B) * was_output_RV
 
 
-def scale_and_cut(logits_RV: Tensor, request_R: Tensor, sampling: "SamplingBatch") -> Tensor:
+def scale_and_cut(logits_RV: Tensor, request_R: Tensor, sampling: SamplingBatch) -> Tensor:
+    """Process each row's logits alone: [R, V] of their dtype, -inf where a token has no mass.
+
+    Temperature, with the best logit moved to 0; min_p; top_k, where ties with the k-th logit stay;
+    top_p, where the lowest ids stay of ties at the border of the nucleus.
+
+    Args:
+        logits_RV: float32 or float64; not written to.
+        request_R: int64, the request of each row.
+    """
     logits_RV = apply_temperature(logits_RV, sampling.temperature_B[request_R])
     if sampling.needs_min_p:
         logits_RV = apply_min_p(logits_RV, sampling.min_p_B[request_R])
@@ -87,7 +107,7 @@ def apply_min_p(logits_RV: Tensor, min_p_R: Tensor) -> Tensor:
     return logits_RV.masked_fill(logits_RV < least_R1, _MASKED)
 
 
-def apply_top_k_top_p(logits_RV: Tensor, request_R: Tensor, sampling: "SamplingBatch") -> Tensor:
+def apply_top_k_top_p(logits_RV: Tensor, request_R: Tensor, sampling: SamplingBatch) -> Tensor:
     """Mask what is below the k-th logit, then what is outside the nucleus of mass top_p.
 
     Ties with the k-th logit stay. Among ties at the border of the nucleus the lowest ids stay.
@@ -134,3 +154,63 @@ def _mask_below_kth(logits_RV: Tensor, best_RK: Tensor, top_k_R: Tensor) -> Tens
     kth_R1 = best_RK.gather(1, (top_k_R.clamp(max=width) - 1)[:, None])
     kth_R1 = kth_R1.masked_fill((top_k_R > width)[:, None], _MASKED)
     return logits_RV.masked_fill(logits_RV < kth_R1, _MASKED)
+
+
+def score_tokens(
+    logits_AV: Tensor, chosen_R: Tensor, num_top: int, rows_R: Tensor | None = None
+) -> Scores:
+    """Log-probabilities of raw logits: of a chosen token of each row, and the best K = num_top.
+
+    K is at most V.
+
+    Args:
+        logits_AV: of any float type.
+        chosen_R: int64.
+        rows_R: int64, rows of the logits; None: all, in order.
+    """
+    vocab_size = logits_AV.shape[1]
+    most_logits = SCORED_LOGITS if logits_AV.is_cpu else SCORED_ON_DEVICE
+    num_rows, num_top = max(1, most_logits // vocab_size), min(num_top, vocab_size)
+    if rows_R is None:
+        rows_R = torch.arange(len(logits_AV), device=logits_AV.device)
+    slices = [
+        _scores(logits_AV.index_select(0, some_R), chosen_R, num_top)
+        for some_R, chosen_R in zip(rows_R.split(num_rows), chosen_R.split(num_rows), strict=True)
+    ]
+    return concatenated(slices)
+
+
+def _scores(raw_logits_RV: Tensor, chosen_R: Tensor, num_top: int) -> Scores:
+    logits_RV = raw_logits_RV.float()
+    total_R1 = logits_RV.logsumexp(1, keepdim=True)
+    chosen_R1 = logits_RV.gather(1, chosen_R[:, None])
+    # Counted in int32: PyTorch widens all of a sum's terms first.
+    rank_R = (logits_RV > chosen_R1).sum(1, dtype=torch.int32).long() + 1
+    top_RK, top_ids_RK = _best_tokens(logits_RV, num_top)
+    return Scores((chosen_R1 - total_R1)[:, 0], rank_R, top_ids_RK, top_RK - total_R1)
+
+
+def _best_tokens(logits_RV: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """[R, K] logits and ids of the best K = num_top tokens; of ties the lowest ids, in order.
+
+    Which ties topk takes hangs on how many it is asked for: the most that any request of the batch
+    wants.
+    """
+    if num_top == 0:
+        return logits_RV.topk(0, dim=1)
+    further_RK, further_ids_RK = logits_RV.topk(min(num_top + 1, logits_RV.shape[1]), dim=1)
+    best_RK, ids_RK = further_RK[:, :num_top], further_ids_RK[:, :num_top]
+    may_tie = logits_RV.device.type != "cpu"  # elsewhere the host would have to wait to know
+    may_tie = may_tie or bool((further_RK[:, 1:] == further_RK[:, :-1]).any())
+    if not may_tie:
+        return best_RK, ids_RK
+    least_R1 = best_RK[:, -1:]
+    num_tied_RV = (logits_RV == least_R1).cumsum(1, dtype=torch.int32)
+    # All above the least are there; after them come the first of those that tie with it.
+    place_K = torch.arange(1, num_top + 1, dtype=torch.int32, device=logits_RV.device)
+    nth_RK = place_K - (best_RK > least_R1).sum(1, keepdim=True, dtype=torch.int32)
+    tied_ids_RK = torch.searchsorted(num_tied_RV, nth_RK.clamp(min=1))
+    tied_ids_RK = tied_ids_RK.clamp(max=logits_RV.shape[1] - 1)  # of a row of NaN
+    ids_RK = torch.where(nth_RK > 0, tied_ids_RK, ids_RK).sort(1).values
+    best_RK, order_RK = logits_RV.gather(1, ids_RK).sort(dim=1, descending=True, stable=True)
+    return best_RK, ids_RK.gather(1, order_RK)
