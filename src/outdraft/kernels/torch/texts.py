@@ -5,9 +5,10 @@ Prompt lookup (Saxena 2023, "prompt lookup decoding") and suffix decoding (Oliar
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec.structs import replace
 
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk
 
