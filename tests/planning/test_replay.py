@@ -225,12 +225,14 @@ def test_heads_have_no_more_lengths_than_the_trace_has_levels():
     assert [run.length for run in runs] == [0, 1, 2, 3, 4, None]
 
 
-def test_two_replays_say_the_same():
+def test_two_replays_say_the_same_even_where_deciding_takes_as_long_as_a_step():
     rng = np.random.default_rng(4)
     traffic = RecordedTraffic([drafted_by_network(rng, 200, 5, 0.7) for _ in range(4)], 2)
+    cost = DrafterCost(CostCurve((1,), (1e-5,)), CostCurve((1,), (0.0,)))
+    table = CostTable(CostCurve((1, 16), (1e-4, 1.6e-4)), drafters={"draft_model": cost})
 
     def told() -> str:
-        costs = TABLE, plain_run(traffic, TABLE)
+        costs = table, plain_run(traffic, table)
         return json.dumps(
             [str(run) for run in score(traffic, network(), lambda _: (), costs, FIXED).runs]
         )

@@ -5,7 +5,7 @@ forbids, it never sees as possible. After the step it gets the drafts' outcomes 
 each phase; offers of the host that were not used are compared with the text that came.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 
 from msgspec import Struct
@@ -64,8 +64,11 @@ class DraftPolicy:
         drafter: DrafterLimits | None,
         control: LengthPolicy,
         max_num_seqs: int,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
+        """`clock`: seconds, by which the policy measures how long it takes itself."""
         self.config = config
+        self._clock = clock
         self.control = control
         self._host = HostSources(config, proposers, max_num_seqs)
         self._has_network = drafter is not None
@@ -120,11 +123,11 @@ class DraftPolicy:
         if not wanting:
             self.decided = Decision(Reason.NOT_WANTED)
             return {}
-        started_s = perf_counter()
+        started_s = self._clock()
         drafts: dict[str, Drafts] = {}
         if may_offer:
             drafts = self._host.drafts(wanting, num_running)
-            if not drafts and self._hold(requests, room, looking_s=perf_counter() - started_s):
+            if not drafts and self._hold(requests, room, looking_s=self._clock() - started_s):
                 return self.granted
         facts = StepFacts(
             tuple(self._known.facts(request, drafts.get(request.id, {})) for request in requests),
@@ -136,7 +139,7 @@ class DraftPolicy:
         if decision.shadows:
             self._cast_shadows(requests, decision, drafts)
         self.decided, self.granted = _shown(decision), self._translator.choices(decision, drafts)
-        deciding_s = perf_counter() - started_s
+        deciding_s = self._clock() - started_s
         self._running = _DecidedStep(facts, decision, self.granted, deciding_s)
         self._newest = self._running
         return self.granted
@@ -199,7 +202,7 @@ class DraftPolicy:
     def observe(self, booked: Booked, stats: StepStats) -> None:
         """Learn from the step that `choose` was asked about, before its requests are finished."""
         step, self._running = self._running, None
-        started_s = perf_counter()
+        started_s = self._clock()
         shadows = self._shadows.observe(one.request for one in booked)
         ran = {one.request.id: one for one in booked}
         if step is None or stats.times.is_first:
@@ -207,7 +210,7 @@ class DraftPolicy:
         if not all(request.request_id in ran for request in step.facts.requests):
             return  # some were preempted, so that the decision was for another batch
         self.control.observe(self._outcome(step, ran, stats, shadows))
-        self._learning_s = perf_counter() - started_s
+        self._learning_s = self._clock() - started_s
 
     def finish(self, request: Request) -> None:
         """Drop the state of a request that ended; the proposers learn from its text if it is

@@ -154,7 +154,12 @@ class _Replay:
         )
         limits = _drafter_limits(config.network, network, traffic.max_model_len, self._scheduler)
         self._policy = DraftPolicy(
-            config, proposers, limits, _control(config, table), settings.max_num_seqs
+            config,
+            proposers,
+            limits,
+            _control(config, table),
+            settings.max_num_seqs,
+            clock=lambda: 0.0,  # lengths must not depend on how busy this machine is
         )
         self._device = ReplayedDevice(table, network, limits)
         self._stats = StatsTotal()
