@@ -16,8 +16,9 @@ from outdraft.engine.assembler import Assembler, Queued
 from outdraft.engine.build import build_engine
 from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import Prompt, is_one_prompt
+from outdraft.loading.generation_config import default_sampling
 from outdraft.loading.memory import MemoryPlan
-from outdraft.loading.models import LoadedModels, default_sampling, load_models, tokenizer_path
+from outdraft.loading.models import LoadedModels, load_models, tokenizer_path
 from outdraft.text.chat import (
     ChatTemplate,
     ContentFormat,

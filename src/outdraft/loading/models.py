@@ -6,7 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Tokenizer
@@ -14,12 +14,12 @@ from tokenizers import Tokenizer
 from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation import BLOCK_SOURCES, OWN_SOURCES, DraftNetworkConfig
 from outdraft.core.draft import DraftSource
-from outdraft.core.errors import ConfigError, RequestError
-from outdraft.core.sampling import SamplingParams
+from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ONE_RANK, Ranks
 from outdraft.kernels.choose import AUTO, automatic_dtype, check_option, choose_kernels, has_library
 from outdraft.kernels.ops import Kernels
+from outdraft.loading.generation_config import default_sampling
 from outdraft.loading.methods import LoadedDrafter, load_drafter, load_self
 from outdraft.models.base import LanguageModel
 from outdraft.models.checkpoints.config_json import read_config, read_json
@@ -316,49 +316,6 @@ def choose_dtype(
     if name != "auto":
         return getattr(torch, name)
     return automatic_dtype(kernels, device, getattr(torch, checkpoint_dtype))
-
-
-SAMPLING_FILE = "generation_config.json"
-# The file's names for our parameters; its other fields are not read.
-SAMPLING_FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
-
-
-def default_sampling(config: EngineConfig, model_path: Path) -> dict[str, Any]:
-    """Parameters of a request that leaves them open, by their names in SamplingParams.
-
-    Args:
-        model_path: directory of the model's checkpoint.
-
-    Raises:
-        ConfigError: the configured file is missing, or a value is out of its range.
-    """
-    if config.generation_config == "vllm":
-        return {}
-    is_own = config.generation_config == "auto"
-    path = (model_path if is_own else Path(config.generation_config).expanduser()) / SAMPLING_FILE
-    if not path.is_file():
-        if is_own:
-            return {}
-        raise ConfigError(
-            f"generation_config must be auto, vllm or a directory with {SAMPLING_FILE}, got "
-            f"{config.generation_config!r}"
-        )
-    values = read_json(path)
-    found = {
-        ours: values[name] for name, ours in SAMPLING_FIELDS.items() if values.get(name) is not None
-    }
-    try:
-        SamplingParams(**found)
-    except RequestError as error:
-        raise ConfigError(f"{path}: {error}; generation_config='vllm' ignores it") from None
-    return found
 
 
 @contextmanager

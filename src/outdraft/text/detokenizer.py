@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from outdraft.text.vocabulary import TokenPieces
+from outdraft.text.pieces import TokenPieces
 
 MAX_CHARACTER_BYTES = 4
 _Utf8Decoder = getincrementaldecoder("utf-8")

@@ -116,10 +116,10 @@ class NetworkLevels:
         return lengths_G, torch.zeros_like(lengths_G), places_G1
 
     @property
-    def ground(self) -> Tensor:
+    def first_keys_PSGC(self) -> Tensor:
         return self._start.caches[0].k_PSGC
 
-    def parts(self) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
+    def static_inputs(self) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
         """Tensors, and the longest text, rounded up so that graphs can be shared."""
         start = self._start
         num_blocks, block_size = start.block_table_BP.shape[1], start.block_size
@@ -128,7 +128,9 @@ class NetworkLevels:
         tensors = start.states_BD, start.contexts_B, table_BP, start.num_skipped_B
         return (*tensors, self._num_drafts_G), (seq_len,)
 
-    def over(self, tensors: tuple[Tensor | None, ...], common: tuple[int, ...]) -> "NetworkLevels":
+    def rebind(
+        self, tensors: tuple[Tensor | None, ...], common: tuple[int, ...]
+    ) -> "NetworkLevels":
         states_BD, contexts_B, table_BP, num_skipped_B, num_drafts_G = tensors
         assert states_BD is not None
         assert contexts_B is not None
