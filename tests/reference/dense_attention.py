@@ -1,4 +1,4 @@
-"""Attention of one row after another in plain Python: the slow twin of attention/reference.py.
+"""Attention of one row after another in plain Python: the slow twin of kernels/torch/attention.py.
 
 It knows no blocks and no masks: a request is its keys and values in cache order, and every row
 lists the keys that it sees by reading the contract of attention/base.py aloud.

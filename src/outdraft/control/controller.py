@@ -271,9 +271,8 @@ class Controller:
 
     def _grants(self, facts: StepFacts, plan: DraftPlan, price: float) -> tuple[Grant, ...]:
         has_room = len(plan.picks) * max(one.levels for one in plan.picks) <= facts.max_rows
-        found = list[
-            tuple[Pick, Curve | None, int]
-        ]()  # with the curve that reads margins, and levels
+        # With the curve that reads margins, and the levels.
+        found = list[tuple[Pick, Curve | None, int]]()
         for pick in plan.picks:
             request, option, levels = facts.requests[pick.request], pick.option, pick.levels
             curve = None

@@ -23,10 +23,8 @@ from outdraft.core.decision import Reason
 GAIN = 1 / 12  # share of a surprise that moves a factor
 MAX_LOG_STEP = 0.25  # most change of a factor's logarithm in one step
 CHANGE_GAIN = 0.4  # the share if it is the second surprise in a row
-OWN_GAIN, NEIGHBOUR_SHARE = (
-    1 / 12,
-    0.7,
-)  # of a surprise for its number of rows alone, and for the next number
+OWN_GAIN = 1 / 12  # share of a surprise that moves the factor of its number of rows alone
+NEIGHBOUR_SHARE = 0.7  # of that, for the next number of rows
 MAX_LOG = math.log(64)  # of a factor, either way
 WRONG_LOG, WRONG_STEPS = math.log(1.5), 2000  # a factor, and steps in a row: a wrong table
 SPAN = 4096  # rows whose times are kept in lists

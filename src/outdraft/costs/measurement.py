@@ -82,7 +82,7 @@ def fitted_target(
     """
     context_s, request_s = prior.context_s, prior.request_s
     plain, points = measured.get(PLAIN), _points(counts)
-    if plain is not None and LONG_TEXT in measured:
+    if plain is not None and LONG_TEXT in measured and num_long > SHORT:
         more_s = measured[LONG_TEXT].target_s - plain.target_s
         context_s = max(0.0, more_s) / (num_long - SHORT)
     most = max(count for count in counts if count <= ROWS_OF_ONE)

@@ -112,7 +112,7 @@ def prompt_logprobs(
     """One row for each prompt position computed now whose next token is in the prompt.
 
     Args:
-        scored: does the work of `ScoreTokens`, from hidden states [R, D].
+        scored: does the work of `score_tokens`, from hidden states [R, D].
         num_rows: that are scored at the same time.
     """
     counts = [_num_prompt_rows(work, slots[work.slot]) for work in works]

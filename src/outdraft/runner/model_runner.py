@@ -242,7 +242,7 @@ class ModelRunner:
         return TargetPass(read, states_of)
 
     def _scored(self, hidden_RD: Tensor, chosen_R: Tensor, num_top: int) -> Scores:
-        """Score tokens by the logits of hidden states [R, D]; see `ScoreTokens`."""
+        """Score tokens by the logits of hidden states [R, D]; see `score_tokens`."""
         logits_RV = self.model.logits(hidden_RD)
         return self.model.kernels.score_tokens(logits_RV, chosen_R, num_top, None)
 

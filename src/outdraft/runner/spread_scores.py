@@ -28,7 +28,7 @@ def joined_scores(
     num_top: int,
     group: RankGroup,
 ) -> Scores:
-    """Score tokens (see `ScoreTokens`); each rank scores a part of the rows."""
+    """Score tokens (see `score_tokens`); each rank scores a part of the rows."""
     cuts = [len(chosen_R) * rank // group.size for rank in range(group.size + 1)]
     counts = [end - start for start, end in pairwise(cuts)]
     logits_RV = group.turn(logits_RS, counts)[:, :vocab_size]
