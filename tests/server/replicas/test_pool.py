@@ -17,7 +17,7 @@ from tests.server.replicas.replicas import LOST_AFTER_S, Pooled, pooled
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pool")]  # two replicas for most of them
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)  # about 0.5 s
 SYSTEM = "def add(left, right):\n    return left + right\n\n\ndef subtract(left, right):\n"
 
 
