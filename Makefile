@@ -43,6 +43,7 @@ lint: setup-cluster
 	$(BIN)/pyright
 	$(BIN)/pyright -p benchmarks
 	$(BIN)/lint-imports
+	$(BIN)/mkdocs build -q
 
 quick: lib
 	$(PYTEST) -m $(QUICK_ONES) $(QUICK:%=tests/%)
