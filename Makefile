@@ -12,7 +12,7 @@ QUICK_ONES := "not slow and not gpu and not network and not cluster and not publ
 # the environment says that nothing compiled is kept.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n $(JOBS) --dist loadgroup --durations=40
 
-.PHONY: setup setup-cluster lib demo lint pytest quick check test test-full test-gpu test-cluster fix bench
+.PHONY: setup setup-cluster lib libs demo lint pytest quick check test test-full test-gpu test-cluster fix bench
 
 setup: $(STAMP)
 
@@ -32,6 +32,9 @@ $(CLUSTER_STAMP): $(STAMP)
 
 # A library that carries the digest of its sources is left as it is.
 lib: setup
+	$(BIN)/python build_kernels.py --here
+
+libs: setup
 	$(BIN)/python build_kernels.py
 
 demo: lib
@@ -48,15 +51,14 @@ lint: setup-cluster
 quick: lib
 	$(PYTEST) -m $(QUICK_ONES) $(QUICK:%=tests/%)
 
-# Types take one core a minute: lint runs beside the tests.
-check: setup-cluster
-	$(MAKE) --jobs=2 lint pytest ARGS='-m $(QUICK_ONES)'
+check: lint
+	$(MAKE) pytest ARGS='-m $(QUICK_ONES)'
 
-test: setup-cluster
-	$(MAKE) --jobs=2 lint pytest ARGS='-m $(ALL)'
+test: lint
+	$(MAKE) pytest ARGS='-m $(ALL)'
 
-test-full: setup-cluster
-	$(MAKE) --jobs=2 lint pytest ARGS='--full -m $(ALL)'
+test-full: lint libs
+	$(MAKE) pytest ARGS='--full -m $(ALL)'
 
 pytest: lib
 	$(PYTEST) $(ARGS)

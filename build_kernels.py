@@ -10,6 +10,7 @@ changed. Only the standard library is imported here: the build of a wheel runs i
 import argparse
 import concurrent.futures
 import contextlib
+import ctypes
 import hashlib
 import os
 import platform
@@ -149,6 +150,15 @@ def build(
     return list(paths.values())
 
 
+def of_this_machine(folder: Path, compiler: Sequence[str] | None = None) -> list[str]:
+    """The least and the best instruction set of this machine; the tests compare both."""
+    selector = build(folder, compiler, only=[SELECTOR])[0]
+    bits = ctypes.CDLL(str(selector)).usable_instruction_sets()
+    names = [name for name in TARGETS.get(architecture() or "", {}) if name != SELECTOR]
+    usable = [name for place, name in enumerate(names) if bits >> place & 1]
+    return [*usable[:1], *usable[-1:]]
+
+
 def is_stale(library: Path, name: str) -> bool:
     """Whether it is missing, or made from other sources, with other flags or for other callers."""
     if not library.exists():
@@ -271,10 +281,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Compile csrc/ for every instruction set.")
     parser.add_argument("--folder", type=Path, default=LIBRARIES, help="where libraries are put")
     parser.add_argument("--only", action="append", default=[], help="an instruction set")
+    parser.add_argument(
+        "--here", action="store_true", help="the least and the best of this machine"
+    )
     parser.add_argument("--force", action="store_true", help="also what is not stale")
     given = parser.parse_args()
     # A warning stops whoever changes the sources, not whoever installs them.
-    made = build(given.folder, only=given.only, force=given.force, flags=["-Werror"])
+    only = given.only + (of_this_machine(given.folder) if given.here else [])
+    made = build(given.folder, only=only, force=given.force, flags=["-Werror"])
     for built in made:
         with contextlib.suppress(ValueError):
             built = built.relative_to(ROOT)

@@ -1,4 +1,4 @@
-"""The build of a wheel compiles csrc/ into it; an editable install gets the libraries in place.
+"""The build of a wheel compiles csrc/ into it; an editable install gets this machine's libraries in place.
 
 Where no C++20 compiler is installed, the package ziglang brings one. On machines that
 build_kernels.py has no instruction sets for, the wheel holds Python only: the readable reference
@@ -35,7 +35,8 @@ class KernelsHook(BuildHookInterface[Any]):
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform_tag(architecture, kernels.is_zig(compiler))}"
         if version == "editable":
-            kernels.build(kernels.LIBRARIES, compiler)
+            here = kernels.of_this_machine(kernels.LIBRARIES, compiler)
+            kernels.build(kernels.LIBRARIES, compiler, only=here)
             return
         # Another compiler may have made the libraries of an editable install.
         folder = kernels.CACHE / "wheel"

@@ -1,10 +1,14 @@
 """Which tests run, and how.
 
-What a pairwise cover leaves out needs `--full`, GPU tests need a GPU; without one, Triton's kernels
-are interpreted. No property has a time limit.
+There are two lanes. `--full` runs every test. Without it these are left out: tests marked `full`,
+and of a test marked `few(n)` all but n cases, spread over its list. GPU tests need a GPU; without
+one, Triton's kernels are interpreted. No property has a time limit.
 """
 
 import os
+import time
+from collections import defaultdict
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -49,8 +53,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--full"):
-        left_out = [item for item in items if item.get_closest_marker("full")]
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        kept = chosen([item for item in items if not item.get_closest_marker("full")])
+        left_out = [item for item in items if item not in kept]
+        items[:] = [item for item in items if item in kept]
         config.hook.pytest_deselected(items=left_out)
     if torch.cuda.is_available():
         return
@@ -58,3 +63,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def chosen(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Tests without those cases that the marker `few` leaves out."""
+    kept, cases = set(items), defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        if item.get_closest_marker("few"):
+            cases[item.nodeid.split("[")[0]].append(item)
+    for every in cases.values():
+        count = every[0].get_closest_marker("few").args[0]
+        places = {round(place * (len(every) - 1) / max(1, count - 1)) for place in range(count)}
+        kept -= {item for place, item in enumerate(every) if place not in places}
+    return kept
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Fail a test that takes more of the processor than an unmarked one may."""
+    began_s = time.process_time()
+    result = yield
+    if (taken_s := time.process_time() - began_s) > 2 and not item.get_closest_marker("slow"):
+        pytest.fail(f"took {taken_s:.1f} s of the processor: mark it `slow`, or make it faster")
+    return result

@@ -79,6 +79,7 @@ def attend(attention, q_THC, cache, metadata, form, device="cpu") -> torch.Tenso
     return attention.attend(q_THC.to(device), cache, on(metadata, device), form).cpu()
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES)
 def test_triton_equals_reference(case, device):
@@ -117,6 +118,7 @@ RAGGED = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "value_size"), some(SIZED_FORMS, CHOSEN_FORMS))
 def test_each_form_equals_the_reference(name, value_size, device):

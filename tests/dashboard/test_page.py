@@ -38,6 +38,7 @@ def test_every_token_carries_its_origin_and_the_text_is_whole(page: Page, site: 
     assert body["speculation"] == {"trace": True}
 
 
+@pytest.mark.full
 def test_every_origin_looks_different_with_and_without_colour(page: Page, site: Site):
     site.fake.answer = ANSWER + HEADS
     run(page)
@@ -68,6 +69,7 @@ def test_rejected_guesses_are_struck_out_under_the_pointer(page: Page):
     expect(detail).to_be_hidden()
 
 
+@pytest.mark.full
 def test_a_tree_shows_its_branches_the_accepted_one_first(page: Page):
     run(page)
     page.hover(f"{OUTPUT} .token[data-origin=draft_model] >> nth=-1")
@@ -78,6 +80,7 @@ def test_a_tree_shows_its_branches_the_accepted_one_first(page: Page):
     ]
 
 
+@pytest.mark.full
 def test_every_guess_of_a_mixed_tree_shows_its_own_source(page: Page, site: Site):
     site.fake.answer = (MIXED,)
     run(page)
@@ -117,6 +120,7 @@ def test_every_guess_of_a_mixed_tree_shows_its_own_source(page: Page, site: Site
     assert looks[2][2] == looks[3][2]
 
 
+@pytest.mark.full
 def test_the_legend_explains_what_the_engine_can_draft_and_nothing_else(page: Page, site: Site):
     own = ["Plain", "Bonus", "Recovered"]
     facts = EngineFacts("tiny", "float32", "cpu", ("prediction", "eagle3", "suffix"), 4)
@@ -129,6 +133,7 @@ def test_the_legend_explains_what_the_engine_can_draft_and_nothing_else(page: Pa
         assert page.locator("#legend li").all_text_contents() == expected
 
 
+@pytest.mark.full
 def test_a_lossy_engine_says_so_and_promises_no_distribution(page: Page, site: Site):
     notice = page.locator("#speculation-lossy")
     expect(notice).to_be_hidden()
@@ -143,6 +148,7 @@ def test_a_lossy_engine_says_so_and_promises_no_distribution(page: Page, site: S
     expect(page.locator(".verdict")).to_contain_text("their distribution is not the")
 
 
+@pytest.mark.full
 def test_every_step_has_a_box_with_its_source_counts_and_time(page: Page):
     run(page)
     boxes = page.locator(".step")
@@ -196,6 +202,7 @@ def test_a_comparison_runs_one_after_the_other_and_says_that_the_texts_are_the_s
     assert on == off
 
 
+@pytest.mark.full
 def test_a_comparison_says_where_texts_differ(page: Page, site: Site):
     site.fake.plain_end = "!"
     page.check("#compare")
@@ -205,6 +212,7 @@ def test_a_comparison_says_where_texts_differ(page: Page, site: Site):
     )
 
 
+@pytest.mark.full
 def test_sampled_runs_of_a_comparison_share_their_seed(page: Page, site: Site):
     page.check("#compare")
     page.fill("#temperature", "0.8")
@@ -242,6 +250,7 @@ def test_settings_reach_the_request(page: Page, site: Site):
     assert body["temperature"] == 0.8
 
 
+@pytest.mark.full
 def test_speculation_can_be_off_and_its_settings_are_then_out_of_reach(page: Page, site: Site):
     page.fill("#prediction", "return n")
     page.uncheck("#enabled")
@@ -254,6 +263,7 @@ def test_speculation_can_be_off_and_its_settings_are_then_out_of_reach(page: Pag
     expect(page.locator(".pane h3")).to_have_text("Without speculation")
 
 
+@pytest.mark.full
 def test_settings_are_out_of_reach_on_an_engine_without_speculation(page: Page, site: Site):
     site.feed.facts = EngineFacts("tiny", "float32", "cpu", (), 0)
     page.reload()
@@ -264,6 +274,7 @@ def test_settings_are_out_of_reach_on_an_engine_without_speculation(page: Page, 
     expect(page.locator(".pane h3")).to_have_text("Without speculation")
 
 
+@pytest.mark.full
 def test_a_chat_remembers_what_was_said(page: Page, site: Site):
     page.get_by_label("Chat", exact=True).check()
     run(page, "first")
@@ -295,6 +306,7 @@ def test_a_refused_request_says_why_and_the_key_opens_the_door(page: Page, site:
     assert API_KEY not in page.content()
 
 
+@pytest.mark.full
 def test_an_error_in_the_middle_keeps_what_came_and_says_why(page: Page, site: Site):
     site.fake.breaks_after = 2
     page.check("#compare")
@@ -306,6 +318,7 @@ def test_an_error_in_the_middle_keeps_what_came_and_says_why(page: Page, site: S
     expect(page.locator("#run")).to_be_visible()
 
 
+@pytest.mark.full
 def test_a_run_can_be_stopped(page: Page, site: Site):
     site.fake.delay_s = 0.3
     page.fill("#prompt", "x")

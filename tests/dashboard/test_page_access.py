@@ -61,6 +61,7 @@ def legend_of(chart: Locator) -> list[str]:
     return [" ".join(item.split()) for item in chart.locator("li").all_inner_texts()]
 
 
+@pytest.mark.full
 def test_the_charts_show_the_feed_and_the_arrow_keys_read_a_second(page: Page):
     page.click("#tab-live")
     expect(page.locator(".chart")).to_have_count(13)
@@ -114,6 +115,7 @@ def test_the_charts_tell_latencies_and_what_speculation_is_worth(page: Page):
         assert legend_of(page.locator(".chart", has=plot)) == legend
 
 
+@pytest.mark.full
 def test_the_charts_tell_what_was_decided_and_how_right_it_was(page: Page):
     page.click("#tab-live")
     for name, headline, legend in [
@@ -141,6 +143,7 @@ def test_the_charts_tell_what_was_decided_and_how_right_it_was(page: Page):
         assert legend_of(page.locator(".chart", has=plot)) == legend
 
 
+@pytest.mark.full
 def test_an_engine_without_speculation_is_compared_with_nothing(page: Page, site: Site):
     site.feed.facts = EngineFacts("tiny", "float32", "cpu", (), 0)
     page.reload()
@@ -149,6 +152,7 @@ def test_an_engine_without_speculation_is_compared_with_nothing(page: Page, site
     expect(page.get_by_role("slider", name="Computing speed")).to_have_count(0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("view", ["playground", "live"])
 def test_every_control_has_a_name_and_every_reference_a_target(page: Page, view: str):
     page.check("#compare")
@@ -180,6 +184,7 @@ def test_the_page_has_its_landmarks_language_and_one_title(page: Page):
     assert page.locator("[tabindex]:not([tabindex='0']):not([tabindex='-1'])").count() == 0
 
 
+@pytest.mark.full
 def test_the_end_of_a_run_is_announced(page: Page):
     page.fill("#prompt", "x")
     page.click("#run")
@@ -196,6 +201,7 @@ def test_nothing_moves_for_those_who_asked_for_it(page: Page):
     assert moving == 0
 
 
+@pytest.mark.full
 def test_the_theme_follows_the_system_until_it_is_chosen(page: Page):
     ground = "getComputedStyle(document.body).backgroundColor"
     light, dark = "rgb(244, 243, 240)", "rgb(18, 20, 23)"
@@ -209,6 +215,7 @@ def test_the_theme_follows_the_system_until_it_is_chosen(page: Page):
     assert page.evaluate(ground) == light
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("view", ["playground", "live"])
 def test_a_phone_never_scrolls_sideways(browser: Browser, site: Site, view: str):
     page = browser.new_page(viewport={"width": 390, "height": 844})

@@ -26,6 +26,7 @@ def seconds_of(page: Page) -> list[float]:
     return [float(text.split()[0]) / (1000 if text.endswith("ms") else 1) for text in texts]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [(1280, 900), (1280, 640), (390, 844)])
 def test_the_verdict_is_in_view_however_long_the_texts_are(
     browser: Browser, site: Site, size: tuple[int, int]
@@ -42,6 +43,7 @@ def test_the_verdict_is_in_view_however_long_the_texts_are(
     page.close()
 
 
+@pytest.mark.full
 def test_the_slider_shows_how_far_both_were_at_the_same_time(page: Page):
     # 30 ms pass at each look at the clock, so chunks are as far apart on a busy machine as on this.
     page.evaluate("() => { let now = 0; performance.now = () => (now += 30); }")
@@ -63,6 +65,7 @@ def test_the_slider_shows_how_far_both_were_at_the_same_time(page: Page):
     assert texts == [TEXT, TEXT]
 
 
+@pytest.mark.full
 def test_a_race_keeps_the_proportion_of_the_measured_times(page: Page, site: Site):
     """At the same share of the race, each run has what had arrived by then, not a share of it."""
     shown = page.evaluate(
@@ -104,6 +107,7 @@ def test_the_race_runs_by_itself_and_can_be_stopped_and_played_again(browser: Br
     page.close()
 
 
+@pytest.mark.full
 def test_nothing_but_the_text_moves_in_a_race_and_the_newest_token_is_in_view(
     page: Page, site: Site
 ):
@@ -129,12 +133,14 @@ def test_nothing_but_the_text_moves_in_a_race_and_the_newest_token_is_in_view(
     assert page.locator(".pane, .output, .race").evaluate_all(boxes) == still
 
 
+@pytest.mark.full
 def test_nothing_races_by_itself_for_those_who_asked_for_stillness(page: Page):
     compare(page)
     expect(page.locator(".race button")).to_have_text("Replay")
     assert page.locator(".pane .token.unseen").count() == 0
 
 
+@pytest.mark.full
 def test_a_race_says_how_much_slower_it_is_shown(page: Page, site: Site):
     site.fake.answer = (chain("suffix", ["a"], 1, "b"),)
     compare(page)

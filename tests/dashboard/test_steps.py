@@ -17,6 +17,7 @@ def rows(page: Page) -> list[str]:
     return [" ".join(text.split()) for text in page.locator(".tree .node").all_text_contents()]
 
 
+@pytest.mark.full
 def test_the_slider_goes_through_the_steps_and_what_came_later_fades(page: Page):
     run(page)
     slider = page.get_by_role("slider", name="With speculation: step")
@@ -42,6 +43,7 @@ def test_the_slider_goes_through_the_steps_and_what_came_later_fades(page: Page)
     assert page.locator(".token.later").count() == 0
 
 
+@pytest.mark.full
 def test_the_buttons_beside_the_slider_stop_at_both_ends(page: Page):
     run(page)
     back, forth = (page.get_by_role("button", name=f"{way} step") for way in ("Previous", "Next"))
@@ -76,6 +78,7 @@ def test_a_step_that_is_chosen_shows_its_tree(page: Page):
     ]
 
 
+@pytest.mark.full
 def test_the_accepted_path_is_the_top_line_and_the_others_hang_below(page: Page):
     run(page)
     nodes = page.locator(".tree .node").evaluate_all(
@@ -110,6 +113,7 @@ def test_probabilities_stand_at_every_row_and_at_the_model_s_own_token(page: Pag
     assert widths == ["75%", "25%", "50%", "0.1%", "12.5%"]
 
 
+@pytest.mark.full
 def test_a_chat_asks_for_probabilities_in_its_own_way(page: Page, site: Site):
     site.fake.answer = (LIKELY,)
     page.get_by_label("Chat", exact=True).check()
@@ -118,6 +122,7 @@ def test_a_chat_asks_for_probabilities_in_its_own_way(page: Page, site: Site):
     assert "zRecovered 25 %, the model itself, behind row 1" in rows(page)
 
 
+@pytest.mark.full
 def test_nobody_pays_for_probabilities_while_times_are_compared_or_they_are_off(
     page: Page, site: Site
 ):
@@ -138,6 +143,7 @@ def test_a_text_that_ends_inside_a_draft_has_no_token_of_its_own(page: Page, sit
     assert page.locator(".node").count() == 4
 
 
+@pytest.mark.full
 def test_a_step_of_a_wide_tree_scrolls_inside_its_box(page: Page, site: Site):
     texts = tuple((f"token number {i}", "eagle") for i in range(40))
     site.fake.answer = (ScriptedStep((("x", "recovered"),), texts, tuple(range(40)), ()),)

@@ -108,6 +108,7 @@ OTHERS = (
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", some([*CHOSEN, *OTHERS], CHOSEN), ids=str)
 def test_a_rank_takes_what_was_planned_within_ten_per_cent(tmp_path: Path, case: Case) -> None:
     """What a large model takes beyond a tiny one: processes begin with some memory.

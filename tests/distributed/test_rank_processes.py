@@ -102,6 +102,7 @@ def any_transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(ranks_module, "memory_transports", lambda: None)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("size", "draft_size", "transport"),
     [
@@ -153,6 +154,7 @@ def test_the_death_of_a_rank_ends_the_step_in_which_rank_0_waits_for_it():
     assert str(told.value.__cause__).endswith("has ended")  # and not: does not answer in time
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("any_transport")
 def test_a_rank_that_hangs_is_named_and_ended():
     with spread(rank_timeout_s=3.0) as llm:

@@ -187,6 +187,7 @@ EAGLES = ["eagle", "eagle-two-layers", "eagle-qkv-bias", "eagle-speculators"]
 EAGLES += ["eagle3", "eagle3-nothing-own", "eagle3-specforge"]
 
 
+@pytest.mark.few(14)
 @with_ranks("name,target", EAGLES, TARGETS)
 def test_eagle_drafts_as_on_one_rank(
     name: str,

@@ -107,6 +107,7 @@ def test_columns_of_all_ranks_are_the_logits_of_one(
     assert torch.equal(got_TV.argmax(-1), want_TV.argmax(-1))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("size", SOME_SLOW)
 @pytest.mark.parametrize(("kernels", "dtype"), KINDS)
 def test_rows_have_the_same_bits_in_chunks_of_any_size(

@@ -198,6 +198,7 @@ OTHERS = [("qwen2", name, "float64", 2, 2) for name in ("draft_model-tree", "eag
 COMPILED = [("llama-llama3-rope", "draft_model", "float32", 2, 2)]  # with weights of bfloat16
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize(
     ("family", "method", "dtype", "size", "draft_size"), [*CHAINS, *OTHERS, *COMPILED]

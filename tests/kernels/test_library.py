@@ -58,7 +58,7 @@ def run(*command: str, **environ: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some(NAMES, {NAMES[0], *usable_instruction_sets()[-1:]}))
 def test_libraries_are_made_from_the_sources_beside_them(name):
     path = build_kernels.LIBRARIES / f"outdraft-{name}.so"
     assert digest_of(path) == build_kernels.source_digest(name), "run `make lib` first"
@@ -94,6 +94,7 @@ def test_a_library_made_for_other_callers_is_refused(tmp_path, name, is_older):
         Library(name, tmp_path)
 
 
+@pytest.mark.full  # `make test` does not build all libraries
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo")
 def test_linux_says_that_it_has_what_the_chosen_library_needs():
     flags = set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text()))
@@ -190,6 +191,7 @@ def test_sources_compile_without_a_warning_for_processors_that_run_no_test(
 
 
 @pytest.mark.slow
+@pytest.mark.full  # it compiles the libraries that `make test` does not build
 def test_a_wheel_holds_libraries_for_its_platform(tmp_path):
     environ = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
     run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path), **environ)

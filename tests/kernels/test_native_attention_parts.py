@@ -70,7 +70,8 @@ def test_parts_equal_the_reference_and_threads_change_no_bit(
     batch = build_batch(requests, model, cache_dtype, seed)
     batch = dataclasses.replace(batch, q_THC=batch.q_THC.float())
     got = attend(native(name), batch, form)
-    torch.testing.assert_close(got.double(), exact(batch, form), rtol=1e-5, atol=1e-5)
+    # Scores reach 50, so that their rounding in float32 changes weights by some 1e-5.
+    torch.testing.assert_close(got.double(), exact(batch, form), rtol=1e-5, atol=3e-5)
     assert torch.equal(attend(native(name, 2), batch, form), got)
     assert torch.equal(attend(native(name, 3), batch, form), got)
 

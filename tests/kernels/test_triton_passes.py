@@ -128,6 +128,7 @@ def graphs_of(decoder: TritonDecoder) -> GraphedPasses:
     return decoder._graphs
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("device", "kind", "has_graphs"), CASES)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=["float32", "bfloat16"])
 def test_passes_of_all_steps_are_the_references(device, kind, dtype, has_graphs):

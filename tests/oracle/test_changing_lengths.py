@@ -38,6 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(35)
 @pytest.mark.parametrize(
     ("method", "way"), rows(product(METHODS[1:], WAYS), lambda method, way: (*parts(method), way))
 )
@@ -65,6 +66,7 @@ def test_they_do_not_at_any_sequence_of_decisions(seed: int, method: str):
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS, ignore_eos=True, seed=11)
 
 
+@pytest.mark.few(25)
 @pytest.mark.parametrize("method", METHODS[1:])
 @pytest.mark.parametrize("rule", ["drafter_invariant", "block"])
 def test_a_seed_has_one_text_at_all_lengths(method: str, rule: str):

@@ -200,6 +200,7 @@ ON_ALL_RANKS = ("plain", "block", "token", "combined", "tree", "eagle3", "medusa
 STEADY = ("block", "tree", *(case for case in CASES if case not in CHANGING))
 
 
+@pytest.mark.few(6)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "kernels"),
@@ -213,6 +214,7 @@ def test_texts_follow_the_targets_distribution(case: str, kernels: str, checkpoi
     assert p_value(found, exact(checkpoints)) > ALPHA
 
 
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "sizes"),
@@ -232,6 +234,7 @@ def test_they_do_on_two_ranks(case: str, sizes: tuple[int, int], checkpoints: An
     assert p_value(found, exact(checkpoints)) > ALPHA
 
 
+@pytest.mark.few(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", some([case for case in CASES if case != "plain"], CHANGING))
 def test_they_do_while_sources_and_lengths_change_at_every_step(case: str, checkpoints: Any):
@@ -242,6 +245,7 @@ def test_they_do_while_sources_and_lengths_change_at_every_step(case: str, check
     assert control.num_mixed > 20
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case", ["plain", "block", "token", "combined", "tree", "eagle3-tree", "medusa"]
@@ -253,6 +257,7 @@ def test_so_they_do_with_parameters_that_look_back_at_the_draft(case: str, check
     assert p_value(found, exact(checkpoints)) < ALPHA
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "sizes"),
@@ -269,6 +274,7 @@ def test_drafts_from_another_distribution_than_told_are_caught(
     assert p_value(found, exact(checkpoints)) < ALPHA
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["block", "token", "eagle3", "medusa", "mlp_speculator", "dspark"])
 def test_chains_that_live_rules_end_follow_it_too(
@@ -281,6 +287,7 @@ def test_chains_that_live_rules_end_follow_it_too(
     assert p_value(found, exact(checkpoints)) > ALPHA
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["block", "token"])
 def test_chains_that_end_before_unlikely_drafts_are_caught(

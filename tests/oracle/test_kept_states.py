@@ -160,6 +160,7 @@ def test_after_random_trees_the_target_reads_on_as_after_a_prefill(
     assert acceptance.num_branches > 0
 
 
+@pytest.mark.few(2)
 @settings(max_examples=2, deadline=None)
 @given(seed=st.integers(0, 10_000), block_size=st.sampled_from([2, 16]))
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     ("method", "family", "way"),
     rows(
@@ -69,6 +70,7 @@ def test_a_prefix_hit_restores_target_and_drafter(family: str):
     assert llm.engine.stats.num_steps <= 2 * steps
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", MTP_FAMILIES)
 @pytest.mark.parametrize("draft_size", [1, 2])
 def test_over_two_ranks_the_ids_are_the_same(family: str, draft_size: int):
@@ -106,6 +108,7 @@ CHAIN, TREE = {"num_speculative_tokens": 3}, {"tree_levels": [2, 2, 1]}
 BY_TOKEN = CHAIN | {"rejection_sample_method": "token"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("checkpoints", "options"),

@@ -40,6 +40,7 @@ def params() -> list[SamplingParams]:
     ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("draft_size", [1, 2])
 @pytest.mark.parametrize("method", ["draft_model", "draft_model-tree", "eagle3", "medusa"])
 def test_each_group_drafts_what_the_only_one_would(method: str, draft_size: int) -> None:

@@ -117,6 +117,7 @@ def check_logprobs(got: list[RequestOutput], want: list[RequestOutput]) -> None:
                 assert told.logprob == pytest.approx(theirs[token_id].logprob, abs=1e-5)
 
 
+@pytest.mark.few(10)
 @cases(*FEW, every=[one for one in SPREAD if one not in FEW], further=DIVIDED)
 def test_ids_and_logprobs_are_those_of_one_rank(method: str, size: int, draft_size: int) -> None:
     """Greedy and seeded, with penalties, several sequences, and preemption."""
@@ -173,6 +174,7 @@ def test_a_rank_may_have_no_token_of_a_prompt_to_score(length: int) -> None:
     check_logprobs(got, want)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", ["draft_model", "eagle3-tree"])
 @pytest.mark.parametrize(
     ("size", "draft_size"), [*SIZES[:2], pytest.param(4, 2, marks=pytest.mark.slow)]
@@ -187,6 +189,7 @@ def test_ids_are_those_of_one_rank_over_sockets(method: str, size: int, draft_si
         assert ids(run(llm, prompts, params)) == ids(want)
 
 
+@pytest.mark.few(2)
 @cases("draft_model", every=["eagle3", "medusa", *COMBINED])
 def test_they_are_while_live_rules_end_chains(method: str, size: int, draft_size: int) -> None:
     prompts = prompts_of(LENGTHS)
@@ -197,6 +200,7 @@ def test_they_are_while_live_rules_end_chains(method: str, size: int, draft_size
     assert rules.num_short > 5
 
 
+@pytest.mark.few(2)
 @cases("draft_model", every=["eagle3-tree", "mlp_speculator", *COMBINED])
 def test_they_are_while_the_controller_chooses_lengths(
     method: str, size: int, draft_size: int
@@ -208,6 +212,7 @@ def test_they_are_while_the_controller_chooses_lengths(
         assert llm.engine.stats.num_draft_tokens > 0
 
 
+@pytest.mark.few(2)
 @cases("draft_model", every=["suffix", "eagle3-tree", "medusa"])
 def test_as_many_tokens_are_found_in_the_prefix_cache(
     method: str, size: int, draft_size: int
@@ -218,6 +223,7 @@ def test_as_many_tokens_are_found_in_the_prefix_cache(
         assert hits(llm) == want
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @cases("draft_model", every=["suffix", "eagle3-tree", "medusa"])
 def test_outputs_keep_to_their_grammars(

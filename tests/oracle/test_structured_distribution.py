@@ -102,6 +102,7 @@ def fit(texts: list[tuple[int, ...]], exact: dict[tuple[int, ...], float]) -> fl
     return p_value(counted.astype(float), np.array(list(exact.values())))
 
 
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "kernels"),
@@ -117,6 +118,7 @@ def test_texts_of_a_form_follow_the_targets_distribution(
     assert fit(found(checkpoints, case, kernels), exact) > ALPHA
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["ngram", "block"])
 def test_drafted_rows_without_masks_are_caught(

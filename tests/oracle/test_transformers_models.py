@@ -55,6 +55,7 @@ def test_greedy_ids_are_those_of_generate(family: str, method: str) -> None:
     assert ids(outputs) == greedy_oracle(family, LENGTHS, NUM_TOKENS)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("family", "method", "draft_size"),
     [

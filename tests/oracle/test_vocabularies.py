@@ -189,6 +189,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_texts_follow_the_targets_distribution(case: str, small: tuple[Path, Path, Any]):

@@ -59,6 +59,7 @@ class Waits(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("method", ["plain", *NETWORKS, "combined"])
 def test_no_operator_of_a_step_reads_a_value_and_one_copy_goes_back(

@@ -61,21 +61,25 @@ def assert_close_to_the_best(shares):
     assert min(shares.values()) >= 0.97, sorted((share, seed) for seed, share in shares.items())[:5]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("first", range(0, 96, BLOCK))
 def test_never_three_percent_below_plain_or_the_best_fixed_length(first: int):
     assert_close_to_the_best(steady_shares(range(first, first + BLOCK)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("first", range(0, 12, 3))
 def test_neither_where_requests_differ(first: int):
     assert_close_to_the_best(steady_shares(range(first, first + 3), mixed=True))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("first", range(0, 8, 4))
 def test_neither_beside_prompts(first: int):
     assert_close_to_the_best(steady_shares(range(first, first + 4), prompts=True))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("first", range(0, 12, 3))
 def test_neither_where_deciding_takes_a_tenth_of_a_step(first: int):
     shares = {}
@@ -119,6 +123,7 @@ def host_shares(seeds):
     return shares
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("first", range(0, 8, 4))
 def test_neither_with_offers_of_the_host(first: int):
     assert_close_to_the_best(host_shares(range(first, first + 4)))
@@ -154,6 +159,7 @@ def drift_shares(seeds):
     return shares
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("first", range(0, 8, 4))
 def test_neither_four_hundred_steps_after_everything_changed(first: int):
     assert_close_to_the_best(drift_shares(range(first, first + 4)))
@@ -200,6 +206,7 @@ def test_losses_end_within_two_hundred_steps(loss: str, concurrency: int):
     assert steps.rate(600) >= 0.97 * max(fixed_rates(alone, 400))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("concurrency", [1, 8])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_losses_end_where_deciding_takes_a_tenth_of_a_step(loss: str, concurrency: int):

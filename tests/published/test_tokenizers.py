@@ -140,6 +140,7 @@ def merged() -> dict[str, Any]:
     }
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("name", SPLITS)
 def test_texts_are_split_as_llama_cpp_does_it(name: str, merged: dict[str, Any], tmp_path: Path):
     path = tmp_path / "vocabulary.gguf"

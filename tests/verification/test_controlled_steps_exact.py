@@ -288,6 +288,7 @@ def decisions(of: Case, method: str):
             yield texts, weight * share, controller.decide(second_facts(of, texts))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("method", RULES)
 def test_two_controlled_steps_leave_the_joint_law_alone(name: str, method: str):

@@ -59,6 +59,7 @@ def ragged_mixture(decoding):
     )
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("params", [PLAIN, ALL], ids=["plain", "all processors"])
 @pytest.mark.parametrize(
     ("method", "draft"),

@@ -76,6 +76,7 @@ class OneTree:
         )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["compiled", "tensors"])
 @pytest.mark.parametrize(("seed", "vocab_size"), [(0, 8), (1, 32), (2, 16)])
 def test_accepted_lengths_and_tokens_of_a_tree_fit_the_rule(seed, vocab_size, dtype):
@@ -169,6 +170,7 @@ def ragged_trees(decoding):
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("params", [PLAIN, ALL], ids=["plain", "all processors"])
 @pytest.mark.parametrize("draft", [drawn_trees, ragged_trees], ids=["whole", "ragged"])
 def test_output_of_trees_fits_the_target(draft, params):

@@ -96,6 +96,7 @@ def drawn_trees(shape, proposer):
     return list(every_tree(lambda prefix, tree: shape(prefix, tree, proposer(prefix)), proposer))
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("kinds", [KINDS, ("plain",), ("plain", "zeros")], ids=len)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_trees_are_exact_for_any_pair_of_distributions(shape, kinds):
@@ -130,6 +131,7 @@ def test_trees_that_grow_where_most_is_expected_are_exact(seed):
     assert bias(trees_emit(traverse, trees, target), target) < 1e-12
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", ["1 draw", "2 draws", "3 draws", "n = 2", "n = 3"])
 def test_trees_are_exact_in_every_special_case(shape, kind):

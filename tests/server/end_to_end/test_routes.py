@@ -67,6 +67,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_chat_takes_it_and_a_stream_says_the_same(client: openai.OpenAI, name: str):
     options = {"temperature": 0, "seed": 1, **OPTIONS[name]}

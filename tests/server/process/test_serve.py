@@ -152,6 +152,7 @@ def test_the_death_of_a_rank_is_told_and_ends_the_server(tmp_path):
     assert any('"error"' in line and "rank 1 of 2" in line for line in rest)
 
 
+@pytest.mark.full
 def test_a_server_may_start_another_engine_for_one_whose_rank_hangs(tmp_path):
     flags = (*EMBEDDED, "--tensor-parallel-size", "2", "--rank-timeout", "10", "--restart-engine")
     with serving(tmp_path, *flags) as server:
@@ -208,6 +209,7 @@ signal.signal(signal.SIGUSR1, loop)
 """
 
 
+@pytest.mark.full
 def test_a_rank_0_in_an_endless_loop_is_told_and_ends_the_server(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(ENDLESS)
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -64,6 +64,7 @@ def test_a_prompt_finds_its_beginning_where_it_was_computed(two):
     assert two.counted("prefix_cache_hits_total") >= sum(one.num_cached_tokens for one in others)
 
 
+@pytest.mark.full
 def test_all_numbers_are_exposed_once_for_each_replica(two):
     two.run(two.output("def", GREEDY))
     text = generate_latest(two.metrics.registry).decode()
@@ -176,6 +177,7 @@ def test_a_silent_replica_counts_as_lost_and_is_not_taken_back(two):
     assert two.replicas[name].exitcode == 0  # it was told to end
 
 
+@pytest.mark.full
 def test_a_replica_whose_engine_is_stopped_counts_as_lost():
     with pooled("alone", rank_timeout_s=1.0) as one:
 
