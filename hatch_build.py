@@ -1,4 +1,4 @@
-"""The build of a wheel compiles csrc/ into it; an editable install gets this machine's libraries in place.
+"""The build of a wheel compiles csrc/ into it; an editable install gets this machine's libraries.
 
 Where no C++20 compiler is installed, the package ziglang brings one. On machines that
 build_kernels.py has no instruction sets for, the wheel holds Python only: the readable reference
