@@ -8,9 +8,17 @@ import time
 import numpy as np
 import pytest
 
-from outdraft.bench.client import Clients, Endpoint
 from outdraft.bench.metrics import RequestSample
-from outdraft.bench.serve import LoadRun, Reporting, TrafficPlan, run_load, serve_report, with_model
+from outdraft.bench.serve import (
+    Clients,
+    Endpoint,
+    LoadRun,
+    Reporting,
+    TrafficPlan,
+    run_load,
+    serve_report,
+    with_model,
+)
 from outdraft.bench.workloads import BenchRequest, arrival_times
 from outdraft.core.errors import ConfigError
 from tests.bench.scripted_server import DONE, Script, completion, serving

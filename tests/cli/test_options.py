@@ -12,13 +12,12 @@ from outdraft.cli.options import (
     SamplingOptions,
     SchedulerOptions,
     engine_config,
-    parse_json_object,
     sampling_params,
     serving_config,
+    speculative_config,
 )
 from outdraft.config.engine import EngineConfig
-from outdraft.config.speculation import DraftNetworkConfig
-from outdraft.config.speculation_json import parse_speculative_config
+from outdraft.config.speculation import DraftNetworkConfig, parse_speculative_config
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError, RequestError
 from outdraft.core.sampling import SamplingParams
@@ -148,7 +147,7 @@ def test_another_target_gets_no_head_of_the_embedded_one():
 @pytest.mark.parametrize("text", ["{", "[]", "3", '"suffix"'])
 def test_a_speculative_config_that_is_no_object_is_refused(text):
     with pytest.raises(ConfigError, match="--speculative-config"):
-        parse_json_object(text)
+        speculative_config(text, "m")
 
 
 def test_a_sampling_value_out_of_range_names_its_parameter():

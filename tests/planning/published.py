@@ -76,10 +76,10 @@ def setup_of(setting: str, card: str = "h100") -> Setup:
 def errors(predictor: Predictor, points: Iterable[Point]) -> Errors:
     found, inside = [], []
     for point in points:
-        predicted = predictor.predict(point.num_requests, point.length, point.tokens)
+        step, low_s, high_s = predictor.predict(point.num_requests, point.length, point.tokens)
         measured_s = point.tpot_s * point.tokens
-        found.append(predicted.step.total_s / measured_s - 1)
-        inside.append(predicted.low_s <= measured_s <= predicted.high_s)
+        found.append(step.total_s / measured_s - 1)
+        inside.append(low_s <= measured_s <= high_s)
     sizes = np.abs(found)
     return Errors(
         float(sizes.mean()), float(sizes.max()), float(np.mean(found)), float(np.mean(inside)),

@@ -12,8 +12,7 @@ from outdraft.config.fields import (
     check_whole,
     parse_bytes,
 )
-from outdraft.config.speculation import SpeculationConfig
-from outdraft.config.speculation_json import parse_speculative_config
+from outdraft.config.speculation import SpeculationConfig, parse_speculative_config
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.core.weights import QUANTIZATIONS

@@ -30,13 +30,8 @@ _NOISE = 0.04  # standard deviation of a measured step, of what the line cannot 
 _WIDTH = 1.64  # standard deviations of the band: nine of ten steps
 
 
-@dataclass(frozen=True, slots=True)
-class PredictedStep:
-    """A mean step, and a band that holds most of what is measured."""
-
-    step: StepTime
-    low_s: float
-    high_s: float
+# A mean step, and the least and the most seconds of a band that holds most of what is measured.
+PredictedStep = tuple[StepTime, float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +42,6 @@ class Point:
     length: int
     tpot_s: float
     tokens: float
-
-    @property
-    def is_possible(self) -> bool:
-        is_counted = self.num_requests >= 1 and 1 <= self.tokens <= self.length + 1
-        return is_counted and 0 < self.tpot_s < math.inf
 
 
 class RooflinePredictor:
@@ -89,18 +79,12 @@ class RooflinePredictor:
             ends = [step_time(one, num_requests, length, tokens).total_s for one in pair]
             below += min(0.0, *(end - step.total_s for end in ends)) ** 2
             above += max(0.0, *(end - step.total_s for end in ends)) ** 2
-        above += self._missed_s(step) ** 2
-        return PredictedStep(
-            step,
-            max(0.0, step.total_s - math.sqrt(below)),
-            step.total_s + math.sqrt(above),
-        )
-
-    def _missed_s(self, step: StepTime) -> float:
-        """The most that published steps of these kinds took beyond the roofline."""
+        # The most that published steps of these kinds took beyond the roofline.
         target, drafter, method = self._missed
         weights_s = target * step.verification_s + drafter * step.drafting_s
-        return max(weights_s, method * step.total_s if step.drafting_s else 0.0)
+        above += max(weights_s, method * step.total_s if step.drafting_s else 0.0) ** 2
+        low_s, high_s = step.total_s - math.sqrt(below), step.total_s + math.sqrt(above)
+        return step, max(0.0, low_s), high_s
 
 
 class CalibratedPredictor:
@@ -116,7 +100,8 @@ class CalibratedPredictor:
         if not points:
             raise ConfigError("calibration needs a measured point")
         for point in points:
-            if not point.is_possible:
+            is_counted = point.num_requests >= 1 and 1 <= point.tokens <= point.length + 1
+            if not is_counted or not 0 < point.tpot_s < math.inf:
                 raise ConfigError(
                     "a measured point needs a concurrency of at least 1, a length of at least 0, a "
                     f"TPOT above 0, and 1 to length + 1 tokens a step, got {point}"
@@ -145,7 +130,7 @@ class CalibratedPredictor:
         parts = self._parts(num_requests, length, tokens)
         open_s = math.sqrt(float(parts @ self._doubt @ parts))
         half_s = _WIDTH * math.hypot(open_s, _NOISE * step.total_s)
-        return PredictedStep(step, max(0.0, step.total_s - half_s), step.total_s + half_s)
+        return step, max(0.0, step.total_s - half_s), step.total_s + half_s
 
     def _parts(self, num_requests: int, length: int, tokens: float) -> np.ndarray:
         """Seconds that the four numbers multiply."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from outdraft.control.roofline import overlapped, pass_s
 from outdraft.core.errors import ConfigError
-from outdraft.planning.hardware import Card, Hardware
+from outdraft.planning.hardware import Hardware
 from outdraft.planning.shapes import BYTES, Network, PlannedDrafter
 
 _MEGA = 1e6
@@ -66,17 +66,18 @@ class Setup:
         if self.tp % self.draft_tp:
             raise ConfigError(f"draft_tp {self.draft_tp} must divide tp {self.tp}")
 
-    @property
-    def num_draft_groups(self) -> int:
-        return self.tp // self.draft_tp
-
     def variants(self) -> list[tuple["Setup", "Setup"]]:
         """With one constant of the machine at the ends of its range, for each constant."""
 
-        def on(card: Card) -> Setup:
+        def with_constant(name: str, value: float) -> Setup:
+            card = replace(self.hardware.card, **{name: value})
             return replace(self, hardware=replace(self.hardware, card=card))
 
-        return [(on(low), on(high)) for low, high in self.hardware.card.variants()]
+        return [
+            (with_constant(name, low), with_constant(name, high))
+            for name, (low, high) in self.hardware.card.ranges.items()
+            if low != high
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ def _draft(
 
     Groups draft at the same time, so the one counts that has the most requests and prompts.
     """
-    groups, place = setup.num_draft_groups, (setup.hardware, setup.draft_tp)
+    groups, place = setup.tp // setup.draft_tp, (setup.hardware, setup.draft_tp)
     busy = min(groups, num_requests) * setup.draft_tp
     own, own_prompts_P = -(-num_requests // groups), -(-prompts_P // groups)
     context = own * setup.workload.context_tokens
