@@ -174,12 +174,12 @@ def describe(name: str, values_s: Sequence[float], percentiles: Sequence[float])
     The deviation is that of the population, percentiles are interpolated: numpy's defaults.
     """
     values_ms = np.array(values_s) * 1e3
-    words = {f"p{percentile:g}": percentile for percentile in percentiles}
-    if not len(values_ms):
-        return {f"{word}_{name}_ms": None for word in ("mean", "median", "std", *words)}
-    numbers = {"mean": np.mean(values_ms), "median": np.median(values_ms), "std": np.std(values_ms)}
-    numbers |= {word: np.percentile(values_ms, percentile) for word, percentile in words.items()}
-    return {f"{word}_{name}_ms": float(number) for word, number in numbers.items()}
+    words = ("mean", "median", "std", *(f"p{percentile:g}" for percentile in percentiles))
+    numbers: list[Any] = [None] * len(words)
+    if len(values_ms):
+        numbers = [np.mean(values_ms), np.median(values_ms), np.std(values_ms)]
+        numbers = [*map(float, numbers), *np.percentile(values_ms, percentiles).tolist()]
+    return {f"{word}_{name}_ms": number for word, number in zip(words, numbers, strict=True)}
 
 
 def most_at_once(samples: Sequence[RequestSample]) -> int:

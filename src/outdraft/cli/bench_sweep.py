@@ -220,8 +220,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
         speeds = [level["variants"][name]["tokens_per_s"] for level in levels]
         plain = [level["variants"]["plain"]["tokens_per_s"] for level in levels]
         ratios = [speed / base for speed, base in zip(speeds, plain, strict=True)]
-        style = {"linewidth": 2.5, "color": "black"} if name == "auto" else {"linewidth": 1}
-        axes.plot(xs, ratios, marker="o", label=name, **style)
+        width, color = (2.5, "black") if name == "auto" else (1, None)
+        axes.plot(xs, ratios, marker="o", label=name, linewidth=width, color=color)
     title = f"tokens a second, times plain; acceptance {result['acceptance']}"
     by_concurrency(axes, xs, title)
     axes.legend(fontsize=8)

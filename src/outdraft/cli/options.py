@@ -289,7 +289,8 @@ def documented(described: Callable[..., Any]) -> dict[str, str]:
 
 def _in_panel(one: Field[Any], group: type) -> Any:
     """The annotation of a flag, which help lists under the name of its group, or its PANEL."""
-    settings = {"spellings": (), "help": documented(group).get(one.name), **one.metadata}
+    settings: dict[str, Any] = {"spellings": (), "help": documented(group).get(one.name)}
+    settings |= one.metadata
     name = group.__name__.removesuffix("Options").removesuffix("Plan")
     settings["rich_help_panel"] = getattr(group, "PANEL", name)
     return Annotated[one.type, typer.Option(*settings.pop("spellings"), **settings)]

@@ -31,7 +31,6 @@ from outdraft.server.api.app import create_app
 from outdraft.server.api.middleware import is_loopback
 from outdraft.server.api.reasoning import check_marks
 from outdraft.server.api.settings import ApiContext, ApiSettings, ReasoningFormat, ToolCallFormat
-from outdraft.server.client import EngineClient
 from outdraft.server.engine_process import EngineProcess
 from outdraft.server.launcher import HttpOptions, Launcher, bind
 from outdraft.server.logs import LogLevel, TrafficLog, set_up_logging
@@ -56,24 +55,6 @@ NO_RAY = "--data-parallel-size and --max-replicas need Ray: pip install 'outdraf
 
 
 @dataclass(frozen=True, slots=True)
-class Starting:
-    """Arguments that engines are started with.
-
-    Attributes:
-        environ: of engine processes on this machine.
-        name: of the model, for metrics.
-        show: called with each stage of an engine's start.
-    """
-
-    config: EngineConfig
-    options: ServerOptions
-    environ: Mapping[str, str]
-    name: str
-    show: Callable[[Loading], None]
-    trace: TraceFile | None
-
-
-@dataclass(frozen=True, slots=True)
 class Started:
     """A client of engines that are ready, and their numbers.
 
@@ -83,7 +64,7 @@ class Started:
         watch: has a function called with the steps of the engines.
     """
 
-    client: EngineClient
+    client: "Supervisor | ReplicaPool"
     total: "Metrics | ReplicaMetrics"
     each: Collection[Metrics]
     watch: Callable[[Callable[[Steps], None]], None]
@@ -132,13 +113,15 @@ def run(
                     markup=False,
                 )
             name = settings.served_model_names[0]
-            parts = Starting(config, options, environ, name, show, trace)
-            async with (
-                several_engines(parts, replicas)
+            engines = (
+                several_engines(config, options, replicas, environ, name, show)
                 if replicas.has_replicas
-                else one_engine(parts) as started
-            ):
+                else one_engine(config, options, environ, name, show)
+            )
+            async with engines as started:
                 info = started.client.info
+                if trace is not None:
+                    started.client.record(trace)
                 if settings.reasoning_parser is not None:
                     check_marks(started.client.inputs.tokenizer)
                 _show_engine(console, info, config)
@@ -187,24 +170,44 @@ async def _serve(
 
 
 @asynccontextmanager
-async def one_engine(parts: Starting) -> AsyncGenerator[Started]:
-    """An engine process of this machine. Raises ConfigError, EngineDeadError."""
+async def one_engine(
+    config: EngineConfig,
+    options: ServerOptions,
+    environ: Mapping[str, str],
+    name: str,
+    show: Callable[[Loading], None],
+) -> AsyncGenerator[Started]:
+    """An engine process of this machine.
+
+    Args:
+        environ: of the engine's process.
+        name: of the model, for metrics.
+        show: called with each stage of the engine's start.
+
+    Raises:
+        ConfigError, EngineDeadError: it cannot start.
+    """
 
     def launch() -> EngineProcess:
-        return EngineProcess(parts.config, parts.environ, parts.options.log_level.upper())
+        return EngineProcess(config, environ, options.log_level.upper())
 
-    supervisor = Supervisor(launch, parts.show, restarts=parts.options.restart_engine)
-    if parts.trace is not None:
-        supervisor.record(parts.trace)
+    supervisor = Supervisor(launch, show, restarts=options.restart_engine)
     await supervisor.start()
-    metrics = Metrics(supervisor.info, parts.name)
+    metrics = Metrics(supervisor.info, name)
     supervisor.observe(metrics)
     yield Started(supervisor, metrics, [metrics], supervisor.watch)
 
 
 @asynccontextmanager
-async def several_engines(parts: Starting, options: ReplicasOptions) -> AsyncGenerator[Started]:
-    """Replicas that Ray Serve starts. Raises ConfigError, EngineDeadError."""
+async def several_engines(
+    config: EngineConfig,
+    options: ServerOptions,
+    replicas: ReplicasOptions,
+    environ: Mapping[str, str],
+    name: str,
+    show: Callable[[Loading], None],
+) -> AsyncGenerator[Started]:
+    """Replicas that Ray Serve starts; else see `one_engine`."""
     try:
         from outdraft.server.replicas.deployment import Deployment, connect, has_gpus
     except ImportError:
@@ -213,25 +216,22 @@ async def several_engines(parts: Starting, options: ReplicasOptions) -> AsyncGen
     from outdraft.server.replicas.replica_metrics import ReplicaMetrics
     from outdraft.server.replicas.switchboard import Switchboard
 
-    host = connect(options.ray_address)
-    config = parts.config
+    host = connect(replicas.ray_address)
     plan = replica_plan(
-        options,
+        replicas,
         config,
-        parts.environ,
+        environ,
         has_gpus=has_gpus(),
-        log_level=parts.options.log_level.upper(),
-        drain_timeout_s=parts.options.drain_timeout,
+        log_level=options.log_level.upper(),
+        drain_timeout_s=options.drain_timeout,
     )
-    metrics = ReplicaMetrics(parts.name)
-    board = Switchboard(host, options.replica_port, options.replica_timeout)
+    metrics = ReplicaMetrics(name)
+    board = Switchboard(host, replicas.replica_port, replicas.replica_timeout)
 
     def localised(info: EngineInfo) -> EngineInfo:
         return with_local_paths(info, config)
 
-    pool = ReplicaPool(board, config.cache.block_size, parts.show, localised, metrics)
-    if parts.trace is not None:
-        pool.record(parts.trace)
+    pool = ReplicaPool(board, config.cache.block_size, show, localised, metrics)
     deployment = Deployment(config, plan, pool.address)
     try:
         await _start(pool, deployment, plan.num_replicas)
