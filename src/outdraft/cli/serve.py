@@ -24,7 +24,7 @@ from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.core.openmp import prepare_openmp
 from outdraft.server.replicas.plan import ReplicaPlan
 
-FILE = {"exists": True, "dir_okay": False}
+FILE: dict[str, Any] = {"exists": True, "dir_okay": False}
 API_KEY_VARIABLE = "OUTDRAFT_API_KEY"
 
 

@@ -193,7 +193,8 @@ def _network(label: str, raw: Mapping[str, Any]) -> Network:
     if raw.get("kv_lora_rank"):
         raise ConfigError(f"{label}: attention with compressed keys and values is not planned yet")
     words = read_count(raw, "vocab_size") * hidden_size
-    intermediate_size, experts = ("intermediate_size",), dict[str, Any]()
+    intermediate_size = ("intermediate_size",)
+    experts: dict[str, Any] = {}
     if num_experts > 1:
         intermediate_size = ("moe_intermediate_size", *intermediate_size)
         experts = {
