@@ -67,14 +67,10 @@ def num_tokens(outputs: Iterable[RequestOutput]) -> int:
 
 def stats_report(total: StatsTotal) -> dict[str, Any]:
     """Acceptance, with the names of a load test, and where the time of the steps went."""
+    phases = ("draft", "verify", "sample", "host")
     result: dict[str, Any] = {
         "num_steps": total.num_steps,
-        "phase_seconds": {
-            "draft": total.draft_s,
-            "verify": total.verify_s,
-            "sample": total.sample_s,
-            "host": total.host_s,
-        },
+        "phase_seconds": {phase: getattr(total, f"{phase}_s") for phase in phases},
     }
     if not total.num_drafts:
         return result

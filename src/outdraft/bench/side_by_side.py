@@ -316,8 +316,7 @@ def measure_methods(
     plain |= {
         "weight_bytes": target.target.memory_bytes,
         "kv_bytes_per_1k_tokens": _per_1k_tokens(
-            configs[PLAIN],
-            lambda size: cache_bytes(target.target.shard, size, target.target.dtype),
+            configs[PLAIN], lambda size: cache_bytes(target.target.shard, size, target.target.dtype)
         ),
     }
     del plain["identical"]

@@ -13,13 +13,7 @@ from statistics import median
 from typing import Any
 
 from outdraft.bench.side_by_side import PLAIN, SharedModels
-from outdraft.bench.sweep import (
-    LevelResult,
-    SweepPlan,
-    level_engines,
-    run_round,
-    warm_up_level,
-)
+from outdraft.bench.sweep import LevelResult, SweepPlan, level_engines, run_round, warm_up_level
 from outdraft.bench.workloads import BenchRequest
 from outdraft.config.benchmarks import PROBE_LENGTH
 from outdraft.config.engine import EngineConfig

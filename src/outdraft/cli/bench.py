@@ -14,13 +14,7 @@ import typer
 from outdraft.cli.bench_methods import methods
 from outdraft.cli.bench_sweep import sweep
 from outdraft.cli.command import Command, check_output, progress, use_physical_cores
-from outdraft.cli.options import (
-    EngineOptions,
-    engine_config,
-    json_object,
-    numbers,
-    takes_options,
-)
+from outdraft.cli.options import EngineOptions, engine_config, json_object, numbers, takes_options
 from outdraft.config.benchmarks import Dataset, LatencyPlan, TrafficPlan
 from outdraft.config.engine import SchedulerConfig
 from outdraft.config.fields import flag
@@ -346,11 +340,7 @@ def _llm(model: str | None, options: EngineOptions, max_num_seqs: int) -> "LLM":
 
 
 def _show_in_process(
-    title: str,
-    result: dict[str, Any],
-    llm: "LLM",
-    dataset: Dataset,
-    output_json: Path | None,
+    title: str, result: dict[str, Any], llm: "LLM", dataset: Dataset, output_json: Path | None
 ) -> None:
     from outdraft.bench.report import as_table, compute, environment, write_json
     from outdraft.models.modules import dtype_name

@@ -17,13 +17,7 @@ import typer
 from rich.console import Console
 
 from outdraft import assets
-from outdraft.cli.command import (
-    Model,
-    num_physical_cores,
-    pairs_of,
-    table_of,
-    use_physical_cores,
-)
+from outdraft.cli.command import Model, num_physical_cores, pairs_of, table_of, use_physical_cores
 from outdraft.cli.options import EngineOptions, SchedulerOptions, serving_config, takes_options
 from outdraft.core.errors import ConfigError
 from outdraft.core.weights import QUANTIZATIONS, WeightFormat

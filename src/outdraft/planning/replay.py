@@ -355,10 +355,7 @@ class ReplayedDevice:
     """
 
     def __init__(
-        self,
-        table: CostTable,
-        network: RecordedAcceptance | None,
-        drafter: DrafterLimits | None,
+        self, table: CostTable, network: RecordedAcceptance | None, drafter: DrafterLimits | None
     ) -> None:
         self._table = table
         self._network, self._drafter = network, drafter
