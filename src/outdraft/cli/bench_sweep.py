@@ -93,21 +93,16 @@ def sweep(
     from outdraft.core.sampling import SamplingParams
     from outdraft.models.modules import dtype_name
 
-    chances: list[float] = []
-    if options.synthetic_acceptance is not None:
-        chances = numbers(options.synthetic_acceptance, "--synthetic-acceptance", float)
-        for chance in chances:
-            check_number("synthetic_acceptance", chance, 0, 1)
     plan = SweepPlan(
         levels=concurrencies(options.concurrency),
         min_rounds=options.min_rounds,
         max_rounds=options.max_rounds,
         tolerance=options.tolerance,
-        acceptance=tuple(chances) or None,
+        acceptance=_chances(options.synthetic_acceptance),
     )
     models = share_target(configs)
-    tokenizer = next(iter(models.values())).tokenizer
-    requests = load_requests(dataset, plan.num_prompts, engine.seed or 0, tokenizer)
+    first = next(iter(models.values()))
+    requests = load_requests(dataset, plan.num_prompts, engine.seed or 0, first.tokenizer)
     params = SamplingParams(temperature=options.temperature, ignore_eos=True, detokenize=False)
     results: list[dict[str, Any]] = []
     with progress("runs", unit="run") as bar:
@@ -124,14 +119,11 @@ def sweep(
         "notes": repetition_notes(num_distinct_prompts(requests), len(requests)),
     }
     show(whole)
-    if options.output_json is not None:
-        whole["model_id"] = base.model
-        whole["dtype"] = dtype_name(next(iter(models.values())).target.dtype)
-        whole["environment"] = environment() | compute()
-        write_json(options.output_json, whole)
-        picture = options.output_json.with_suffix(".png")
-        plot(whole, picture)
-        typer.echo(f"result: {options.output_json}, plot: {picture}")
+    if (path := options.output_json) is not None:
+        whole |= {"model_id": base.model, "dtype": dtype_name(first.target.dtype)}
+        write_json(path, whole | {"environment": environment() | compute()})
+        plot(whole, path.with_suffix(".png"))
+        typer.echo(f"result: {path}, plot: {path.with_suffix('.png')}")
 
 
 def variants(
@@ -155,6 +147,15 @@ def variants(
     }
     values = {side_by_side.PLAIN: None} | fixed | {CHOSEN: speculation}
     return side_by_side.variants(base, values)
+
+
+def _chances(text: str | None) -> tuple[float, ...] | None:
+    if text is None:
+        return None
+    values = numbers(text, "--synthetic-acceptance", float)
+    for value in values:
+        check_number("synthetic_acceptance", value, 0, 1)
+    return tuple(values)
 
 
 def line(level: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import msgspec
 from rich.console import Console
@@ -84,12 +84,7 @@ def run(
         ConfigError, EngineDeadError: the server could not start.
     """
     settings = settings_of(config, options, environ, is_embedded=is_embedded)
-    http = HttpOptions(
-        ssl_certfile=options.ssl_certfile,
-        ssl_keyfile=options.ssl_keyfile,
-        header_timeout_s=options.header_timeout,
-        body_timeout_s=options.body_timeout,
-    )
+    http = _http_options(options)
     chosen_hosts = listed(options.allowed_hosts, "--allowed-hosts")
     environ = {name: value for name, value in environ.items() if name != API_KEY_VARIABLE}
     given_template = _given_template(options)  # refused before anything is loaded
@@ -105,13 +100,7 @@ def run(
         with bind(options.host, options.port) as listener:
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            if not is_loopback(host) and settings.api_key is None:
-                console.print(
-                    f"WARNING: everybody who can reach {shown} may use this server: give it a key "
-                    f"with --api-key-file or {API_KEY_VARIABLE}, or --host 127.0.0.1",
-                    style="bold red",
-                    markup=False,
-                )
+            _warn_of_guests(console, host, shown, settings)
             name = settings.served_model_names[0]
             engines = (
                 several_engines(config, options, replicas, environ, name, show)
@@ -125,31 +114,31 @@ def run(
                 if settings.reasoning_parser is not None:
                     check_marks(started.client.inputs.tokenizer)
                 _show_engine(console, info, config)
-                found = default_sampling(config, Path(info.model_path))
-                if found:
-                    _logger.info(
-                        "requests that leave them open are sampled with %s; --generation-config "
-                        "vllm: without",
-                        found,
-                    )
                 complete = replace(
                     settings,
                     allowed_hosts=allowed_hosts(chosen_hosts, options.host, host),
-                    default_sampling=found,
+                    default_sampling=_default_sampling(config, info),
                 )
                 template = _chat_template(info, options, given_template, is_embedded=is_embedded)
                 console.print(
                     f"\nserving {name} at {http.scheme}://{shown}", style="bold", markup=False
                 )
-                feed = live_feed(started, name)
-                launcher = Launcher(
-                    started.client, listener, options.drain_timeout, feed.close, http
-                )
+                feed, client = live_feed(started, name), started.client
+                launcher = Launcher(client, listener, options.drain_timeout, feed.close, http)
                 return await _serve(started, launcher, feed, complete, template)
 
     path = options.record_trace  # refused before anything is loaded
     with nullcontext() if path is None else TraceFile(path, config.speculation) as trace:
         return asyncio.run(serve(trace))
+
+
+def _http_options(options: ServerOptions) -> HttpOptions:
+    return HttpOptions(
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
+        header_timeout_s=options.header_timeout,
+        body_timeout_s=options.body_timeout,
+    )
 
 
 async def _serve(
@@ -325,6 +314,28 @@ def _show_engine(console: Console, info: EngineInfo, config: EngineConfig) -> No
         draft_size = config.draft_tensor_parallel_size
         drafters = f", {size // draft_size} drafters over {draft_size} each"
     console.print(f"the target over {size} ranks{drafters}", markup=False)
+
+
+def _warn_of_guests(console: Console, host: str, shown: str, settings: ApiSettings) -> None:
+    """Warn if other machines may use a server without a key."""
+    if is_loopback(host) or settings.api_key is not None:
+        return
+    console.print(
+        f"WARNING: everybody who can reach {shown} may use this server: give it a key "
+        f"with --api-key-file or {API_KEY_VARIABLE}, or --host 127.0.0.1",
+        style="bold red",
+        markup=False,
+    )
+
+
+def _default_sampling(config: EngineConfig, info: EngineInfo) -> dict[str, Any]:
+    found = default_sampling(config, Path(info.model_path))
+    if found:
+        _logger.info(
+            "requests that leave them open are sampled with %s; --generation-config vllm: without",
+            found,
+        )
+    return found
 
 
 def allowed_hosts(chosen: tuple[str, ...], host: str, listens_on: str) -> tuple[str, ...] | None:
