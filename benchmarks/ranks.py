@@ -38,7 +38,7 @@ from outdraft.kernels.native.library import open_library, shared_team
 from outdraft.kernels.native.linear import NativeLinear
 from outdraft.kernels.native.ranks import shares_memory
 from outdraft.planning.hardware import Hardware, Link, find_hardware
-from outdraft.planning.roofline import Setup, Workload, step_time
+from outdraft.planning.roofline import Setup, step_time
 from outdraft.planning.shapes import PlannedDrafter, find_network
 
 MEMORY, SOCKETS = "memory", "sockets"
@@ -102,7 +102,8 @@ def main() -> None:
             drafter=PlannedDrafter("draft_model", find_network(str(drafter))),
             hardware=machine,
             tp=size,
-            workload=Workload(PROMPT_TOKENS, OUTPUT_TOKENS),
+            prompt_tokens=PROMPT_TOKENS,
+            output_tokens=OUTPUT_TOKENS,
         )
     layer_us = {d: statistics.median(samples) for d, samples in layers_us.items()}
     cells = [

@@ -156,6 +156,7 @@ PREFIX:spec_decode_num_accepted_tokens_per_pos_total{position="1",model_name="m"
 PREFIX:spec_decode_num_accepted_tokens_per_pos_created{position="1"} 1.7e+09
 PREFIX:spec_decode_drafts_per_pos_total{position="0",source="suffix"} 44.0
 PREFIX:spec_decode_accepted_drafts_per_pos_total{position="0",source="suffix"} 40.0
+PREFIX:spec_decode_acceptance_length{model_name="m"} NaN
 PREFIX:num_requests_running{model_name="m"} 3.0
 """
 

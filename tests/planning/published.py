@@ -21,7 +21,7 @@ from outdraft.planning.predictors import (
     Predictor,
     RooflinePredictor,
 )
-from outdraft.planning.roofline import Setup, Workload
+from outdraft.planning.roofline import Setup
 from outdraft.planning.shapes import find_drafter, find_network
 
 DATA = Path(__file__).parent / "data"
@@ -112,9 +112,9 @@ def other_points() -> Iterator[tuple[str, Predictor, Point]]:
     with (DATA / "other_points.tsv").open() as file:
         for row in csv.DictReader(file, delimiter="\t"):
             target, tp = find_network(row["target"], row["dtype"]), int(row["tp"])
-            work = Workload(int(row["prompt_tokens"]), int(row["output_tokens"]))
+            work = int(row["prompt_tokens"]), int(row["output_tokens"])
             machine = find_hardware(f"{tp}x{row['card']}")
-            setup = Setup(target, find_drafter(row["draft"], target), machine, tp, tp, work)
+            setup = Setup(target, find_drafter(row["draft"], target), machine, tp, tp, *work)
             tpot_s, tokens = float(row["tpot_ms"]) / 1e3, float(row["acceptance_length"])
             point = Point(int(row["concurrency"]), int(row["k"]), tpot_s, tokens)
             yield row["setting"], RooflinePredictor(setup), point

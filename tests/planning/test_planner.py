@@ -26,7 +26,7 @@ from outdraft.planning.predictors import (
     choose_predictor,
     read_points,
 )
-from outdraft.planning.roofline import Setup, Workload, step_time
+from outdraft.planning.roofline import Setup, step_time
 from outdraft.planning.shapes import find_drafter, find_network
 
 CARDS = ["h100", "a100", "rtx-4090", "epyc-9554"]
@@ -78,13 +78,13 @@ def test_a_step_of_one_request_is_the_sum_by_hand():
 
 
 def test_many_rows_are_computed_and_not_read():
-    few = setup(workload=Workload(prompt_tokens=1, output_tokens=10**9))
+    few = setup(prompt_tokens=1, output_tokens=10**9)
     products = 32 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336)
     parameters = products + 128256 * 4096
     rows_s = 2 * parameters * 4096 / (0.65 * 989e12)
     reading_s = 2 * parameters / (0.88 * 3350e9)
     computing_s = (rows_s**4 + reading_s**4) ** 0.25  # reading is a fifth of it: no more than 0.1 %
-    kv_s = 4096 * few.workload.context_tokens * 131072 / (0.88 * 3350e9)
+    kv_s = 4096 * few.context_tokens * 131072 / (0.88 * 3350e9)
     expected_s = computing_s + kv_s + 32 * 30e-6
     assert step_time(few, 4096, 0, 1.0).target_s == pytest.approx(expected_s)
 
@@ -99,9 +99,9 @@ def test_two_cards_halve_the_reading_and_pay_for_two_messages_a_layer():
 
 def test_groups_with_a_drafter_each_draft_for_a_part_of_the_requests():
     """Beside two cards that share a target, each drafts for half of the requests, and alone."""
-    still = Workload(prompt_tokens=100, output_tokens=10**9)  # nobody comes
-    alone = setup(workload=still)
-    spread = setup(hardware="2xh100", tp=2, draft_tp=1, workload=still)
+    still = {"prompt_tokens": 100, "output_tokens": 10**9}  # nobody comes
+    alone = setup(**still)
+    spread = setup(hardware="2xh100", tp=2, draft_tp=1, **still)
     for requests, most_of_a_card in ((1, 1), (2, 1), (7, 4), (64, 32)):
         step = step_time(spread, requests, 3, 1.0)
         of_a_card = step_time(alone, most_of_a_card, 3, 1.0)
@@ -111,8 +111,8 @@ def test_groups_with_a_drafter_each_draft_for_a_part_of_the_requests():
 
 def test_ranks_of_one_memory_read_as_fast_as_those_that_read_at_once_leave_them():
     """A rank reads at most 60 GB/s, and all of them together 80: two have 40 each."""
-    still = Workload(prompt_tokens=100, output_tokens=10**9)
-    one = setup(hardware="laptop", workload=still)
+    still = {"prompt_tokens": 100, "output_tokens": 10**9}
+    one = setup(hardware="laptop", **still)
     card, link = one.hardware.card, find_hardware("2xh100").link
     full, half = replace(card, bandwidth=60e9), replace(card, bandwidth=40e9)
     own = Hardware(half, 2, link)
@@ -260,9 +260,7 @@ def test_steps_grow_with_requests_and_lengths_and_shrink_with_bandwidth(
 )
 def test_better_acceptance_never_makes_the_best_tpot_worse(draft, requests, low, high):
     """New prompts arrive sooner when requests end sooner: only a lone request is free of that."""
-    predictor = RooflinePredictor(
-        setup(draft=draft, workload=Workload(prompt_tokens=1, output_tokens=10**6))
-    )
+    predictor = RooflinePredictor(setup(draft=draft, prompt_tokens=1, output_tokens=10**6))
     best = [
         min(tpots_s(predictor, tokens_by_length((chance,), 8), requests))
         for chance in sorted((low, high))

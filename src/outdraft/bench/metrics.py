@@ -5,7 +5,7 @@ arrival, however late the client came to send it: counting from the sending woul
 requests that a stalled server held up (coordinated omission).
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
@@ -74,7 +74,7 @@ class RequestSample:
 def parse_spec_counters(exposition: str) -> StatsTotal | None:
     """A server's counters of speculation in Prometheus' text format, summed over engines; None if
     there are none."""
-    sums, accepted_at = Counter[str](), Counter[int]()
+    sums, accepted_at = defaultdict[str, float](float), Counter[int]()
     try:
         families = list(text_string_to_metric_families(exposition))
     except ValueError:  # it is something else
@@ -86,13 +86,13 @@ def parse_spec_counters(exposition: str) -> StatsTotal | None:
         if name == "num_accepted_tokens_per_pos":  # others have positions by source
             accepted_at[int(sample.labels["position"])] += int(sample.value)
         else:
-            sums[name] += int(sample.value)
+            sums[name] += sample.value  # of gauges also, which may be no number
     if "num_drafts" not in sums:
         return None
     return StatsTotal(
-        num_drafts=sums["num_drafts"],
-        num_draft_tokens=sums["num_draft_tokens"],
-        num_accepted_tokens=sums["num_accepted_tokens"],
+        num_drafts=int(sums["num_drafts"]),
+        num_draft_tokens=int(sums["num_draft_tokens"]),
+        num_accepted_tokens=int(sums["num_accepted_tokens"]),
         accepted_at=accepted_at,
     )
 

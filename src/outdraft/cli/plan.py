@@ -108,7 +108,7 @@ def plan(
     from outdraft.planning.hardware import find_hardware
     from outdraft.planning.planner import make_plan, tokens_by_length
     from outdraft.planning.predictors import choose_predictor, read_points
-    from outdraft.planning.roofline import Setup, Workload
+    from outdraft.planning.roofline import Setup
     from outdraft.planning.shapes import find_drafter, find_network
 
     if plot is not None:
@@ -128,7 +128,8 @@ def plan(
         hardware=cards,
         tp=tp,
         draft_tp=machine.draft_tp or tp,
-        workload=Workload(traffic.input_len, traffic.output_len),
+        prompt_tokens=traffic.input_len,
+        output_tokens=traffic.output_len,
     )
     concurrencies = numbers(traffic.concurrency, "--concurrency", int)
     result = make_plan(choose_predictor(setup, points), tokens_of, concurrencies)

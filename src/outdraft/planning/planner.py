@@ -167,7 +167,7 @@ def plan_memory(setup: Setup, max_length: int) -> dict[str, Any]:
         kv_gib: GiB beside the weights; below 0 where they do not fit.
         max_tokens, max_requests: that have room there.
     """
-    card, work, network = setup.hardware.card, setup.workload, setup.drafter.network
+    card, network = setup.hardware.card, setup.drafter.network
     usable = MEMORY_SHARE * card.memory_bytes
     target = setup.target.weight_bytes / setup.tp
     target_kv = setup.target.kv_bytes_per_token / setup.tp
@@ -186,7 +186,7 @@ def plan_memory(setup: Setup, max_length: int) -> dict[str, Any]:
         "kv_bytes_per_token": target_kv + drafter_kv,
         "drafter_kv_share": drafter_kv / (target_kv + drafter_kv),
         "max_tokens": max_tokens,
-        "max_requests": max_tokens // (work.prompt_tokens + work.output_tokens),
+        "max_requests": max_tokens // (setup.prompt_tokens + setup.output_tokens),
     }
 
 
@@ -205,6 +205,6 @@ def describe(setup: Setup) -> dict[str, Any]:
         "draft_tp": setup.draft_tp,
         "interconnect": link.name if link is not None and setup.tp > 1 else None,
         "graphs": setup.hardware.graphs,
-        "prompt_tokens": setup.workload.prompt_tokens,
-        "output_tokens": setup.workload.output_tokens,
+        "prompt_tokens": setup.prompt_tokens,
+        "output_tokens": setup.output_tokens,
     }

@@ -23,19 +23,6 @@ _MEGA = 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """Mean tokens of a request's prompt and of its output."""
-
-    prompt_tokens: int = 256
-    output_tokens: int = 256
-
-    @property
-    def context_tokens(self) -> float:
-        """Tokens in the cache of a request, on average while it decodes."""
-        return self.prompt_tokens + self.output_tokens / 2
-
-
-@dataclass(frozen=True, slots=True)
 class Setup:
     """Networks, the cards that run them, and the requests.
 
@@ -43,6 +30,7 @@ class Setup:
         tp: cards that share the target, and
         draft_tp: a drafter. All cards of the target draft: groups of `draft_tp` cards, each with a
             drafter of its own, for a part of the requests.
+        prompt_tokens, output_tokens: of a mean request.
     """
 
     target: Network
@@ -50,7 +38,8 @@ class Setup:
     hardware: Hardware
     tp: int = 1
     draft_tp: int = 1
-    workload: Workload = Workload()
+    prompt_tokens: int = 256
+    output_tokens: int = 256
 
     def __post_init__(self) -> None:
         """
@@ -65,6 +54,11 @@ class Setup:
             )
         if self.tp % self.draft_tp:
             raise ConfigError(f"draft_tp {self.draft_tp} must divide tp {self.tp}")
+
+    @property
+    def context_tokens(self) -> float:
+        """Tokens in the cache of a request, on average while it decodes."""
+        return self.prompt_tokens + self.output_tokens / 2
 
     def variants(self) -> list[tuple["Setup", "Setup"]]:
         """With one constant of the machine at the ends of its range, for each constant."""
@@ -114,13 +108,13 @@ def step_time(setup: Setup, num_requests: int, length: int, tokens_a_step: float
         tokens_a_step: of a request, the bonus token included: what decides how soon the next
             prompt comes.
     """
-    work, card = setup.workload, setup.hardware.card
-    shares_P = _arrivals((num_requests - 1) * tokens_a_step / work.output_tokens)
+    card = setup.hardware.card
+    shares_P = _arrivals((num_requests - 1) * tokens_a_step / setup.output_tokens)
     prompts_P = np.arange(len(shares_P))
     rows = _PassRows(
-        num_requests * (1 + length) + prompts_P * work.prompt_tokens,
+        num_requests * (1 + length) + prompts_P * setup.prompt_tokens,
         num_requests * (1 + length) + prompts_P,
-        num_requests * work.context_tokens,
+        num_requests * setup.context_tokens,
     )
     target_P, messages_P = _pass(setup.target, setup.hardware, setup.tp, setup.tp, rows)
     draft_P, draft_messages_P = np.zeros_like(target_P), np.zeros_like(target_P)
@@ -160,10 +154,10 @@ def _draft(
     groups, place = setup.tp // setup.draft_tp, (setup.hardware, setup.draft_tp)
     busy = min(groups, num_requests) * setup.draft_tp
     own, own_prompts_P = -(-num_requests // groups), -(-prompts_P // groups)
-    context = own * setup.workload.context_tokens
+    context = own * setup.context_tokens
     one_each_P = np.full_like(prompts_P, own)
     # The first pass reads what the last step brought, too, and new prompts.
-    read_P = own * (1 + length) + own_prompts_P * setup.workload.prompt_tokens
+    read_P = own * (1 + length) + own_prompts_P * setup.prompt_tokens
     network, num_passes = setup.drafter.shape(length), setup.drafter.num_passes(length)
     first, first_messages = _pass(network, *place, busy, _PassRows(read_P, one_each_P, context))
     later, later_messages = _pass(network, *place, busy, _PassRows(one_each_P, one_each_P, context))
@@ -176,8 +170,8 @@ def _draft(
 
 def mean_rows(setup: Setup, num_requests: int, length: int, tokens_a_step: float) -> float:
     """Rows of a mean step, prompts included."""
-    arrivals = (num_requests - 1) * tokens_a_step / setup.workload.output_tokens
-    return num_requests * (1 + length) + arrivals * setup.workload.prompt_tokens
+    arrivals = (num_requests - 1) * tokens_a_step / setup.output_tokens
+    return num_requests * (1 + length) + arrivals * setup.prompt_tokens
 
 
 def _arrivals(mean: float) -> np.ndarray:
