@@ -19,7 +19,7 @@ from outdraft.bench.report import (
     sweep_table,
     write_json,
 )
-from outdraft.bench.serve import LoadRun, Reporting, TrafficPlan, serve_report
+from outdraft.bench.serve import LoadRun, TrafficPlan, serve_report
 from outdraft.bench.workloads import BenchRequest
 from outdraft.core.errors import ConfigError
 from outdraft.engine.stats import StatsTotal
@@ -39,9 +39,7 @@ def result(concurrency=2, **reporting):
     )
     run = LoadRun(samples, 2.0, counters, 0)
     requests = [BenchRequest(str(i), 3) for i in range(3)]
-    return serve_report(
-        run, requests, TrafficPlan(max_concurrency=concurrency), Reporting(**reporting)
-    )
+    return serve_report(run, requests, TrafficPlan(max_concurrency=concurrency), **reporting)
 
 
 def test_a_load_tests_result_is_this():
@@ -111,7 +109,7 @@ def test_the_table_shows_every_number_that_was_reported():
 
 def test_a_latency_that_no_request_has_is_a_dash():
     run = LoadRun([RequestSample(0.0, error="not sent")], 1.0, None, 0)
-    empty = serve_report(run, [BenchRequest("a", 1)], TrafficPlan(), Reporting())
+    empty = serve_report(run, [BenchRequest("a", 1)], TrafficPlan())
     assert any(
         line.split() == ["Mean", "TTFT", "(ms):", "-"] for line in as_table("x", empty).splitlines()
     )

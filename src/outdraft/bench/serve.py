@@ -133,23 +133,6 @@ class Clients:
             await client.aclose()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reporting:
-    """Metrics and percentiles to report; names as in vLLM."""
-
-    metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
-    percentiles: tuple[float, ...] = (99.0,)
-    is_detailed: bool = False  # every request's own times and text too
-
-    def __post_init__(self) -> None:
-        for name in self.metrics:
-            if name not in METRICS:
-                raise ConfigError(f"no metric {name!r}: choose from {', '.join(METRICS)}")
-        for percentile in self.percentiles:
-            if not 0 <= percentile <= 100:
-                raise ConfigError(f"percentiles are between 0 and 100, got {percentile:g}")
-
-
 @dataclass(frozen=True, slots=True)
 class LoadRun:
     """Samples of a load test, one per request, in order."""
@@ -158,6 +141,16 @@ class LoadRun:
     duration_s: float
     speculation: StatsTotal | None  # what the server's counters rose by; None if it has none
     num_failed_warmups: int
+
+
+def check_reporting(metrics: Sequence[str], percentiles: Sequence[float]) -> None:
+    """Raise ConfigError unless these are metrics, and percentiles."""
+    for name in metrics:
+        if name not in METRICS:
+            raise ConfigError(f"no metric {name!r}: choose from {', '.join(METRICS)}")
+    for percentile in percentiles:
+        if not 0 <= percentile <= 100:
+            raise ConfigError(f"percentiles are between 0 and 100, got {percentile:g}")
 
 
 async def run_load(
@@ -207,12 +200,20 @@ async def with_model(endpoint: Endpoint) -> Endpoint:
 
 
 def serve_report(
-    run: LoadRun, requests: Sequence[BenchRequest], traffic: TrafficPlan, reporting: Reporting
+    run: LoadRun,
+    requests: Sequence[BenchRequest],
+    traffic: TrafficPlan,
+    metrics: Sequence[str] = METRICS[:4],
+    percentiles: Sequence[float] = (99.0,),
+    *,
+    is_detailed: bool = False,
 ) -> dict[str, Any]:
     """The result of one run, and what a reader has to know about its numbers.
 
     Args:
         requests: the warm-ups and those that were measured.
+        metrics, percentiles: to report; names as in vLLM.
+        is_detailed: every request's own times and text, too.
     """
     distinct = num_distinct_prompts(requests[traffic.num_warmups :])
     result: dict[str, Any] = {
@@ -223,10 +224,9 @@ def serve_report(
         "max_concurrency": traffic.max_concurrency,
         "num_warmups": traffic.num_warmups,
         "seed": traffic.seed,
-        **load_report(run.samples, run.duration_s, reporting.metrics, reporting.percentiles),
+        **load_report(run.samples, run.duration_s, metrics, percentiles),
+        **(detailed_report(run.samples) if is_detailed else {}),
     }
-    if reporting.is_detailed:
-        result |= detailed_report(run.samples)
     if run.speculation is not None and run.speculation.num_drafts:
         result |= acceptance_report(run.speculation)
     return result | {"notes": _notes(result, run, traffic)}

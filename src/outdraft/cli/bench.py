@@ -137,14 +137,12 @@ def serve(
     from outdraft.bench.report import as_table, check_installed
 
     check_installed("httpx", *(("matplotlib", "plotext") if length.sweep is not None else ()))
-    from outdraft.bench.serve import Reporting, run_load, serve_report, with_model
+    from outdraft.bench.serve import check_reporting, run_load, serve_report, with_model
     from outdraft.bench.workloads import load_requests, load_tokenizer
 
-    reporting = Reporting(
-        metrics=tuple(result.percentile_metrics.split(",")),
-        percentiles=tuple(numbers(result.metric_percentiles, "--metric-percentiles", float)),
-        is_detailed=result.save_detailed,
-    )
+    metrics = result.percentile_metrics.split(",")
+    percentiles = numbers(result.metric_percentiles, "--metric-percentiles", float)
+    check_reporting(metrics, percentiles)
     if result.save_result or length.sweep is not None:
         name = result.result_filename or "result.json"  # else it has the model's name, and the date
         check_output(result.result_dir / name, "--result-dir")
@@ -160,8 +158,10 @@ def serve(
         part = requests[place * each : (place + 1) * each]
         with progress("requests", length.num_prompts, "req") as bar:
             run = asyncio.run(run_load(endpoint, part, one, deadline_s, lambda _: bar.update()))
-        results.append(serve_report(run, part, one, reporting))
-        typer.echo(as_table("Serving Benchmark Result", results[-1]))
+        detailed = result.save_detailed
+        report = serve_report(run, part, one, metrics, percentiles, is_detailed=detailed)
+        results.append(report)
+        typer.echo(as_table("Serving Benchmark Result", report))
     where = {
         "base_url": endpoint.base_url,
         "endpoint": endpoint.path,
