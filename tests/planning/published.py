@@ -15,14 +15,14 @@ import numpy as np
 
 from outdraft.planning.hardware import find_hardware
 from outdraft.planning.planner import best_length
-from outdraft.planning.predictors import (
+from outdraft.planning.shapes import find_drafter, find_network
+from outdraft.planning.step_time import (
     CalibratedPredictor,
     Point,
     Predictor,
     RooflinePredictor,
+    Setup,
 )
-from outdraft.planning.roofline import Setup
-from outdraft.planning.shapes import find_drafter, find_network
 
 DATA = Path(__file__).parent / "data"
 PLAIN_70B, DRAFTS_70B = "llama-3.3-70b tp2 h100 plain", "llama-3.3-70b tp2 h100 + draft-model"

@@ -19,15 +19,16 @@ from outdraft.planning.planner import (
     tokens_by_length,
     tpots_s,
 )
-from outdraft.planning.predictors import (
+from outdraft.planning.shapes import find_drafter, find_network
+from outdraft.planning.step_time import (
     CalibratedPredictor,
     Point,
     RooflinePredictor,
+    Setup,
     choose_predictor,
     read_points,
+    step_time,
 )
-from outdraft.planning.roofline import Setup, step_time
-from outdraft.planning.shapes import find_drafter, find_network
 
 CARDS = ["h100", "a100", "rtx-4090", "epyc-9554"]
 MODELS = ["llama-3.1-8b", "qwen3-8b", "qwen3-30b-a3b"]

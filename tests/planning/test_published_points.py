@@ -6,13 +6,13 @@ import pytest
 
 from outdraft.planning.hardware import find_hardware, hardware_data
 from outdraft.planning.planner import tokens_by_length
-from outdraft.planning.predictors import (
+from outdraft.planning.shapes import find_drafter, find_network
+from outdraft.planning.step_time import (
     CalibratedPredictor,
     RooflinePredictor,
+    Setup,
     left_out_errors,
 )
-from outdraft.planning.roofline import Setup
-from outdraft.planning.shapes import find_drafter, find_network
 from tests.planning.published import (
     CALIBRATION,
     DRAFTS_32B,

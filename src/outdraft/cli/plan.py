@@ -107,9 +107,8 @@ def plan(
     from outdraft.bench.report import check_installed, strict_json
     from outdraft.planning.hardware import find_hardware
     from outdraft.planning.planner import make_plan, tokens_by_length
-    from outdraft.planning.predictors import choose_predictor, read_points
-    from outdraft.planning.roofline import Setup
     from outdraft.planning.shapes import find_drafter, find_network
+    from outdraft.planning.step_time import Setup, choose_predictor, read_points
 
     if plot is not None:
         check_installed("matplotlib")

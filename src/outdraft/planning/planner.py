@@ -13,8 +13,7 @@ import numpy as np
 
 from outdraft.config.fields import check_whole
 from outdraft.core.errors import ConfigError
-from outdraft.planning.predictors import Predictor
-from outdraft.planning.roofline import Setup
+from outdraft.planning.step_time import Predictor, Setup
 
 MEMORY_SHARE = 0.9  # of a card; the rest is for activations and the runtime
 _MOST_PLANNED = 100_000  # running requests: the time of a plan grows with them
