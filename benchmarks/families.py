@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pages import write
 
 from outdraft import LLM, SamplingParams
 from outdraft.bench.report import environment
@@ -40,7 +41,6 @@ from tests.oracle.engines import (
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "families.json"
-BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 METHODS = ("plain", "draft_model", "perfect-tree", "suffix-tree", "eagle3")
 LENGTHS, NUM_TOKENS = (3, 21, 40, 9, 33), 30
 REAL = {
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     if options.write:
-        write(ROOT / "docs" / "models.md", json.loads(RESULT.read_text()))
+        write(ROOT / "docs" / "models.md", "families", page_text(json.loads(RESULT.read_text())))
         return
     rows = dict[str, Any]()
     for name in options.families:
@@ -175,14 +175,11 @@ def table(rows: dict[str, Any]) -> list[str]:
     return lines
 
 
-def write(page: Path, result: dict[str, Any]) -> None:
-    """Replace what stands between the page's marks."""
-    before, rest = page.read_text().split(BEGIN)
-    _, after = rest.split(END)
+def page_text(result: dict[str, Any]) -> str:
+    """The table, and where it was measured."""
     where = result["environment"]
     said = f"{where['processor']}, {where['cores']} cores; commit {where['commit'][:9]}."
-    text = "\n".join([said, "", *table(result["families"])])
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+    return "\n".join([said, "", *table(result["families"]), ""])
 
 
 if __name__ == "__main__":

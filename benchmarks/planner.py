@@ -8,6 +8,7 @@ tests/planning/published.py has the measurements, and the tests that hold the pl
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.pages import write
 from outdraft.planning.hardware import hardware_data
 from tests.planning.published import (
     CALIBRATION,
@@ -26,17 +27,8 @@ CARDS = ("h100", "h100-94gb")
 
 
 def main() -> None:
-    write("published", published())
-    write("others", others())
-    write("constants", constants())
-
-
-def write(name: str, lines: Iterator[str]) -> None:
-    """Replace what stands between the page's marks of this name."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    before, rest = PAGE.read_text("utf-8").split(begin)
-    _, after = rest.split(end)
-    PAGE.write_text(f"{before}{begin}\n" + "\n".join(lines) + f"\n{end}{after}", "utf-8")
+    for table in (published, others, constants):
+        write(PAGE, table.__name__, "\n".join(table()) + "\n")
 
 
 def published() -> Iterator[str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from outdraft.bench.methods import MAX_TOKENS, make_phrases, measure, phrases_text
+from outdraft.bench.side_by_side import HOST_DRAFT_TOKENS, make_phrases, phrases_text, time_drafts
 from outdraft.config.speculation import NgramConfig, SuffixConfig
 from outdraft.core.draft import Draft, DraftAsk
 from outdraft.drafting.host.ngram import NgramProposer
@@ -86,7 +86,7 @@ def check() -> int:
                 [SuffixProposer(SuffixConfig(branching=width), k) for k in (KERNELS, REFERENCE)],
             ]
             for length in range(2, len(text), 5):
-                ask = DraftAsk("r", text[:length], MAX_TOKENS)
+                ask = DraftAsk("r", text[:length], HOST_DRAFT_TOKENS)
                 for ours, scanning in pairs:
                     got, want = ours.propose([ask]), scanning.propose([ask])
                     if got != want:
@@ -111,10 +111,10 @@ def run(num_steps: int, num_repeats: int) -> list[dict[str, object]]:
             runs: dict[str, list[dict[str, list[float]]]] = {}
             for _ in range(num_repeats):
                 for name, make in makers.items():
-                    result = measure(make().propose, texts, context_len, num_steps)
+                    result = time_drafts(make().propose, texts, context_len, num_steps)
                     runs.setdefault(name, []).append(result)
                 if batch_size == 1:  # it costs as much for each request of a batch
-                    scanned = measure(
+                    scanned = time_drafts(
                         lambda asks: [scan(ask) for ask in asks], texts, context_len, SCAN_STEPS
                     )
                     runs.setdefault("scan", []).append(scanned)
@@ -154,7 +154,7 @@ def main() -> None:
             f"{row['drafted_per_step']:8.1f}"
         )
     if args.json:
-        config = {"max_tokens": MAX_TOKENS, "steps": args.steps, "repeats": args.repeats}
+        config = {"max_tokens": HOST_DRAFT_TOKENS, "steps": args.steps, "repeats": args.repeats}
         host = {"machine": platform.machine(), "python": platform.python_version()}
         at_32k = {
             f"{row['proposer']}, batch {row['batch_size']}": row["step_us"]

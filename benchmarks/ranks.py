@@ -38,8 +38,8 @@ from outdraft.kernels.native.library import open_library, shared_team
 from outdraft.kernels.native.linear import NativeLinear
 from outdraft.kernels.native.ranks import shares_memory
 from outdraft.planning.hardware import Hardware, Link, find_hardware
-from outdraft.planning.roofline import Setup, Workload, step_time
 from outdraft.planning.shapes import PlannedDrafter, find_network
+from outdraft.planning.step_time import Setup, step_time
 
 MEMORY, SOCKETS = "memory", "sockets"
 LENGTH, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 16, 24
@@ -102,7 +102,8 @@ def main() -> None:
             drafter=PlannedDrafter("draft_model", find_network(str(drafter))),
             hardware=machine,
             tp=size,
-            workload=Workload(PROMPT_TOKENS, OUTPUT_TOKENS),
+            prompt_tokens=PROMPT_TOKENS,
+            output_tokens=OUTPUT_TOKENS,
         )
     layer_us = {d: statistics.median(samples) for d, samples in layers_us.items()}
     cells = [

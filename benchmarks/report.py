@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from committed import read
+from pages import write
 from roofline_table import roofline_table
 from sweep_table import sweep_plot, sweep_table
 
@@ -28,14 +29,6 @@ def main() -> None:
     sweep_plot(sweeps, page.parent / "sweeps.svg")
     rooflines = [read(path) for path in sorted(RESULTS.glob("roofline-*.json"))]
     write(page, "roofline", f"{roofline_table(rooflines)}\n")
-
-
-def write(page: Path, name: str, text: str) -> None:
-    """Replace what stands between the page's marks of that name."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    before, rest = page.read_text().split(begin)
-    _, after = rest.split(end)
-    page.write_text(f"{before}{begin}\n{text}{end}{after}")
 
 
 def table(result: dict[str, Any]) -> str:

@@ -31,10 +31,9 @@ from fetch import MODELS, fetch
 from servers import LLAMA_CPP, MODEL_NAME, OURS, Limits, Server, Way, started, version, ways
 from tasks import TASKS, Cell, cells_of_round
 
-from outdraft.bench.client import Endpoint
 from outdraft.bench.metrics import acceptance_report, load_report
 from outdraft.bench.report import environment
-from outdraft.bench.serve import run_load
+from outdraft.bench.serve import Endpoint, run_load
 from outdraft.bench.workloads import BenchRequest
 from outdraft.cli.command import num_physical_cores
 from outdraft.config.benchmarks import TrafficPlan

@@ -5,13 +5,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from outdraft.bench import methods
-from outdraft.bench.methods import (
-    MAX_TOKENS,
+from outdraft.bench import side_by_side
+from outdraft.bench.side_by_side import (
+    HOST_DRAFT_TOKENS,
     draft_us_per_request_32k,
     make_phrases,
-    measure,
     phrases_text,
+    time_drafts,
 )
 from outdraft.config.speculation import DraftNetworkConfig, NgramConfig, SuffixConfig
 from outdraft.core.draft import Draft
@@ -34,11 +34,11 @@ def test_every_step_asks_for_a_longer_text_and_is_timed_a_request():
 
     def propose(asks):
         asked.append([len(ask.token_ids) for ask in asks])
-        assert all(ask.max_tokens == MAX_TOKENS for ask in asks)
+        assert all(ask.max_tokens == HOST_DRAFT_TOKENS for ask in asks)
         return [Draft.chain([1, 2]) for _ in asks]
 
     texts = [np.zeros(200, np.int32)] * 3
-    found = measure(propose, texts, 50, 4)
+    found = time_drafts(propose, texts, 50, 4)
     assert len(asked) == len(found["times_us"]) == 5
     assert asked[0] == [50, 50, 50]
     for before, after in pairwise(asked):
@@ -47,8 +47,8 @@ def test_every_step_asks_for_a_longer_text_and_is_timed_a_request():
 
 
 def test_only_sources_of_the_host_have_a_price_there(monkeypatch):
-    monkeypatch.setattr(methods, "LONG_CONTEXT", 500)
-    monkeypatch.setattr(methods, "NUM_STEPS", 3)
+    monkeypatch.setattr(side_by_side, "LONG_CONTEXT", 500)
+    monkeypatch.setattr(side_by_side, "HOST_STEPS", 3)
     network = DraftNetworkConfig(model="m")
     assert draft_us_per_request_32k([SuffixConfig(), network], cpu_kernels()) is None
     for sources in ([NgramConfig()], [SuffixConfig()], [NgramConfig(), SuffixConfig()]):

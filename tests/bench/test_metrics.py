@@ -1,6 +1,7 @@
 """The numbers of a load test, by hand and against numpy."""
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -9,14 +10,15 @@ from hypothesis import strategies as st
 
 from outdraft.bench.metrics import (
     RequestSample,
-    SpecCounters,
     acceptance_report,
+    counted_between,
     describe,
     detailed_report,
     load_report,
     most_at_once,
     parse_spec_counters,
 )
+from outdraft.engine.stats import StatsTotal
 
 # Due at 1 s, sent at 1.5 s; text at 2, 2.25 and 3 s; over at 3 s; 5 tokens in 3 chunks.
 SAMPLE = RequestSample(
@@ -133,6 +135,15 @@ def test_time_per_token_and_to_the_first_add_up_to_the_whole(gaps, tokens):
     assert sample.ttft_s + sum(sample.itls_s) == pytest.approx(sample.e2el_s)
 
 
+def counted(drafts, drafted, accepted, accepted_at=()):
+    return StatsTotal(
+        num_drafts=drafts,
+        num_draft_tokens=drafted,
+        num_accepted_tokens=accepted,
+        accepted_at=Counter(dict(enumerate(accepted_at))),
+    )
+
+
 EXPOSITION = """# HELP outdraft:spec_decode_num_drafts_total Drafts.
 # TYPE outdraft:spec_decode_num_drafts_total counter
 PREFIX:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0
@@ -145,6 +156,7 @@ PREFIX:spec_decode_num_accepted_tokens_per_pos_total{position="1",model_name="m"
 PREFIX:spec_decode_num_accepted_tokens_per_pos_created{position="1"} 1.7e+09
 PREFIX:spec_decode_drafts_per_pos_total{position="0",source="suffix"} 44.0
 PREFIX:spec_decode_accepted_drafts_per_pos_total{position="0",source="suffix"} 40.0
+PREFIX:spec_decode_acceptance_length{model_name="m"} NaN
 PREFIX:num_requests_running{model_name="m"} 3.0
 """
 
@@ -152,12 +164,12 @@ PREFIX:num_requests_running{model_name="m"} 3.0
 @pytest.mark.parametrize("prefix", ["outdraft", "vllm", "llamacpp"])
 def test_counters_are_read_by_name_and_summed_over_engines(prefix):
     counters = parse_spec_counters(EXPOSITION.replace("PREFIX", prefix))
-    assert counters == SpecCounters(40.0, 120.0, 60.0, {0: 40.0, 1: 20.0})
+    assert counters == counted(40, 120, 60, (40, 20))
 
 
 def test_counters_without_labels_and_suffix_are_read_too():
     counters = parse_spec_counters("vllm:spec_decode_num_drafts 3\n")
-    assert counters == SpecCounters(3.0, 0.0, 0.0, {})
+    assert counters == counted(3, 0, 0)
 
 
 @pytest.mark.parametrize("text", ["", "other:spec_decode_num_drafts_total 3\n", "<html>"])
@@ -166,9 +178,8 @@ def test_a_server_without_speculation_has_no_counters(text):
 
 
 def test_acceptance_is_of_the_difference_with_vllms_formulas():
-    before = SpecCounters(10.0, 30.0, 12.0, {0: 8.0, 1: 4.0})
-    after = SpecCounters(20.0, 70.0, 32.0, {0: 16.0, 1: 12.0, 2: 4.0, 3: 0.0})
-    assert acceptance_report(after - before) == {
+    before, after = counted(10, 30, 12, (8, 4)), counted(20, 70, 32, (16, 12, 4, 0))
+    assert acceptance_report(counted_between(before, after)) == {
         "spec_decode_acceptance_rate": 50.0,
         "spec_decode_acceptance_length": 3.0,
         "spec_decode_num_drafts": 10,

@@ -3,12 +3,13 @@
 import json
 import math
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from outdraft.bench import report
-from outdraft.bench.metrics import RequestSample, SpecCounters
+from outdraft.bench.metrics import RequestSample
 from outdraft.bench.report import (
     as_table,
     check_installed,
@@ -18,9 +19,10 @@ from outdraft.bench.report import (
     sweep_table,
     write_json,
 )
-from outdraft.bench.serve import LoadRun, Reporting, TrafficPlan, serve_report
+from outdraft.bench.serve import LoadRun, TrafficPlan, serve_report
 from outdraft.bench.workloads import BenchRequest
 from outdraft.core.errors import ConfigError
+from outdraft.engine.stats import StatsTotal
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -32,11 +34,12 @@ def result(concurrency=2, **reporting):
         RequestSample(1.0, 1.0, [1.5, 2.0], 2.0, prompt_tokens=4, completion_tokens=3, text="cd"),
         RequestSample(1.0, 1.0, [], 1.5, error="HTTP 429: full"),
     ]
-    run = LoadRun(samples, 2.0, SpecCounters(4, 8, 6, {0: 4, 1: 2}), 0)
-    requests = [BenchRequest(str(i), 3) for i in range(3)]
-    return serve_report(
-        run, requests, TrafficPlan(max_concurrency=concurrency), Reporting(**reporting)
+    counters = StatsTotal(
+        num_drafts=4, num_draft_tokens=8, num_accepted_tokens=6, accepted_at=Counter({0: 4, 1: 2})
     )
+    run = LoadRun(samples, 2.0, counters, 0)
+    requests = [BenchRequest(str(i), 3) for i in range(3)]
+    return serve_report(run, requests, TrafficPlan(max_concurrency=concurrency), **reporting)
 
 
 def test_a_load_tests_result_is_this():
@@ -106,7 +109,7 @@ def test_the_table_shows_every_number_that_was_reported():
 
 def test_a_latency_that_no_request_has_is_a_dash():
     run = LoadRun([RequestSample(0.0, error="not sent")], 1.0, None, 0)
-    empty = serve_report(run, [BenchRequest("a", 1)], TrafficPlan(), Reporting())
+    empty = serve_report(run, [BenchRequest("a", 1)], TrafficPlan())
     assert any(
         line.split() == ["Mean", "TTFT", "(ms):", "-"] for line in as_table("x", empty).splitlines()
     )

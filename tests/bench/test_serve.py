@@ -8,9 +8,17 @@ import time
 import numpy as np
 import pytest
 
-from outdraft.bench.client import Clients, Endpoint
 from outdraft.bench.metrics import RequestSample
-from outdraft.bench.serve import LoadRun, Reporting, TrafficPlan, run_load, serve_report, with_model
+from outdraft.bench.serve import (
+    Clients,
+    Endpoint,
+    LoadRun,
+    TrafficPlan,
+    check_reporting,
+    run_load,
+    serve_report,
+    with_model,
+)
 from outdraft.bench.workloads import BenchRequest, arrival_times
 from outdraft.core.errors import ConfigError
 from tests.bench.scripted_server import DONE, Script, completion, serving
@@ -232,7 +240,7 @@ def test_acceptance_is_what_the_servers_counters_rose_by_behind_the_warm_ups():
     with serving(answer) as seen:
         seen.metrics = shown[0]
         run = load(endpoint(seen), PROMPTS[:5], traffic)
-    report = serve_report(run, PROMPTS[:5], traffic, Reporting())
+    report = serve_report(run, PROMPTS[:5], traffic)
     assert report["spec_decode_num_drafts"] == 10
     assert report["spec_decode_acceptance_rate"] == 70.0
     assert report["spec_decode_acceptance_length"] == 2.4
@@ -243,7 +251,7 @@ def test_acceptance_is_what_the_servers_counters_rose_by_behind_the_warm_ups():
 def test_chunks_that_were_held_up_together_are_counted_and_warned_of(gap_s, num_bunched):
     times = [0.2 + i * gap_s for i in range(4)]
     samples = [RequestSample(0.0, 0.0, times, times[-1], 5, 4) for _ in range(2)]
-    report = serve_report(LoadRun(samples, 1.0, None, 0), PROMPTS[:2], TrafficPlan(), Reporting())
+    report = serve_report(LoadRun(samples, 1.0, None, 0), PROMPTS[:2], TrafficPlan())
     assert report["num_bunched_chunks"] == num_bunched
     assert ("TCP_NODELAY" in "".join(report["notes"])) == bool(num_bunched)
 
@@ -251,7 +259,7 @@ def test_chunks_that_were_held_up_together_are_counted_and_warned_of(gap_s, num_
 def test_a_server_without_counters_has_no_acceptance():
     with serving(lambda number, body: completion(["a"])) as seen:
         run = load(endpoint(seen), PROMPTS[:1])
-    report = serve_report(run, PROMPTS[:1], TrafficPlan(), Reporting())
+    report = serve_report(run, PROMPTS[:1], TrafficPlan())
     assert not any("spec_decode" in name for name in report)
 
 
@@ -262,13 +270,9 @@ def test_reports_say_how_latency_was_counted_and_what_failed():
     with serving(answer) as seen:
         traffic = TrafficPlan(max_concurrency=1, num_warmups=1)
         requests = [PROMPTS[0], *PROMPTS[1:4], PROMPTS[1]]
-        closed = serve_report(
-            load(endpoint(seen), requests, traffic), requests, traffic, Reporting()
-        )
+        closed = serve_report(load(endpoint(seen), requests, traffic), requests, traffic)
         traffic = TrafficPlan(request_rate=100.0)
-        opened = serve_report(
-            load(endpoint(seen), PROMPTS[:2], traffic), PROMPTS[:2], traffic, Reporting()
-        )
+        opened = serve_report(load(endpoint(seen), PROMPTS[:2], traffic), PROMPTS[:2], traffic)
     assert closed["completed"] == 4
     assert closed["num_distinct_prompts"] == 3
     notes = "\n".join(closed["notes"])
@@ -288,7 +292,7 @@ def test_impossible_traffic_is_refused(options):
         TrafficPlan(**options)
 
 
-@pytest.mark.parametrize("options", [{"metrics": ("ttfb",)}, {"percentiles": (101.0,)}])
-def test_impossible_reports_are_refused(options):
+@pytest.mark.parametrize(("metrics", "percentiles"), [(["ttfb"], [99.0]), (["ttft"], [101.0])])
+def test_impossible_reports_are_refused(metrics, percentiles):
     with pytest.raises(ConfigError):
-        Reporting(**options)
+        check_reporting(metrics, percentiles)

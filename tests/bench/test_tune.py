@@ -20,7 +20,7 @@ from outdraft.bench.tune import (
 from outdraft.cli.tune import candidates, drafters
 from outdraft.config.benchmarks import PROBE_LENGTH
 from outdraft.config.engine import EngineConfig
-from outdraft.config.speculation_json import parse_speculative_config
+from outdraft.config.speculation import parse_speculative_config
 from outdraft.core.errors import ConfigError
 from outdraft.engine.stats import StatsTotal
 from tests.cli.pair import pair

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from outdraft import assets
-from outdraft.bench import methods
-from outdraft.bench.side_by_side import complete_in_turn
+from outdraft.bench import side_by_side
 from tests.cli.test_commands import run
 
 SHORT = ["--prompts", "2", "--max-tokens", "6", "--device", "cpu"]
@@ -70,13 +69,15 @@ def test_the_table_has_a_line_for_each_that_was_chosen(command):
 
 @pytest.mark.usefixtures("embedded")
 def test_a_changed_token_is_exit_code_1_and_names_the_method(command, monkeypatch):
+    complete = side_by_side.complete_in_turn
+
     def changing(engines, *rest):
-        samples = complete_in_turn(engines, *rest)
+        samples = complete(engines, *rest)
         last = samples["ngram"][-1]
         samples["ngram"][-1] = replace(last, token_ids=[*last.token_ids[:-1], -1])
         return samples
 
-    monkeypatch.setattr(methods, "complete_in_turn", changing)
+    monkeypatch.setattr(side_by_side, "complete_in_turn", changing)
     chosen = ["--methods", "ngram,suffix"]
     result = run(command, "bench", "methods", *SHORT, *chosen)
     assert result.exit_code == 1

@@ -9,15 +9,10 @@ from outdraft.bench.side_by_side import (
     NUM_DRAFTS,
     PLAIN,
     Sample,
-    acceptance_length,
-    acceptance_rate,
     are_identical,
     as_json,
-    compare,
+    complete_in_turn,
     method_configs,
-    speedup,
-    tokens_per_s,
-    tpot_ms,
 )
 from outdraft.cli.demo import load
 from outdraft.core.outputs import TokenOrigin
@@ -46,6 +41,15 @@ def temperature(request):
     return request.param
 
 
+def compare(engines, warm_up, prompts, temperature, on_step):
+    """As the demo does: each prompt has a seed."""
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS, seed=number)
+        for number in range(len(prompts))
+    ]
+    return complete_in_turn(engines, warm_up, prompts, params, on_step=on_step)
+
+
 @pytest.fixture(scope="module")
 def compared(llms, temperature):
     """Samples of each method, and the (method, tokens so far) that were reported step by step."""
@@ -55,7 +59,7 @@ def compared(llms, temperature):
         seen.append((name, list(output.outputs[0].token_ids)))
 
     engines = {name: llm.engine for name, llm in llms.items()}
-    return compare(engines, PROMPTS[3], PROMPTS[:2], MAX_TOKENS, temperature, on_step), seen
+    return compare(engines, PROMPTS[3], PROMPTS[:2], temperature, on_step), seen
 
 
 def test_no_method_changes_what_plain_decoding_gives(llms, temperature, compared):
@@ -104,7 +108,7 @@ def test_the_time_that_watching_takes_is_not_counted(llms):
 
     started_s = time.perf_counter()
     engines = {PLAIN: llms[PLAIN].engine}
-    [one] = compare(engines, PROMPTS[3], PROMPTS[2:3], MAX_TOKENS, 0.0, on_step)[PLAIN]
+    [one] = compare(engines, PROMPTS[3], PROMPTS[2:3], 0.0, on_step)[PLAIN]
     assert 0 < one.decode_s < time.perf_counter() - started_s - watched_s
 
 
@@ -139,11 +143,12 @@ def sample(num_decoded, decode_s, *steps):
 
 def test_rates_are_aggregated_over_prompts_not_averaged():
     samples = [sample(9, 0.9, (4, 4), (4, 0)), sample(9, 0.1, (2, 2))]
-    assert tokens_per_s(samples) == pytest.approx(18.0)
-    assert tpot_ms(samples) == pytest.approx(1000 / 18)
-    assert acceptance_rate(samples) == pytest.approx(6 / 10)
-    assert acceptance_length(samples) == pytest.approx(1 + 6 / 3)
-    assert speedup(samples, [sample(9, 1.0)]) == pytest.approx(2.0)
+    found = as_json({PLAIN: [sample(9, 1.0)], "suffix": samples})["methods"]["suffix"]
+    assert found["tokens_per_s"] == pytest.approx(18.0)
+    assert found["tpot_ms"] == pytest.approx(1000 / 18)
+    assert found["acceptance_rate"] == pytest.approx(6 / 10)
+    assert found["acceptance_length"] == pytest.approx(1 + 6 / 3)
+    assert found["speedup"] == pytest.approx(2.0)
 
 
 def of_ids(*token_ids):

@@ -11,17 +11,18 @@ from outdraft.cli.options import (
     EngineOptions,
     SamplingOptions,
     SchedulerOptions,
+    documented,
     engine_config,
-    parse_json_object,
     sampling_params,
     serving_config,
+    speculative_config,
 )
-from outdraft.config.engine import EngineConfig
-from outdraft.config.speculation import DraftNetworkConfig
-from outdraft.config.speculation_json import parse_speculative_config
+from outdraft.config.engine import DTYPES, LOAD_FORMATS, MODEL_IMPLS, POLICIES, EngineConfig
+from outdraft.config.speculation import DraftNetworkConfig, parse_speculative_config
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError, RequestError
 from outdraft.core.sampling import SamplingParams
+from outdraft.core.weights import QUANTIZATIONS
 
 
 def serving_of(model, options):
@@ -81,6 +82,25 @@ def test_every_engine_flag_reaches_the_configuration():
     assert {*values, *written} == {field.name for field in dataclasses.fields(EngineOptions)}
     expected = EngineConfig.from_options(model="m", max_num_seqs=1, **values, **read)
     assert engine_config("m", EngineOptions(**values, **written)) == expected
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "choices"),
+    [
+        (EngineOptions, "load_format", LOAD_FORMATS),
+        (EngineOptions, "model_impl", MODEL_IMPLS),
+        (EngineOptions, "dtype", DTYPES),
+        (EngineOptions, "quantization", QUANTIZATIONS),
+        (SchedulerOptions, "policy", POLICIES),
+    ],
+)
+def test_help_names_all_choices(group, name, choices):
+    assert ", ".join(choices) in documented(group)[name]
+
+
+def test_every_flag_of_an_engine_has_a_help():
+    for group in (EngineOptions, SchedulerOptions):
+        assert set(documented(group)) == {field.name for field in dataclasses.fields(group)}
 
 
 def test_sampling_flags_win_over_the_models_own_defaults():
@@ -148,7 +168,7 @@ def test_another_target_gets_no_head_of_the_embedded_one():
 @pytest.mark.parametrize("text", ["{", "[]", "3", '"suffix"'])
 def test_a_speculative_config_that_is_no_object_is_refused(text):
     with pytest.raises(ConfigError, match="--speculative-config"):
-        parse_json_object(text)
+        speculative_config(text, "m")
 
 
 def test_a_sampling_value_out_of_range_names_its_parameter():

@@ -2,7 +2,7 @@
 
 import torch
 
-from outdraft.cli.doctor_measure import FORMATS, advice, quantized_speeds
+from outdraft.cli.doctor import FORMATS, advice, quantized_speeds
 from outdraft.core.weights import WeightFormat
 from tests.kernels.tables import cpu_kernels
 

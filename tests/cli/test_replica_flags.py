@@ -8,9 +8,8 @@ import pytest
 
 from outdraft.cli.app import app
 from outdraft.cli.command import num_physical_cores
-from outdraft.cli.engines import NO_RAY, check_replicas, with_local_paths
-from outdraft.cli.replica_options import ReplicasOptions, replica_plan
-from outdraft.cli.serve import ServerOptions
+from outdraft.cli.serve import ReplicasOptions, ServerOptions, replica_plan
+from outdraft.cli.serving import NO_RAY, check_replicas, with_local_paths
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.loading.models import load_models

@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from outdraft.bench.selftest import ALWAYS, Difference
 from outdraft.cli.selftest import show
 from outdraft.kernels.data.drafts import row_index_BN1
 from outdraft.kernels.torch import verification
@@ -54,7 +53,9 @@ def test_the_first_difference_is_told_with_the_gap(capsys, gap, told):
     speed = dict.fromkeys(
         ("tokens_per_s", "ratio_to_plain", "acceptance_length", "acceptance_rate"), 1.0
     )
-    differences = [Difference(ALWAYS, 3, 7, 11, 12, gap), Difference(ALWAYS, 4, 0, 1, 2, 9.0)]
+    names = ("engine", "prompt", "place", "plain_id", "speculative_id", "gap")
+    found = ("always", 3, 7, 11, 12, gap), ("always", 4, 0, 1, 2, 9.0)
+    differences = [dict(zip(names, one, strict=True)) for one in found]
     counts = {"num_prompts": 5, "max_tokens": 8, "num_samples": 100, "num_beginnings": 1}
     show(counts | {"differences": differences, "p_value": 0.5, "speed": speed})
     lines = capsys.readouterr().out.splitlines()

@@ -7,7 +7,7 @@ import pytest
 
 from outdraft.config.engine import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from outdraft.config.fields import parse_bytes
-from outdraft.config.speculation_json import parse_speculative_config
+from outdraft.config.speculation import parse_speculative_config
 from outdraft.core.errors import ConfigError
 
 

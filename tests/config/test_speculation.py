@@ -9,8 +9,8 @@ from outdraft.config.speculation import (
     NgramConfig,
     SpeculationConfig,
     SuffixConfig,
+    parse_speculative_config,
 )
-from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 

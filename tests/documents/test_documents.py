@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from outdraft.cli.app import app
-from outdraft.config.speculation_json import parse_speculative_config
+from outdraft.config.speculation import parse_speculative_config
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

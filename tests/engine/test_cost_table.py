@@ -21,8 +21,7 @@ from outdraft.costs.file import (
     identity,
     target_key,
 )
-from outdraft.costs.prior import default_machine, roofline
-from outdraft.costs.table import cost_file, cost_table
+from outdraft.costs.table import cost_file, cost_table, default_machine, roofline
 from outdraft.engine.llm import LLM
 from outdraft.runner.dummy_steps import DummyStep, DummySteps
 from tests.oracle.engines import engine, greedy, ids, prompts_of, run

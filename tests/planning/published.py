@@ -15,14 +15,14 @@ import numpy as np
 
 from outdraft.planning.hardware import find_hardware
 from outdraft.planning.planner import best_length
-from outdraft.planning.predictors import (
+from outdraft.planning.shapes import find_drafter, find_network
+from outdraft.planning.step_time import (
     CalibratedPredictor,
     Point,
     Predictor,
     RooflinePredictor,
+    Setup,
 )
-from outdraft.planning.roofline import Setup, Workload
-from outdraft.planning.shapes import find_drafter, find_network
 
 DATA = Path(__file__).parent / "data"
 PLAIN_70B, DRAFTS_70B = "llama-3.3-70b tp2 h100 plain", "llama-3.3-70b tp2 h100 + draft-model"
@@ -76,10 +76,10 @@ def setup_of(setting: str, card: str = "h100") -> Setup:
 def errors(predictor: Predictor, points: Iterable[Point]) -> Errors:
     found, inside = [], []
     for point in points:
-        predicted = predictor.predict(point.num_requests, point.length, point.tokens)
+        step, low_s, high_s = predictor.predict(point.num_requests, point.length, point.tokens)
         measured_s = point.tpot_s * point.tokens
-        found.append(predicted.step.total_s / measured_s - 1)
-        inside.append(predicted.low_s <= measured_s <= predicted.high_s)
+        found.append(step.total_s / measured_s - 1)
+        inside.append(low_s <= measured_s <= high_s)
     sizes = np.abs(found)
     return Errors(
         float(sizes.mean()), float(sizes.max()), float(np.mean(found)), float(np.mean(inside)),
@@ -112,9 +112,9 @@ def other_points() -> Iterator[tuple[str, Predictor, Point]]:
     with (DATA / "other_points.tsv").open() as file:
         for row in csv.DictReader(file, delimiter="\t"):
             target, tp = find_network(row["target"], row["dtype"]), int(row["tp"])
-            work = Workload(int(row["prompt_tokens"]), int(row["output_tokens"]))
+            work = int(row["prompt_tokens"]), int(row["output_tokens"])
             machine = find_hardware(f"{tp}x{row['card']}")
-            setup = Setup(target, find_drafter(row["draft"], target), machine, tp, tp, work)
+            setup = Setup(target, find_drafter(row["draft"], target), machine, tp, tp, *work)
             tpot_s, tokens = float(row["tpot_ms"]) / 1e3, float(row["acceptance_length"])
             point = Point(int(row["concurrency"]), int(row["k"]), tpot_s, tokens)
             yield row["setting"], RooflinePredictor(setup), point

@@ -11,23 +11,24 @@ from hypothesis import strategies as st
 from outdraft.core.errors import ConfigError
 from outdraft.planning.hardware import Hardware, find_hardware
 from outdraft.planning.planner import (
-    Acceptance,
     best_length,
     break_even_acceptance,
     break_even_concurrency,
     make_plan,
     plan_memory,
+    tokens_by_length,
     tpots_s,
 )
-from outdraft.planning.predictors import (
+from outdraft.planning.shapes import find_drafter, find_network
+from outdraft.planning.step_time import (
     CalibratedPredictor,
     Point,
     RooflinePredictor,
+    Setup,
     choose_predictor,
     read_points,
+    step_time,
 )
-from outdraft.planning.roofline import Setup, Workload, step_time
-from outdraft.planning.shapes import find_drafter, find_network
 
 CARDS = ["h100", "a100", "rtx-4090", "epyc-9554"]
 MODELS = ["llama-3.1-8b", "qwen3-8b", "qwen3-30b-a3b"]
@@ -78,13 +79,13 @@ def test_a_step_of_one_request_is_the_sum_by_hand():
 
 
 def test_many_rows_are_computed_and_not_read():
-    few = setup(workload=Workload(prompt_tokens=1, output_tokens=10**9))
+    few = setup(prompt_tokens=1, output_tokens=10**9)
     products = 32 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336)
     parameters = products + 128256 * 4096
     rows_s = 2 * parameters * 4096 / (0.65 * 989e12)
     reading_s = 2 * parameters / (0.88 * 3350e9)
     computing_s = (rows_s**4 + reading_s**4) ** 0.25  # reading is a fifth of it: no more than 0.1 %
-    kv_s = 4096 * few.workload.context_tokens * 131072 / (0.88 * 3350e9)
+    kv_s = 4096 * few.context_tokens * 131072 / (0.88 * 3350e9)
     expected_s = computing_s + kv_s + 32 * 30e-6
     assert step_time(few, 4096, 0, 1.0).target_s == pytest.approx(expected_s)
 
@@ -99,9 +100,9 @@ def test_two_cards_halve_the_reading_and_pay_for_two_messages_a_layer():
 
 def test_groups_with_a_drafter_each_draft_for_a_part_of_the_requests():
     """Beside two cards that share a target, each drafts for half of the requests, and alone."""
-    still = Workload(prompt_tokens=100, output_tokens=10**9)  # nobody comes
-    alone = setup(workload=still)
-    spread = setup(hardware="2xh100", tp=2, draft_tp=1, workload=still)
+    still = {"prompt_tokens": 100, "output_tokens": 10**9}  # nobody comes
+    alone = setup(**still)
+    spread = setup(hardware="2xh100", tp=2, draft_tp=1, **still)
     for requests, most_of_a_card in ((1, 1), (2, 1), (7, 4), (64, 32)):
         step = step_time(spread, requests, 3, 1.0)
         of_a_card = step_time(alone, most_of_a_card, 3, 1.0)
@@ -111,8 +112,8 @@ def test_groups_with_a_drafter_each_draft_for_a_part_of_the_requests():
 
 def test_ranks_of_one_memory_read_as_fast_as_those_that_read_at_once_leave_them():
     """A rank reads at most 60 GB/s, and all of them together 80: two have 40 each."""
-    still = Workload(prompt_tokens=100, output_tokens=10**9)
-    one = setup(hardware="laptop", workload=still)
+    still = {"prompt_tokens": 100, "output_tokens": 10**9}
+    one = setup(hardware="laptop", **still)
     card, link = one.hardware.card, find_hardware("2xh100").link
     full, half = replace(card, bandwidth=60e9), replace(card, bandwidth=40e9)
     own = Hardware(half, 2, link)
@@ -214,7 +215,7 @@ def test_a_drafted_row_of_experts_costs_what_it_reads_until_all_are_read():
 
 def test_with_experts_drafts_may_pay_for_more_requests_where_they_do_not_for_one():
     predictor = RooflinePredictor(setup("mixtral-8x7b", "suffix"))
-    tokens = Acceptance((0.3,)).tokens(4)
+    tokens = tokens_by_length((0.3,), 4)
     assert best_length(predictor, tokens, 1) == 0
     most = break_even_concurrency(predictor, tokens)
     assert most is not None
@@ -239,7 +240,7 @@ def test_steps_grow_with_requests_and_lengths_and_shrink_with_bandwidth(
     target, draft, card, requests, length, chance
 ):
     one = setup(target, draft, card)
-    tokens = Acceptance((chance,)).tokens(9)
+    tokens = tokens_by_length((chance,), 9)
     step = step_time(one, requests, length, tokens[length])
     assert step.total_s > 0
     assert step.total_s <= step_time(one, requests + 1, length, tokens[length]).total_s
@@ -260,11 +261,9 @@ def test_steps_grow_with_requests_and_lengths_and_shrink_with_bandwidth(
 )
 def test_better_acceptance_never_makes_the_best_tpot_worse(draft, requests, low, high):
     """New prompts arrive sooner when requests end sooner: only a lone request is free of that."""
-    predictor = RooflinePredictor(
-        setup(draft=draft, workload=Workload(prompt_tokens=1, output_tokens=10**6))
-    )
+    predictor = RooflinePredictor(setup(draft=draft, prompt_tokens=1, output_tokens=10**6))
     best = [
-        min(tpots_s(predictor, Acceptance((chance,)).tokens(8), requests))
+        min(tpots_s(predictor, tokens_by_length((chance,), 8), requests))
         for chance in sorted((low, high))
     ]
     assert best[1] <= best[0] * (1 + 1e-6)
@@ -274,7 +273,7 @@ def test_better_acceptance_never_makes_the_best_tpot_worse(draft, requests, low,
 @given(draft=st.sampled_from(DRAFTS), card=st.sampled_from(CARDS), chance=chances)
 def test_break_even_points_separate_what_pays_from_what_does_not(draft, card, chance):
     predictor = RooflinePredictor(setup("qwen3-8b", draft, card))
-    tokens = Acceptance((chance,)).tokens(6)
+    tokens = tokens_by_length((chance,), 6)
     most = break_even_concurrency(predictor, tokens)
     if most == 0:
         assert best_length(predictor, tokens, 1) == 0
@@ -283,38 +282,37 @@ def test_break_even_points_separate_what_pays_from_what_does_not(draft, card, ch
         assert best_length(predictor, tokens, most + 1) == 0
     least = break_even_acceptance(predictor, 16, 6)
     if least is not None and least > 0.01:
-        assert best_length(predictor, Acceptance((least,)).tokens(6), 16) > 0
-        assert best_length(predictor, Acceptance((least - 0.005,)).tokens(6), 16) == 0
+        assert best_length(predictor, tokens_by_length((least,), 6), 16) > 0
+        assert best_length(predictor, tokens_by_length((least - 0.005,), 6), 16) == 0
 
 
 def test_acceptance_is_a_chance_or_a_share_by_position():
-    assert Acceptance.parse([0.5]).tokens(3) == pytest.approx([1, 1.5, 1.75, 1.875])
-    by_position = Acceptance.parse([0.8, 0.6, 0.3])
-    assert by_position.tokens(4) == pytest.approx([1, 1.8, 2.4, 2.7, 2.85])
-    assert by_position.tokens(2) == pytest.approx([1, 1.8, 2.4])
+    assert tokens_by_length([0.5], 3) == pytest.approx([1, 1.5, 1.75, 1.875])
+    by_position = [0.8, 0.6, 0.3]
+    assert tokens_by_length(by_position, 4) == pytest.approx([1, 1.8, 2.4, 2.7, 2.85])
+    assert tokens_by_length(by_position, 2) == pytest.approx([1, 1.8, 2.4])
     for wrong in ([], [1.2], [0.5, 0.6]):
         with pytest.raises(ConfigError, match="acceptance"):
-            Acceptance.parse(wrong)
+            tokens_by_length(wrong, 3)
 
 
 def test_memory_is_weights_and_what_is_left_for_tokens():
     one = setup("llama-3.1-8b", "llama-3.2-1b", "rtx-4090")
     memory = plan_memory(one, 8)
     weights = 8.03e9 * 2 / 2**30
-    assert memory.target_weights_gib == pytest.approx(weights, rel=1e-3)
+    assert memory["target_weights_gib"] == pytest.approx(weights, rel=1e-3)
     kv_bytes = 2 * 2 * (32 * 8 * 128 + 16 * 8 * 64)
-    assert memory.kv_bytes_per_token == kv_bytes
+    assert memory["kv_bytes_per_token"] == kv_bytes
     room = 0.9 * 24 * 2**30 - one.target.weight_bytes - one.drafter.network.weight_bytes
-    assert memory.max_tokens == int(room / kv_bytes)
-    assert memory.max_requests == memory.max_tokens // 512
+    assert memory["max_tokens"] == int(room / kv_bytes)
+    assert memory["max_requests"] == memory["max_tokens"] // 512
 
 
 def test_what_does_not_fit_is_said():
-    plan = make_plan(
-        RooflinePredictor(setup("llama-3.3-70b", "suffix", "rtx-4090")), Acceptance((0.7,)), [1], 4
-    )
-    assert not plan.memory.fits
-    assert not plan.levels[0].fits
+    predictor = RooflinePredictor(setup("llama-3.3-70b", "suffix", "rtx-4090"))
+    plan = make_plan(predictor, tokens_by_length((0.7,), 4), [1])
+    assert plan["memory"]["kv_gib"] < 0
+    assert not plan["levels"][0]["fits"]
 
 
 @settings(max_examples=25, deadline=None)
@@ -332,15 +330,15 @@ def test_calibration_finds_a_machine_that_is_slower_in_parts(scales, draft):
         parts = (lone, step.verification_s - lone, step.drafting_s)
         return sum(scale * part for scale, part in zip(scales, parts, strict=True))
 
-    tokens = Acceptance((0.7,)).tokens(8)
+    tokens = tokens_by_length((0.7,), 8)
     cases = [(1, 0), (8, 0), (64, 0), (256, 0), (1, 3), (1, 8), (64, 3), (128, 6)]
     points = [Point(r, k, truly_s(r, k, tokens[k]) / tokens[k], tokens[k]) for r, k in cases]
     predictor = CalibratedPredictor(one, points)
     for requests, length in ((1, 5), (16, 2), (100, 0), (200, 8)):
-        predicted = predictor.predict(requests, length, tokens[length])
+        step, low_s, high_s = predictor.predict(requests, length, tokens[length])
         truth = truly_s(requests, length, tokens[length])
-        assert predicted.step.total_s == pytest.approx(truth, rel=0.06)
-        assert predicted.low_s <= truth <= predicted.high_s
+        assert step.total_s == pytest.approx(truth, rel=0.06)
+        assert low_s <= truth <= high_s
 
 
 def test_bands_hold_the_middle_and_shrink_with_points():
@@ -350,9 +348,9 @@ def test_bands_hold_the_middle_and_shrink_with_points():
     many = CalibratedPredictor(one, [Point(n, 0, 0.007 + n * 2e-5, 1.0) for n in (1, 8, 32, 64)])
     widths = []
     for predictor in (roofline, few, many):
-        found = predictor.predict(64, 0, 1.0)
-        assert found.low_s < found.step.total_s < found.high_s
-        widths.append((found.high_s - found.low_s) / found.step.total_s)
+        step, low_s, high_s = predictor.predict(64, 0, 1.0)
+        assert low_s < step.total_s < high_s
+        widths.append((high_s - low_s) / step.total_s)
     assert widths[2] < widths[1]
 
 

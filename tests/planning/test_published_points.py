@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from outdraft.planning.hardware import find_hardware, hardware_data
-from outdraft.planning.planner import Acceptance
-from outdraft.planning.predictors import (
+from outdraft.planning.planner import tokens_by_length
+from outdraft.planning.shapes import find_drafter, find_network
+from outdraft.planning.step_time import (
     CalibratedPredictor,
     RooflinePredictor,
+    Setup,
     left_out_errors,
 )
-from outdraft.planning.roofline import Setup
-from outdraft.planning.shapes import find_drafter, find_network
 from tests.planning.published import (
     CALIBRATION,
     DRAFTS_32B,
@@ -120,11 +120,10 @@ def test_the_band_of_a_drafter_of_4_bits_is_wider_by_its_drafting_alone():
     )
     assert "with int4 took up to" in wide.basis
     assert "took up to" not in usual.basis
-    plain, drafts = wide.predict(1, 0, 1.0), wide.predict(1, 3, 2.5)
-    assert plain.high_s == pytest.approx(usual.predict(1, 0, 1.0).high_s)
+    assert wide.predict(1, 0, 1.0)[2] == pytest.approx(usual.predict(1, 0, 1.0)[2])
     share = hardware_data()["missed"]["int4"]["share"]
-    extra_s = drafts.step.drafting_s * share / (1 - share)
-    assert drafts.high_s - drafts.step.total_s >= extra_s
+    step, _, high_s = wide.predict(1, 3, 2.5)
+    assert high_s - step.total_s >= step.drafting_s * share / (1 - share)
 
 
 def test_without_peer_access_and_with_it_the_same_cards_are_told_apart():
@@ -135,7 +134,7 @@ def test_without_peer_access_and_with_it_the_same_cards_are_told_apart():
 
 def test_reported_acceptance_by_position_gives_the_reported_length():
     """vLLM reported .86, .77, .70, .64 by position and a length of 3.97 for k = 4."""
-    assert Acceptance.parse([0.86, 0.77, 0.70, 0.64]).tokens(4)[-1] == pytest.approx(3.97)
+    assert tokens_by_length([0.86, 0.77, 0.70, 0.64], 4)[-1] == pytest.approx(3.97)
 
 
 def test_one_measured_point_is_better_than_none():

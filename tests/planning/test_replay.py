@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outdraft.config.speculation import SpeculationConfig
-from outdraft.config.speculation_json import parse_speculative_config
+from outdraft.config.speculation import SpeculationConfig, parse_speculative_config
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
@@ -15,12 +14,7 @@ from outdraft.core.recorded import RecordedRequest, RecordedStep
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
 from outdraft.loading.methods import host_proposers
-from outdraft.planning.replay import (
-    RecordedTraffic,
-    Replayed,
-    replay,
-    with_length,
-)
+from outdraft.planning.replay import RecordedTraffic, Replay, replay, with_length
 from outdraft.planning.replay_scores import plain_run, recorded_score, score
 from tests.oracle.engines import engine, greedy, greedy_oracle, prompts_of
 from tests.planning.recording import drafted_by_network, made_up, record
@@ -45,13 +39,13 @@ def network(length: int | str = 7, **changes) -> SpeculationConfig:
     return parse_speculative_config(CHAINS | {"num_speculative_tokens": length} | changes)
 
 
-def replayed(llm: LLM, requests: list[RecordedRequest], concurrency: int = 1) -> Replayed:
+def replayed(llm: LLM, requests: list[RecordedRequest], concurrency: int = 1) -> Replay:
     config = llm.config.speculation
     proposers = host_proposers(config.sources, llm.models.kernels)
     return replay(RecordedTraffic(requests, concurrency), config, proposers)
 
 
-def assert_same_steps(run: Replayed, requests: list[RecordedRequest]) -> None:
+def assert_same_steps(run: Replay, requests: list[RecordedRequest]) -> None:
     """Every step of every text drafted and accepted as many tokens as the engine's."""
     outputs = [output for request in requests for output in request.outputs]
     for text, output in zip(run.texts, outputs, strict=True):
@@ -175,7 +169,7 @@ def test_networks_are_as_lucky_as_they_were(chance: float):
     rng = np.random.default_rng(2)
     requests = [drafted_by_network(rng, 400, 4, chance) for _ in range(8)]
     recorded = recorded_score(requests)
-    assert recorded.level_chances["draft_model"][0] == pytest.approx(chance, abs=0.05)
+    assert recorded["level_chances"]["draft_model"][0] == pytest.approx(chance, abs=0.05)
     run = replay(RecordedTraffic(requests, 4), with_length(network(), 4), ())
     expected = 1 + sum(chance**level for level in range(1, 5))
     assert run.stats.acceptance_length == pytest.approx(expected, rel=0.06)
@@ -204,14 +198,13 @@ def test_the_controller_is_never_far_below_the_best_fixed_length():
         cost = DrafterCost(CostCurve((1,), (pass_s,)), CostCurve((1,), (0.0,)))
         table = CostTable(CostCurve((1, 16), (1.0, 1.6)), drafters={"draft_model": cost})
         traffic = RecordedTraffic(requests, 4)
-        costs = table, plain_run(traffic, table)
-        runs = score(traffic, network(7), lambda chosen: (), costs, FIXED).runs
-        assert [run.name for run in runs] == [
+        runs = score(traffic, network(7), lambda chosen: (), table, FIXED)["runs"]
+        assert [run["name"] for run in runs] == [
             "plain", "fixed 1", "fixed 2", "fixed 3", "fixed 5", "fixed 7", "adaptive",
         ]  # fmt: skip
-        best = max(run.tokens_per_s for run in runs if run.length is not None)
-        assert runs[-1].length is None
-        assert runs[-1].tokens_per_s >= 0.97 * best, (chance, runs)
+        best = max(run["tokens_per_s"] for run in runs if run["length"] is not None)
+        assert runs[-1]["length"] is None
+        assert runs[-1]["tokens_per_s"] >= 0.97 * best, (chance, runs)
 
 
 def test_heads_have_no_more_lengths_than_the_trace_has_levels():
@@ -220,9 +213,8 @@ def test_heads_have_no_more_lengths_than_the_trace_has_levels():
     cost = DrafterCost(CostCurve((1,), (0.1,)), CostCurve((1,), (0.0,)), max_passes=1)
     table = CostTable(CostCurve((1, 16), (1.0, 1.6)), drafters={"medusa": cost})
     traffic = RecordedTraffic(requests, 1)
-    costs = table, plain_run(traffic, table)
-    runs = score(traffic, network(method="medusa"), lambda chosen: (), costs, FIXED).runs
-    assert [run.length for run in runs] == [0, 1, 2, 3, 4, None]
+    runs = score(traffic, network(method="medusa"), lambda chosen: (), table, FIXED)["runs"]
+    assert [run["length"] for run in runs] == [0, 1, 2, 3, 4, None]
 
 
 def test_two_replays_say_the_same_even_where_deciding_takes_as_long_as_a_step():
@@ -232,10 +224,7 @@ def test_two_replays_say_the_same_even_where_deciding_takes_as_long_as_a_step():
     table = CostTable(CostCurve((1, 16), (1e-4, 1.6e-4)), drafters={"draft_model": cost})
 
     def told() -> str:
-        costs = table, plain_run(traffic, table)
-        return json.dumps(
-            [str(run) for run in score(traffic, network(), lambda _: (), costs, FIXED).runs]
-        )
+        return json.dumps(score(traffic, network(), lambda _: (), table, FIXED))
 
     assert told() == told()
 
@@ -266,6 +255,6 @@ def test_a_tree_is_replayed_by_its_levels():
     traffic = RecordedTraffic([request] * 20, 1)
     run = replay(traffic, with_length(config, 6), ())
     assert {drafted for text in run.texts for _, drafted, _ in text.steps} <= {0, 2, 5, 6}
-    chances = recorded_score([request] * 20).level_chances["eagle3"]
+    chances = recorded_score([request] * 20)["level_chances"]["eagle3"]
     assert min(chances[:2]) > 0.9
     assert chances[2] == pytest.approx(0.5, abs=0.2)

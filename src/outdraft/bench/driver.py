@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from random import Random
 from time import perf_counter
@@ -117,25 +117,19 @@ def complete_alone(
         RequestError: it can never run.
         GenerationError: it failed while it ran.
     """
-    run = EngineRun(engine, [(request_id, prompt, params, 0)], on_output)
-    try:
+    with closing(EngineRun(engine, [(request_id, prompt, params, 0)], on_output)) as run:
         run.advance()
-    finally:
-        run.close()
     return run
 
 
 def queued(requests: Sequence[BenchRequest], params: SamplingParams) -> list[Queued]:
     """Requests as an engine takes them: each with its own length and prediction, else `params`."""
-    return [
-        (
-            str(number),
-            request.prompt,
-            replace(params, max_tokens=request.max_tokens, prediction=request.prediction),
-            0,
-        )
-        for number, request in enumerate(requests)
+    own = [
+        replace(params, max_tokens=request.max_tokens, prediction=request.prediction)
+        for request in requests
     ]
+    pairs = zip(requests, own, strict=True)
+    return [(str(i), request.prompt, one, 0) for i, (request, one) in enumerate(pairs)]
 
 
 def take_turns(

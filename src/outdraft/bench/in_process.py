@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from outdraft.bench.driver import EngineRun, queued, steps_added_to
-from outdraft.bench.metrics import SpecCounters, acceptance_report, per_second
+from outdraft.bench.metrics import acceptance_report, per_second
 from outdraft.bench.workloads import BenchRequest, num_distinct_prompts, repetition_notes
 from outdraft.config.benchmarks import LatencyPlan
 from outdraft.core.errors import ConfigError, RequestError
@@ -67,25 +67,18 @@ def num_tokens(outputs: Iterable[RequestOutput]) -> int:
 
 def stats_report(total: StatsTotal) -> dict[str, Any]:
     """Acceptance, with the names of a load test, and where the time of the steps went."""
+    phases = ("draft", "verify", "sample", "host")
     result: dict[str, Any] = {
         "num_steps": total.num_steps,
-        "phase_seconds": {
-            "draft": total.draft_s,
-            "verify": total.verify_s,
-            "sample": total.sample_s,
-            "host": total.host_s,
-        },
+        "phase_seconds": {phase: getattr(total, f"{phase}_s") for phase in phases},
     }
     if not total.num_drafts:
         return result
-    counters = SpecCounters(
-        total.num_drafts, total.num_draft_tokens, total.num_accepted_tokens, total.accepted_at
-    )
     by_source = {
         str(source): {"drafted": drafted, "accepted": total.accepted_by_source[source]}
         for source, drafted in total.drafted_by_source.items()
     }
-    return result | acceptance_report(counters) | {"spec_decode_tokens_by_source": by_source}
+    return result | acceptance_report(total) | {"spec_decode_tokens_by_source": by_source}
 
 
 def measure_latency(
@@ -106,10 +99,8 @@ def measure_latency(
         ConfigError: not one iteration was over by the deadline.
     """
     assert len(requests) == plan.num_requests
-    batches = [
-        requests[start : start + plan.batch_size]
-        for start in range(0, len(requests), plan.batch_size)
-    ]
+    size = plan.batch_size
+    batches = [requests[start : start + size] for start in range(0, len(requests), size)]
     for batch in batches[: plan.num_iters_warmup]:
         run_batch(engine, batch, params, deadline_s)
     total = StatsTotal()
@@ -125,36 +116,26 @@ def measure_latency(
             on_iteration(done.elapsed_s)
     if not latencies:
         raise ConfigError("no iteration was over within --max-seconds")
-    distinct = num_distinct_prompts(requests)
-    return {
-        **_describe(latencies),
-        "batch_size": plan.batch_size,
-        "num_iters_warmup": plan.num_iters_warmup,
-        "num_iters": len(latencies),
-        "num_cut_iters": plan.num_iters - len(latencies),
-        "num_distinct_prompts": distinct,
-        "output_throughput": num_output_tokens / sum(latencies),
-        **stats_report(total),
-        "notes": _notes(distinct, len(requests), plan.num_iters - len(latencies)),
-    }
-
-
-def _describe(latencies: Sequence[float]) -> dict[str, Any]:
+    distinct, num_cut = num_distinct_prompts(requests), plan.num_iters - len(latencies)
     percentiles = np.percentile(latencies, PERCENTAGES).tolist()
+    notes = ["every iteration has prompts of its own, so the spread is that of the prompts too"]
+    notes += repetition_notes(distinct, len(requests))
+    if num_cut:
+        notes.append(f"the time was over before {num_cut} of the iterations")
     return {
         "avg_latency": float(np.mean(latencies)),
         "std_latency": float(np.std(latencies)),
-        "latencies": list(latencies),
+        "latencies": latencies,
         "percentiles": dict(zip(map(str, PERCENTAGES), percentiles, strict=True)),
+        "batch_size": plan.batch_size,
+        "num_iters_warmup": plan.num_iters_warmup,
+        "num_iters": len(latencies),
+        "num_cut_iters": num_cut,
+        "num_distinct_prompts": distinct,
+        "output_throughput": num_output_tokens / sum(latencies),
+        **stats_report(total),
+        "notes": notes,
     }
-
-
-def _notes(num_distinct: int, num_prompts: int, num_cut: int) -> list[str]:
-    notes = ["every iteration has prompts of its own, so the spread is that of the prompts too"]
-    notes += repetition_notes(num_distinct, num_prompts)
-    if num_cut:
-        notes.append(f"the time was over before {num_cut} of the iterations")
-    return notes
 
 
 def measure_throughput(

@@ -6,13 +6,15 @@ requests that a stalled server held up (coordinated omission).
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
+
+from outdraft.engine.stats import StatsTotal
 
 BUNCHED_S = 0.0005  # no step of an engine is that short: such chunks were held up together
 METRICS = ("ttft", "tpot", "itl", "e2el", "client_queue_time")
@@ -40,9 +42,9 @@ class RequestSample:
         return self.chunk_times_s[0] - self.due_s if self.chunk_times_s else None
 
     @property
-    def e2el_s(self) -> float:
-        assert self.ended_s is not None
-        return self.ended_s - self.due_s
+    def e2el_s(self) -> float | None:
+        """Time to the end."""
+        return None if self.ended_s is None else self.ended_s - self.due_s
 
     @property
     def client_queue_time_s(self) -> float | None:
@@ -59,7 +61,7 @@ class RequestSample:
     @property
     def tpot_s(self) -> float | None:
         """Mean time per output token after the first."""
-        if self.num_output_tokens < 2 or self.ttft_s is None:
+        if self.num_output_tokens < 2 or self.ttft_s is None or self.e2el_s is None:
             return None
         return (self.e2el_s - self.ttft_s) / (self.num_output_tokens - 1)
 
@@ -69,29 +71,10 @@ class RequestSample:
         return np.diff(self.chunk_times_s).tolist()
 
 
-@dataclass(frozen=True, slots=True)
-class SpecCounters:
-    """A server's counters of speculation; subtracting two readings gives what lay between."""
-
-    num_drafts: float
-    num_draft_tokens: float
-    num_accepted_tokens: float
-    accepted_per_pos: Mapping[int, float]
-
-    def __sub__(self, earlier: "SpecCounters") -> "SpecCounters":
-        before = earlier.accepted_per_pos
-        return SpecCounters(
-            self.num_drafts - earlier.num_drafts,
-            self.num_draft_tokens - earlier.num_draft_tokens,
-            self.num_accepted_tokens - earlier.num_accepted_tokens,
-            {at: value - before.get(at, 0.0) for at, value in self.accepted_per_pos.items()},
-        )
-
-
-def parse_spec_counters(exposition: str) -> SpecCounters | None:
-    """The counters in Prometheus' text format, summed over engines; None if there are none."""
-    sums: dict[str, float] = defaultdict(float)
-    per_pos: dict[int, float] = defaultdict(float)
+def parse_spec_counters(exposition: str) -> StatsTotal | None:
+    """A server's counters of speculation in Prometheus' text format, summed over engines; None if
+    there are none."""
+    sums, accepted_at = defaultdict[str, float](float), Counter[int]()
     try:
         families = list(text_string_to_metric_families(exposition))
     except ValueError:  # it is something else
@@ -101,36 +84,45 @@ def parse_spec_counters(exposition: str) -> SpecCounters | None:
         if prefix not in ("outdraft", "vllm", "llamacpp"):
             continue
         if name == "num_accepted_tokens_per_pos":  # others have positions by source
-            per_pos[int(sample.labels["position"])] += sample.value
+            accepted_at[int(sample.labels["position"])] += int(sample.value)
         else:
-            sums[name] += sample.value
+            sums[name] += sample.value  # of gauges also, which may be no number
     if "num_drafts" not in sums:
         return None
-    return SpecCounters(
-        sums["num_drafts"],
-        sums["num_draft_tokens"],
-        sums["num_accepted_tokens"],
-        dict(sorted(per_pos.items())),
+    return StatsTotal(
+        num_drafts=int(sums["num_drafts"]),
+        num_draft_tokens=int(sums["num_draft_tokens"]),
+        num_accepted_tokens=int(sums["num_accepted_tokens"]),
+        accepted_at=accepted_at,
     )
 
 
-def acceptance_report(counters: SpecCounters) -> dict[str, Any]:
+def counted_between(before: StatsTotal, after: StatsTotal) -> StatsTotal:
+    """Subtract two readings of a server's counters."""
+    return StatsTotal(
+        num_drafts=after.num_drafts - before.num_drafts,
+        num_draft_tokens=after.num_draft_tokens - before.num_draft_tokens,
+        num_accepted_tokens=after.num_accepted_tokens - before.num_accepted_tokens,
+        accepted_at=after.accepted_at - before.accepted_at,
+    )
+
+
+def acceptance_report(counters: StatsTotal) -> dict[str, Any]:
     """vLLM's fields; a position's rate is per draft, whether or not the draft reached it.
 
     The positions end with the last that any draft was accepted at.
     """
     drafts, drafted = counters.num_drafts, counters.num_draft_tokens
     accepted = counters.num_accepted_tokens
-    last = max((at for at, count in counters.accepted_per_pos.items() if count), default=-1)
-    places = [counters.accepted_per_pos.get(at, 0.0) for at in range(last + 1)]
+    last = max((at for at, count in counters.accepted_at.items() if count), default=-1)
     return {
         "spec_decode_acceptance_rate": 100 * accepted / drafted if drafted else None,
         "spec_decode_acceptance_length": 1 + accepted / drafts if drafts else None,
-        "spec_decode_num_drafts": int(drafts),
-        "spec_decode_draft_tokens": int(drafted),
-        "spec_decode_accepted_tokens": int(accepted),
+        "spec_decode_num_drafts": drafts,
+        "spec_decode_draft_tokens": drafted,
+        "spec_decode_accepted_tokens": accepted,
         "spec_decode_per_position_acceptance_rates": [
-            count / drafts if drafts else 0.0 for count in places
+            counters.accepted_at[at] / drafts if drafts else 0.0 for at in range(last + 1)
         ],
     }
 
@@ -167,7 +159,12 @@ def load_report(
         "tokens_per_chunk": total_output / num_chunks if num_chunks else None,
     }
     for name in metrics:
-        result |= describe(name, _values(name, good), percentiles)
+        if name == "itl":
+            values = [gap for sample in good for gap in sample.itls_s]
+        else:
+            values = [getattr(sample, f"{name}_s") for sample in good]
+        known = [value for value in values if value is not None]
+        result |= describe(name, known, percentiles)
     return result
 
 
@@ -177,12 +174,12 @@ def describe(name: str, values_s: Sequence[float], percentiles: Sequence[float])
     The deviation is that of the population, percentiles are interpolated: numpy's defaults.
     """
     values_ms = np.array(values_s) * 1e3
-    words = {f"p{percentile:g}": percentile for percentile in percentiles}
-    if not len(values_ms):
-        return {f"{word}_{name}_ms": None for word in ("mean", "median", "std", *words)}
-    numbers = {"mean": np.mean(values_ms), "median": np.median(values_ms), "std": np.std(values_ms)}
-    numbers |= {word: np.percentile(values_ms, percentile) for word, percentile in words.items()}
-    return {f"{word}_{name}_ms": float(number) for word, number in numbers.items()}
+    words = ("mean", "median", "std", *(f"p{percentile:g}" for percentile in percentiles))
+    numbers: list[Any] = [None] * len(words)
+    if len(values_ms):
+        numbers = [np.mean(values_ms), np.median(values_ms), np.std(values_ms)]
+        numbers = [*map(float, numbers), *np.percentile(values_ms, percentiles).tolist()]
+    return {f"{word}_{name}_ms": number for word, number in zip(words, numbers, strict=True)}
 
 
 def most_at_once(samples: Sequence[RequestSample]) -> int:
@@ -205,18 +202,11 @@ def detailed_report(samples: Sequence[RequestSample]) -> dict[str, list[Any]]:
         "start_times": [sample.sent_s for sample in samples],
         "ttfts": [sample.ttft_s for sample in samples],
         "itls": [sample.itls_s for sample in samples],
-        "latencies": [None if sample.ended_s is None else sample.e2el_s for sample in samples],
+        "latencies": [sample.e2el_s for sample in samples],
         "generated_texts": [sample.text for sample in samples],
         "finish_reasons": [sample.finish_reason for sample in samples],
         "errors": [sample.error for sample in samples],
     }
-
-
-def _values(name: str, samples: Sequence[RequestSample]) -> list[float]:
-    if name == "itl":
-        return [gap for sample in samples for gap in sample.itls_s]
-    values = [getattr(sample, f"{name}_s") for sample in samples]
-    return [value for value in values if value is not None]
 
 
 def per_second(count: int, duration_s: float) -> float:

@@ -7,7 +7,6 @@ the next token are compared with the target's own probabilities.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,35 +37,9 @@ SIMULATIONS = 20_000
 LEAST_P = 1e-3  # a smaller chance of such counts is no accident
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The first token at which a greedy text is not plain decoding's.
-
-    Attributes:
-        engine: whose text it is, SPECULATIVE or ALWAYS.
-        place: tokens before it.
-        gap: nats by which the target prefers its own token to that of the other text, 0 for a tie;
-            None: it does not list the other one among its most likely.
-    """
-
-    engine: str
-    prompt: int
-    place: int
-    plain_id: int | None
-    speculative_id: int | None
-    gap: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Counts of the tokens that followed one beginning, and the target's chances of them.
-
-    The last place stands for all tokens that are expected too seldom to be counted alone.
-    """
-
-    prefix: tuple[int, ...]
-    observed: NDArray[np.int64]
-    chances: NDArray[np.float64]
+# Counts of the tokens that followed one beginning, and the target's chances of them. The last place
+# stands for all tokens that are expected too seldom to be counted alone.
+Counts = tuple[NDArray[np.int64], NDArray[np.float64]]
 
 
 def self_test(
@@ -79,6 +52,8 @@ def self_test(
     on_done: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """All findings; `passed` says whether all is as promised.
+
+    `speed` is that of the configured engine, but acceptance is that of the one that always drafts.
 
     Args:
         engines: PLAIN, SPECULATIVE and ALWAYS; the last two have seeds of their own, so that their
@@ -110,15 +85,28 @@ def self_test(
         "num_samples": 2 * num_samples * len(sampled),
         "num_beginnings": len(counts),
         "p_value": p_value,
-        "speed": _speed(samples),
+        "speed": {
+            "tokens_per_s": median_tokens_per_s(samples[SPECULATIVE]),
+            "plain_tokens_per_s": median_tokens_per_s(samples[PLAIN]),
+            "ratio_to_plain": median_ratio(samples[SPECULATIVE], samples[PLAIN]),
+            "acceptance_length": acceptance_length(samples[ALWAYS]),
+            "acceptance_rate": acceptance_rate(samples[ALWAYS]),
+        },
         "passed": not differences and p_value >= LEAST_P,
     }
 
 
 def first_difference(
     plain: Engine, prompt: str, number: int, name: str, samples: Mapping[str, Sequence[Sample]]
-) -> Difference | None:
-    """Find where an engine's text differs from plain decoding's; None if they are equal."""
+) -> dict[str, Any] | None:
+    """Find the first token at which an engine's text is not plain decoding's; None: they are equal.
+
+    Returns:
+        engine: whose text it is, `name`.
+        place: tokens before it.
+        gap: nats by which the target prefers its own token to that of the other text, 0 for a tie;
+            None: it does not list the other one among its most likely.
+    """
     own, other = samples[PLAIN][number].token_ids, samples[name][number].token_ids
     length = min(len(own), len(other))
     place = next((i for i in range(length) if own[i] != other[i]), length)
@@ -135,7 +123,14 @@ def first_difference(
     gap = None
     if ids[0] in likely and ids[1] in likely:
         gap = likely[ids[0]].logprob - likely[ids[1]].logprob
-    return Difference(name, number, place, ids[0], ids[1], gap)
+    return {
+        "engine": name,
+        "prompt": number,
+        "place": place,
+        "plain_id": ids[0],
+        "speculative_id": ids[1],
+        "gap": gap,
+    }
 
 
 def counted(plain: Engine, drafting: Engine, prompt: str, num_samples: int) -> list[Counts]:
@@ -161,11 +156,10 @@ def fit(counts: Sequence[Counts]) -> float:
     """
     rng = np.random.default_rng(0)
     total, simulated = 0.0, np.zeros(SIMULATIONS)
-    for one in counts:
-        number = int(one.observed.sum())
-        total += float(_likelihood_ratio(one.observed, one.chances))
-        drawn = rng.multinomial(number, one.chances, SIMULATIONS)
-        simulated += _likelihood_ratio(drawn, one.chances)
+    for observed, chances in counts:
+        total += float(_likelihood_ratio(observed, chances))
+        drawn = rng.multinomial(int(observed.sum()), chances, SIMULATIONS)
+        simulated += _likelihood_ratio(drawn, chances)
     slack = 1e-9 * (1 + abs(total))
     return (1 + int((simulated >= total - slack).sum())) / (1 + SIMULATIONS)
 
@@ -195,17 +189,4 @@ def _counts(
     observed = [nexts[token_id] for token_id in alone]
     expected = np.array([*(chances[token_id] for token_id in alone), 0.0])
     expected[-1] = max(0.0, 1 - expected.sum())
-    return Counts(prefix, np.array([*observed, number - sum(observed)]), expected / expected.sum())
-
-
-def _speed(samples: Mapping[str, Sequence[Sample]]) -> dict[str, float]:
-    """Speed as configured; acceptance where every step drafts."""
-    own, plain = samples[SPECULATIVE], samples[PLAIN]
-    always = samples[ALWAYS]
-    return {
-        "tokens_per_s": median_tokens_per_s(own),
-        "plain_tokens_per_s": median_tokens_per_s(plain),
-        "ratio_to_plain": median_ratio(own, plain),
-        "acceptance_length": acceptance_length(always),
-        "acceptance_rate": acceptance_rate(always),
-    }
+    return np.array([*observed, number - sum(observed)]), expected / expected.sum()

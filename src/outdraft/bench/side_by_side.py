@@ -1,33 +1,47 @@
 """Several engines over one target, which complete the same prompts in turn.
 
 Prompt by prompt all engines take their turn, so that a machine whose speed drifts treats them
-alike; what is compared is compared prompt by prompt.
+alike; what is compared is compared prompt by prompt: what each method brings, costs and keeps.
 """
 
 import statistics
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from outdraft.bench.driver import complete_alone
 from outdraft.config.engine import EngineConfig, SchedulerConfig
-from outdraft.config.speculation_json import parse_speculative_config
+from outdraft.config.speculation import SourceConfig, parse_speculative_config
+from outdraft.core.draft import Draft, DraftAsk
 from outdraft.core.errors import ConfigError
 from outdraft.core.outputs import RequestOutput, TokenOrigin
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine
 from outdraft.engine.engine import Engine
 from outdraft.engine.stats import StatsTotal
+from outdraft.kernels.ops import Kernels
 from outdraft.loading.memory import device_memory
 from outdraft.loading.memory_plan import plan_together
+from outdraft.loading.methods import cache_bytes, host_proposers
 from outdraft.loading.models import LoadedModels, load_models, with_drafter
+from outdraft.models.modules import dtype_name
 
 Name = TypeVar("Name", bound=Hashable)
 
 PLAIN = "plain"  # decoding without drafts, with which everything is compared
 NUM_DRAFTS = 4  # a step, of the methods that `method_configs` compares, but for suffix lookup
+TEMPERATURES = (0, 1)
+TOKENS_OF_KV = 1000  # whose keys, values and features are counted
+HOST_DRAFT_TOKENS = 8  # of a draft of the host that is timed
+VOCABULARY = 32_000
+LONG_CONTEXT = 32_768
+HOST_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,65 +237,171 @@ def method_configs(
     return variants(base, fixed)
 
 
-def compare(
-    engines: Mapping[str, Engine],
-    warm_up: str,
-    prompts: Sequence[str],
-    max_tokens: int,
-    temperature: float,
-    on_step: Callable[[str, RequestOutput], None],
-) -> dict[str, list[Sample]]:
-    """Complete every prompt with every engine, one request at a time.
-
-    Each prompt has a seed, so that every engine has to give the same tokens at any temperature.
-
-    Args:
-        warm_up: completed first by every engine and not counted. Not one of the prompts, since a
-            proposer may remember it.
-        on_step: called with the name of an engine and its output that grew; its time is not
-            counted.
-    """
-    params = [
-        SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=number)
-        for number in range(len(prompts))
-    ]
-    return complete_in_turn(engines, warm_up, prompts, params, on_step=on_step)
-
-
 def as_json(compared: Mapping[str, Samples]) -> dict[str, Any]:
-    """The numbers of a comparison: plain decoding, and each method against it."""
-    plain = compared[PLAIN]
-    methods: dict[str, dict[str, float | bool]] = {
+    """The numbers of a comparison: plain decoding, and each method against it.
+
+    Speeds are over all prompts, after their first tokens.
+    """
+    speeds = {name: _speed(samples) for name, samples in compared.items()}
+    plain, base = compared[PLAIN], speeds[PLAIN]["tokens_per_s"]
+    methods = {
         name: {
-            "tokens_per_s": tokens_per_s(samples),
-            "tpot_ms": tpot_ms(samples),
+            **speeds[name],
             "acceptance_rate": acceptance_rate(samples),
             "acceptance_length": acceptance_length(samples),
-            "speedup": speedup(samples, plain),
+            "speedup": speeds[name]["tokens_per_s"] / base if base else 0.0,
             "identical": are_identical(samples, plain),
         }
         for name, samples in compared.items()
         if name != PLAIN
     }
+    return {PLAIN: speeds[PLAIN], "methods": methods}
+
+
+def _speed(samples: Samples) -> dict[str, float]:
+    decode_s = sum(sample.decode_s for sample in samples)
+    num_decoded = sum(sample.num_decoded for sample in samples)
     return {
-        PLAIN: {"tokens_per_s": tokens_per_s(plain), "tpot_ms": tpot_ms(plain)},
-        "methods": methods,
+        "tokens_per_s": num_decoded / decode_s if decode_s else 0.0,
+        "tpot_ms": 1000 * decode_s / max(1, num_decoded),
     }
 
 
-def tokens_per_s(samples: Samples) -> float:
-    """Tokens a second over all prompts, after their first tokens."""
-    decode_s = sum(sample.decode_s for sample in samples)
-    return sum(sample.num_decoded for sample in samples) / decode_s if decode_s else 0.0
+def temperature_key(temperature: int) -> str:
+    """Under which a method's numbers at one temperature stand."""
+    return f"temperature_{temperature}"
 
 
-def tpot_ms(samples: Samples) -> float:
-    """Milliseconds per output token after the first."""
-    num_decoded = sum(sample.num_decoded for sample in samples)
-    return 1000 * sum(sample.decode_s for sample in samples) / max(1, num_decoded)
+def measure_methods(
+    configs: Mapping[str, EngineConfig],
+    warm_up: str,
+    prompts: Sequence[str],
+    max_tokens: int,
+    on_done: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """The result: plain decoding, and under `methods` each of the others.
+
+    Every prompt is completed by `max_tokens` tokens, whatever they are. Each temperature has
+    engines of its own, so that no proposer remembers a prompt from the other one.
+
+    Args:
+        configs: with plain decoding under PLAIN, the first one.
+        on_done: called whenever a request is done, warm-ups included.
+
+    Raises:
+        ConfigError: a network is missing or does not fit the target.
+    """
+    models = share_target(configs)
+    result = {name: _kept(configs[name], models[name]) for name in configs}
+    for temperature in TEMPERATURES:
+        engines = build_together({name: (configs[name], models[name]) for name in configs})
+        one = SamplingParams(
+            temperature=float(temperature), max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
+        params = [one] * len(prompts)  # without seeds: verified as the configuration says
+        samples = complete_in_turn(engines, warm_up, prompts, params, on_done)
+        for name, own in samples.items():
+            result[name][temperature_key(temperature)] = {
+                "acceptance_length": acceptance_length(own),
+                **{
+                    f"{phase}_ms": ms_per_step(own, attrgetter(f"{phase}_s"))
+                    for phase in ("draft", "verify", "sample", "host")
+                },
+                "tokens_per_s": median_tokens_per_s(own),
+                "ratio_to_plain": median_ratio(own, samples[PLAIN]),
+            }
+            if temperature == 0:
+                result[name]["identical"] = are_identical(own, samples[PLAIN])
+    plain, target = result.pop(PLAIN), models[PLAIN]
+    plain |= {
+        "weight_bytes": target.target.memory_bytes,
+        "kv_bytes_per_1k_tokens": _per_1k_tokens(
+            configs[PLAIN], lambda size: cache_bytes(target.target.shard, size, target.target.dtype)
+        ),
+    }
+    del plain["identical"]
+    return {
+        "model_id": configs[PLAIN].model,
+        "dtype": dtype_name(target.target.dtype),
+        "device": str(target.device),
+        "num_prompts": len(prompts),
+        "max_tokens": max_tokens,
+        "all_identical": all(one["identical"] for one in result.values()),
+        PLAIN: plain,
+        "methods": result,
+    }
 
 
-def speedup(samples: Samples, plain: Samples) -> float:
-    """Tokens a second as a multiple of plain decoding's, over all prompts."""
-    base = tokens_per_s(plain)
-    return tokens_per_s(samples) / base if base else 0.0
+def _kept(config: EngineConfig, models: LoadedModels) -> dict[str, Any]:
+    """Memory, and the time of the host's search."""
+    kept: dict[str, Any] = {"weight_bytes": 0, "kv_bytes_per_1k_tokens": 0}
+    if models.drafter is not None:
+        kept["weight_bytes"] = models.drafter.network.memory_bytes
+        kept["kv_bytes_per_1k_tokens"] = _per_1k_tokens(config, models.drafter.bytes_per_block)
+    if config.speculation.sources:
+        host_us = draft_us_per_request_32k(config.speculation.sources, models.kernels)
+        kept |= {} if host_us is None else {"draft_us_per_request_32k": host_us}
+    return kept
+
+
+def _per_1k_tokens(config: EngineConfig, bytes_per_block: Callable[[int], int]) -> int:
+    size = config.cache.block_size
+    return bytes_per_block(size) * TOKENS_OF_KV // size
+
+
+def make_phrases(rng: np.random.Generator, context_len: int) -> list[np.ndarray]:
+    """Phrases of a text of that length: int [40] each.
+
+    Phrases that come again, as with edits and agents, let most steps find a match.
+    """
+    return [rng.integers(0, VOCABULARY, 40) for _ in range(max(8, context_len // 200))]
+
+
+def phrases_text(rng: np.random.Generator, phrases: list[np.ndarray], length: int) -> np.ndarray:
+    """Phrases in random order, cut short at random: int32 [length]."""
+    pieces: list[np.ndarray] = []
+    missing = length
+    while missing > 0:
+        phrase = phrases[rng.integers(len(phrases))]
+        pieces.append(phrase[: rng.integers(2, len(phrase))])
+        missing -= len(pieces[-1])
+    return np.concatenate(pieces)[:length].astype(np.int32)
+
+
+def time_drafts(
+    propose: Callable[[Sequence[DraftAsk]], list[Draft]],
+    texts: list[np.ndarray],
+    context_len: int,
+    num_steps: int,
+) -> dict[str, list[float]]:
+    """Per step: microseconds a request, and tokens drafted a request; the prompt's first."""
+    rng = np.random.default_rng(1)
+    lengths = [context_len] * len(texts)
+    times_us: list[float] = []
+    drafted: list[float] = []
+    for _ in range(num_steps + 1):
+        asks = [
+            DraftAsk(str(i), text[:length], HOST_DRAFT_TOKENS)
+            for i, (text, length) in enumerate(zip(texts, lengths, strict=True))
+        ]
+        start_s = time.perf_counter()
+        drafts = propose(asks)
+        times_us.append((time.perf_counter() - start_s) * 1e6 / len(texts))
+        drafted.append(sum(map(len, drafts)) / len(texts))
+        lengths = [length + int(rng.integers(1, 6)) for length in lengths]
+    return {"times_us": times_us, "drafted": drafted}
+
+
+def draft_us_per_request_32k(sources: Sequence[SourceConfig], kernels: Kernels) -> float | None:
+    """Median time of a step's draft for one request of 32k tokens; None if a network drafts too."""
+    proposers = host_proposers(sources, kernels)
+    if len(proposers) < len(sources):
+        return None
+
+    def propose(asks: Sequence[DraftAsk]) -> list[Draft]:
+        return [draft for proposer in proposers for draft in proposer.propose(asks)]
+
+    rng = np.random.default_rng(0)
+    phrases = make_phrases(rng, LONG_CONTEXT)
+    text = phrases_text(rng, phrases, LONG_CONTEXT + 5 * HOST_STEPS + 5)
+    return statistics.median(time_drafts(propose, [text], LONG_CONTEXT, HOST_STEPS)["times_us"][1:])

@@ -128,10 +128,18 @@ class LevelResult:
         """The fastest variant that does not choose, by its median."""
         return max((n for n in self.rates if n != CHOSEN), key=lambda n: median(self.rates[n]))
 
-    def ratios(self, other: str) -> list[float]:
-        """The chosen lengths' speed as a multiple of another variant's, round by round."""
+    def ratio_to(self, other: str) -> dict[str, float]:
+        """The chosen lengths' speed as a multiple of another variant's: the rounds' median, and its
+        interval from `low` to `high`."""
         pairs = zip(self.rates[CHOSEN], self.rates[other], strict=True)
-        return [own / base for own, base in pairs]
+        ratios = [own / base for own, base in pairs]
+        low, high = median_interval(ratios)
+        return {"median": median(ratios), "low": low, "high": high}
+
+    def is_narrow(self, tolerance: float) -> bool:
+        """True if the interval of the ratio to the best is at most as wide to either side."""
+        ratio = self.ratio_to(self.best)
+        return ratio["high"] - ratio["low"] <= 2 * tolerance
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -177,23 +185,14 @@ def sweep(
 ) -> Iterator[LevelResult]:
     """Each level when it is measured. `requests`: `plan.num_prompts` different ones."""
     for result in plan.parts(requests, list(configs)):
-        _measure(result, configs, models, plan, params, on_run)
+        engines = level_engines(configs, models, plan, [result.concurrency])[0]
+        warm_up_level(engines, result, params, on_run)
+        while result.num_rounds < plan.max_rounds:
+            run_round(engines, result, params, result.num_rounds, on_run)
+            if result.num_rounds >= plan.min_rounds and result.is_narrow(plan.tolerance):
+                break
+        del engines  # those of the next level need their memory
         yield result
-
-
-def _measure(
-    result: LevelResult,
-    configs: Mapping[str, EngineConfig],
-    models: Mapping[str, LoadedModels],
-    plan: SweepPlan,
-    params: SamplingParams,
-    on_run: Callable[[str], object],
-) -> None:
-    """One level, whose engines are gone when it returns: the next one's need their memory."""
-    engines = level_engines(configs, models, plan, [result.concurrency])[0]
-    warm_up_level(engines, result, params, on_run)
-    while not _is_enough(result, plan):
-        run_round(engines, result, params, result.num_rounds, on_run)
 
 
 def level_engines(
@@ -262,15 +261,14 @@ def _run(
 
 def level_report(result: LevelResult, plan: SweepPlan) -> dict[str, Any]:
     """A level for tables and files."""
-    ratios = {name: result.ratios(name) for name in result.rates if name != CHOSEN}
     return {
         "concurrency": result.concurrency,
         "num_rounds": result.num_rounds,
         "best": result.best,
-        "ratio_to_best": _with_interval(ratios[result.best]),
+        "ratio_to_best": result.ratio_to(result.best),
         "split_half_ratio": split_half_ratio(result.rates),
-        "ratio_to_plain": _with_interval(ratios[PLAIN]),
-        "is_narrow": _is_narrow(ratios[result.best], plan),
+        "ratio_to_plain": result.ratio_to(PLAIN),
+        "is_narrow": result.is_narrow(plan.tolerance),
         "variants": {
             name: {
                 "tokens_per_s": median(rates),
@@ -282,22 +280,6 @@ def level_report(result: LevelResult, plan: SweepPlan) -> dict[str, Any]:
             for name, rates in result.rates.items()
         },
     }
-
-
-def _with_interval(ratios: Sequence[float]) -> dict[str, float]:
-    low, high = median_interval(ratios)
-    return {"median": median(ratios), "low": low, "high": high}
-
-
-def _is_narrow(ratios: Sequence[float], plan: SweepPlan) -> bool:
-    low, high = median_interval(ratios)
-    return high - low <= 2 * plan.tolerance
-
-
-def _is_enough(result: LevelResult, plan: SweepPlan) -> bool:
-    if result.num_rounds < plan.min_rounds:
-        return False
-    return result.num_rounds >= plan.max_rounds or _is_narrow(result.ratios(result.best), plan)
 
 
 class SyntheticVerifier(Verifier):

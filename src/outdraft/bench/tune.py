@@ -13,13 +13,7 @@ from statistics import median
 from typing import Any
 
 from outdraft.bench.side_by_side import PLAIN, SharedModels
-from outdraft.bench.sweep import (
-    LevelResult,
-    SweepPlan,
-    level_engines,
-    run_round,
-    warm_up_level,
-)
+from outdraft.bench.sweep import LevelResult, SweepPlan, level_engines, run_round, warm_up_level
 from outdraft.bench.workloads import BenchRequest
 from outdraft.config.benchmarks import PROBE_LENGTH
 from outdraft.config.engine import EngineConfig
@@ -174,25 +168,20 @@ def balance(
 
     row_intensity: operations of a row for each byte of the target's weights.
     """
-    plain_s = _step_s(plain)
-    verify_s = (plain.verify_s + plain.sample_s) / max(1, plain.num_steps)
-    grown = (fixed.verify_s + fixed.sample_s) / max(1, fixed.num_steps)
-    rows = level * (1 + PROBE_LENGTH)
-    per_step = fixed.num_emitted / max(1, fixed.num_steps)
+    # Sums over steps become means, of the fixed drafts' steps by those of plain decoding's.
+    steps = max(1, plain.num_steps) / max(1, fixed.num_steps)
+    plain_target_s = plain.verify_s + plain.sample_s
+    target_s = fixed.verify_s + fixed.sample_s
+    plain_s = plain.draft_s + plain_target_s + plain.host_s
     return Balance(
-        length=per_step / max(1e-9, plain.num_emitted / max(1, plain.num_steps)),
-        verifying=grown / verify_s,
-        drafting=fixed.draft_s / max(1, fixed.num_steps) / plain_s,
-        step=_step_s(fixed) / plain_s,
-        intensity=rows * row_intensity,
+        length=steps * fixed.num_emitted / max(1, plain.num_emitted),
+        verifying=steps * target_s / plain_target_s,
+        drafting=steps * fixed.draft_s / plain_s,
+        step=steps * (fixed.draft_s + target_s + fixed.host_s) / plain_s,
+        intensity=level * (1 + PROBE_LENGTH) * row_intensity,
         ridge=ridge,
         share=min(1.0, fixed.num_drafts / max(1, fixed.num_steps) / level),
     )
-
-
-def _step_s(total: StatsTotal) -> float:
-    seconds = total.draft_s + total.verify_s + total.sample_s + total.host_s
-    return seconds / max(1, total.num_steps)
 
 
 def config_file(

@@ -41,16 +41,13 @@ def load_requests(
     rng = np.random.default_rng(seed)
     if dataset.name == "random":
         return _random_requests(dataset, count, rng, tokenizer)
-    if dataset.name == "embedded":
+    if dataset.path is None:
         length = dataset.output_len or DEFAULT_OUTPUT_LEN
         found = [BenchRequest(prompt.text, length) for prompt in assets.prompts()]
+    elif dataset.name == "custom":
+        found = list(_custom(_read(dataset.path), dataset))
     else:
-        assert dataset.path is not None
-        text = _read(dataset.path)
-        if dataset.name == "custom":
-            found = list(_custom(text, dataset))
-        else:
-            found = list(_sharegpt(text, dataset, tokenizer))
+        found = list(_sharegpt(_read(dataset.path), dataset, tokenizer))
     if not found:
         raise ConfigError(f"dataset {dataset.path or dataset.name} holds no prompts")
     order = rng.permutation(len(found)).tolist()

@@ -1,34 +1,28 @@
 """`outdraft bench`: load tests of servers, of the engine in this process, and its methods."""
 
 import asyncio
+import math
 import os
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
-from tqdm import tqdm
 
 from outdraft.cli.bench_methods import methods
-from outdraft.cli.bench_options import (
-    EndpointOptions,
-    LengthOptions,
-    ResultOptions,
-    RunOptions,
-    endpoint_of,
-    numbers,
-    traffics_of,
-)
 from outdraft.cli.bench_sweep import sweep
-from outdraft.cli.command import Command, check_output, use_physical_cores
-from outdraft.cli.options import EngineOptions, engine_config, takes_options
+from outdraft.cli.command import Command, check_output, progress, use_physical_cores
+from outdraft.cli.options import EngineOptions, engine_config, json_object, numbers, takes_options
 from outdraft.config.benchmarks import Dataset, LatencyPlan, TrafficPlan
 from outdraft.config.engine import SchedulerConfig
+from outdraft.config.fields import flag
+from outdraft.core.errors import ConfigError
 from outdraft.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from outdraft.bench.serve import Endpoint
     from outdraft.engine.llm import LLM
 
 bench = typer.Typer(
@@ -44,6 +38,83 @@ ModelFlag = Annotated[
 ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointOptions:
+    """The server that is asked; names as in vLLM.
+
+    Attributes:
+        base_url: Default: http://HOST:PORT.
+        endpoint: /v1/completions or /v1/chat/completions.
+        model: Default: the server's first one.
+        header: Sent along; repeatable.
+        temperature: 0 is greedy; default: the server's own.
+        ignore_eos: Go on after the end; random prompts always do.
+        extra_body: JSON object of more fields: '{"speculation": {"enabled": false}}'.
+    """
+
+    PANEL: ClassVar = "Server"  # of help
+    base_url: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    endpoint: str = "/v1/completions"
+    model: str | None = None
+    header: list[str] | None = flag(metavar="KEY=VALUE")
+    temperature: float | None = None
+    ignore_eos: bool = flag("--ignore-eos", default=False)
+    extra_body: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthOptions:
+    """Length of a load test; names as in vLLM.
+
+    Attributes:
+        num_prompts: Prompts of each run.
+        sweep: A run for each concurrency, and a plot.
+        max_seconds: For the whole measurement; what is not done then has failed.
+    """
+
+    num_prompts: int = flag(default=100, min=1)
+    sweep: str | None = flag(metavar="1,2,4")
+    max_seconds: float = flag(default=600, min=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultOptions:
+    """Numbers and files that are kept; names as in vLLM.
+
+    Attributes:
+        percentile_metrics: Some of ttft, tpot, itl, e2el, client_queue_time.
+        metric_percentiles: As in 50,90,99.
+        save_result: As JSON.
+        save_detailed: With every request's times and text.
+        result_filename: Default: made of rate, model and date.
+    """
+
+    percentile_metrics: str = "ttft,tpot,itl,e2el"
+    metric_percentiles: str = "99"
+    save_result: bool = flag("--save-result", default=False)
+    save_detailed: bool = flag("--save-detailed", default=False)
+    result_dir: Path = Path()
+    result_filename: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Measurement of an engine of this process; names as in vLLM.
+
+    Attributes:
+        disable_detokenize: Make no text of the tokens.
+        output_json: File for the result.
+        max_seconds: For the whole measurement; what is not done then has failed.
+    """
+
+    temperature: float = 0.0
+    disable_detokenize: bool = flag("--disable-detokenize", default=False)
+    output_json: Path | None = None
+    max_seconds: float = flag(default=600, min=1)
+
+
 @bench.command(cls=Command)
 @takes_options
 def serve(
@@ -53,26 +124,25 @@ def serve(
     length: LengthOptions,
     traffic: TrafficPlan,
     result: ResultOptions,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="The served model's; random and sharegpt need it.")
-    ] = None,
+    tokenizer: str | None = None,
 ) -> None:
     """Load test of any OpenAI-compatible server.
 
     With --request-rate latencies count from the scheduled arrival, so a server that stalls cannot
     hide it. With --max-concurrency alone they count from the sending.
+
+    Args:
+        tokenizer: The served model's; random and sharegpt need it.
     """
     from outdraft.bench.report import as_table, check_installed
 
     check_installed("httpx", *(("matplotlib", "plotext") if length.sweep is not None else ()))
-    from outdraft.bench.serve import Reporting, run_load, serve_report, with_model
+    from outdraft.bench.serve import check_reporting, run_load, serve_report, with_model
     from outdraft.bench.workloads import load_requests, load_tokenizer
 
-    reporting = Reporting(
-        metrics=tuple(result.percentile_metrics.split(",")),
-        percentiles=tuple(numbers(result.metric_percentiles, "--metric-percentiles", float)),
-        is_detailed=result.save_detailed,
-    )
+    metrics = result.percentile_metrics.split(",")
+    percentiles = numbers(result.metric_percentiles, "--metric-percentiles", float)
+    check_reporting(metrics, percentiles)
     if result.save_result or length.sweep is not None:
         name = result.result_filename or "result.json"  # else it has the model's name, and the date
         check_output(result.result_dir / name, "--result-dir")
@@ -86,12 +156,12 @@ def serve(
     results: list[dict[str, Any]] = []
     for place, one in enumerate(runs):
         part = requests[place * each : (place + 1) * each]
-        with tqdm(
-            total=length.num_prompts, desc="requests", unit="req", leave=False, disable=None
-        ) as bar:
+        with progress("requests", length.num_prompts, "req") as bar:
             run = asyncio.run(run_load(endpoint, part, one, deadline_s, lambda _: bar.update()))
-        results.append(serve_report(run, part, one, reporting))
-        typer.echo(as_table("Serving Benchmark Result", results[-1]))
+        detailed = result.save_detailed
+        report = serve_report(run, part, one, metrics, percentiles, is_detailed=detailed)
+        results.append(report)
+        typer.echo(as_table("Serving Benchmark Result", report))
     where = {
         "base_url": endpoint.base_url,
         "endpoint": endpoint.path,
@@ -108,9 +178,7 @@ def serve(
 def latency(
     model: ModelFlag = None,
     *,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Trace one more batch with torch's profiler.")
-    ] = False,
+    profile: Annotated[bool, typer.Option("--profile")] = False,
     plan: LatencyPlan,
     run: RunOptions,
     dataset: Dataset,
@@ -119,6 +187,9 @@ def latency(
     """Time batches of a fixed size, one after the other, without a server.
 
     Every request generates its full number of tokens. Prompts are not cached unless asked for.
+
+    Args:
+        profile: Trace one more batch with torch's profiler.
     """
     from outdraft.bench.in_process import measure_latency
     from outdraft.bench.workloads import load_requests
@@ -130,7 +201,7 @@ def latency(
     params = _params(run)
     measured = requests[: plan.num_requests]
     deadline_s = time.monotonic() + run.max_seconds
-    with tqdm(total=plan.num_iters, desc="iterations", leave=False, disable=None) as bar:
+    with progress("iterations", plan.num_iters) as bar:
         result = measure_latency(
             llm.engine, measured, plan, params, deadline_s, lambda _: bar.update()
         )
@@ -152,9 +223,7 @@ def throughput(
     model: ModelFlag = None,
     *,
     num_prompts: Annotated[int, typer.Option(min=1)] = 24,
-    max_num_seqs: Annotated[
-        int, typer.Option(min=1, help="Running requests.")
-    ] = SchedulerConfig().max_num_seqs,
+    max_num_seqs: Annotated[int, typer.Option(min=1)] = SchedulerConfig().max_num_seqs,
     run: RunOptions,
     dataset: Dataset,
     engine: EngineOptions,
@@ -162,6 +231,9 @@ def throughput(
     """Complete many prompts that are all there at once, without a server.
 
     Every request generates its full number of tokens. Prompts are not cached unless asked for.
+
+    Args:
+        max_num_seqs: Running requests.
     """
     from outdraft.bench.in_process import measure_throughput
     from outdraft.bench.workloads import load_requests
@@ -170,16 +242,50 @@ def throughput(
     llm = _llm(model, engine, max_num_seqs)
     requests = load_requests(dataset, 1 + num_prompts, engine.seed or 0, llm.models.tokenizer)
     deadline_s = time.monotonic() + run.max_seconds
-    with tqdm(total=num_prompts, desc="requests", unit="req", leave=False, disable=None) as bar:
+    params = _params(run)
+    with progress("requests", num_prompts, "req") as bar:
         result = measure_throughput(
-            llm.engine,
-            requests[0],
-            requests[1:],
-            _params(run),
-            deadline_s,
-            lambda _: bar.update(),
+            llm.engine, requests[0], requests[1:], params, deadline_s, lambda _: bar.update()
         )
     _show_in_process("Throughput Benchmark Result", result, llm, dataset, run.output_json)
+
+
+def endpoint_of(options: EndpointOptions, *, ignores_eos: bool) -> "Endpoint":
+    """Make the endpoint that requests go to, with the fields that all of them carry."""
+    from outdraft.bench.serve import Endpoint
+
+    body: dict[str, Any] = {}
+    if options.temperature is not None:
+        body["temperature"] = options.temperature
+    if options.ignore_eos or ignores_eos:
+        body["ignore_eos"] = True
+    if options.extra_body is not None:
+        body |= json_object(options.extra_body, "--extra-body")
+    pairs = [text.partition("=") for text in options.header or ()]
+    if any(not separator for _, separator, _ in pairs):
+        raise ConfigError("--header must be KEY=VALUE")
+    if not options.endpoint.rstrip("/").endswith("completions"):
+        routes = "/v1/completions or /v1/chat/completions"
+        raise ConfigError(f"--endpoint must be {routes}, got {options.endpoint!r}")
+    return Endpoint(
+        base_url=(options.base_url or f"http://{options.host}:{options.port}").rstrip("/"),
+        path=options.endpoint,
+        model=options.model or "",
+        headers={key.strip(): value.strip() for key, _, value in pairs},
+        body=body,
+    )
+
+
+def traffics_of(traffic: TrafficPlan, sweep: str | None) -> list[TrafficPlan]:
+    """One, or one for each concurrency of a sweep."""
+    if sweep is None:
+        return [traffic]
+    if traffic.max_concurrency is not None or not math.isinf(traffic.request_rate):
+        raise ConfigError(
+            "--sweep chooses the concurrency: leave out --max-concurrency and --request-rate"
+        )
+    levels = numbers(sweep, "--sweep", int)
+    return [replace(traffic, max_concurrency=level) for level in levels]
 
 
 def _params(run: RunOptions) -> SamplingParams:
@@ -234,11 +340,7 @@ def _llm(model: str | None, options: EngineOptions, max_num_seqs: int) -> "LLM":
 
 
 def _show_in_process(
-    title: str,
-    result: dict[str, Any],
-    llm: "LLM",
-    dataset: Dataset,
-    output_json: Path | None,
+    title: str, result: dict[str, Any], llm: "LLM", dataset: Dataset, output_json: Path | None
 ) -> None:
     from outdraft.bench.report import as_table, compute, environment, write_json
     from outdraft.models.modules import dtype_name

@@ -6,17 +6,26 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from tqdm import tqdm
 
 from outdraft import assets
-from outdraft.cli.command import Json, Model, held_out, table_of, use_physical_cores, wide_console
+from outdraft.cli.command import (
+    Json,
+    Model,
+    held_out,
+    progress,
+    table_of,
+    use_physical_cores,
+    wide_console,
+)
 from outdraft.cli.options import (
+    FLAG,
     EngineOptions,
     engine_config,
-    parse_json_object,
+    speculative_config,
+    takes_options,
     with_embedded_network,
 )
-from outdraft.config.speculation_json import parse_speculative_config
+from outdraft.config.speculation import parse_speculative_config
 from outdraft.core.errors import ConfigError
 
 TREE_LEVELS = (2, 2, 1, 1)
@@ -38,47 +47,46 @@ EMBEDDED: dict[str, dict[str, Any]] = {
 }
 
 
+@takes_options
 def methods(
     model: Model = None,
     *,
     json_: Json = False,
-    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts of the package.")] = 6,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens to complete a prompt by.")] = 64,
-    chosen: Annotated[
-        str | None,
-        typer.Option("--methods", metavar="a,b,c", help="Only these; default: all there are."),
-    ] = None,
-    speculative_config: Annotated[
-        list[str] | None,
-        typer.Option(help="JSON with vLLM's keys: one more to measure; repeatable."),
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="In bfloat16 texts may part where the target is undecided.")
-    ] = "float32",
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Longest prompt + output, in tokens.")
-    ] = None,
+    prompts: Annotated[int, typer.Option(min=1)] = 6,
+    max_tokens: Annotated[int, typer.Option(min=2)] = 64,
+    chosen: Annotated[str | None, typer.Option("--methods", metavar="a,b,c")] = None,
+    speculative_configs: Annotated[list[str] | None, typer.Option(FLAG)] = None,
+    dtype: str = "float32",
+    device: str | None = None,
+    max_model_len: int | None = None,
 ) -> None:
     """Measure what each method brings and costs, one request at a time.
 
     All of them share the target, and take turns prompt by prompt with plain decoding. Exits with 1
     if any changes a single token of plain decoding's greedy texts.
+
+    Args:
+        prompts: Held-out prompts of the package.
+        max_tokens: Tokens to complete a prompt by.
+        chosen: Only these; default: all there are.
+        speculative_configs: JSON with vLLM's keys: one more to measure; repeatable.
+        dtype: In bfloat16 texts may part where the target is undecided.
+        device: auto, cpu or cuda.
+        max_model_len: Longest prompt + output, in tokens.
     """
     *texts, warm_up = [prompt.text for prompt in held_out(prompts)]
-    selected = select(available(model, speculative_config or ()), chosen)
+    selected = select(available(model, speculative_configs or ()), chosen)
     engine = EngineOptions(
         dtype=dtype, device=device, max_model_len=max_model_len, speculative_config="null"
     )
     base = engine_config(model, engine)
     use_physical_cores(os.environ)
-    from outdraft.bench.methods import TEMPERATURES, measure_methods
     from outdraft.bench.report import compute, environment
-    from outdraft.bench.side_by_side import PLAIN, variants
+    from outdraft.bench.side_by_side import PLAIN, TEMPERATURES, measure_methods, variants
 
     configs = variants(base, {PLAIN: None} | selected)
     count = len(TEMPERATURES) * len(configs) * (1 + prompts)
-    with tqdm(total=count, desc="requests", unit="req", leave=False, disable=None) as bar:
+    with progress("requests", count, "req") as bar:
         result = measure_methods(configs, warm_up, texts, max_tokens, lambda: bar.update())
     for name, values in selected.items():
         result["methods"][name] = {"speculative_config": values} | result["methods"][name]
@@ -96,14 +104,18 @@ def available(model: str | None, more: Sequence[str]) -> dict[str, dict[str, Any
     Raises:
         ConfigError: one of the user's is wrong.
     """
-    found = OF_THE_HOST if model is not None else _of_this_installation()
-    named = dict(found)
+    named = dict(OF_THE_HOST)
+    if model is None:
+        missing = set(assets.HEADS) - set(assets.available_heads())
+        named = {
+            name: with_embedded_network(values)
+            for name, values in EMBEDDED.items()
+            if values["method"] not in missing
+        }
     for text in more:
-        values = parse_json_object(text)
+        values = speculative_config(text, model)
         if values is None:
             raise ConfigError("--speculative-config must name a method: plain is measured anyway")
-        if model is None:
-            values = with_embedded_network(values)
         name = _name(values)
         taken = sum(other == name or other.startswith(f"{name}#") for other in named)
         named[f"{name}#{taken + 1}" if taken else name] = values
@@ -128,15 +140,6 @@ def select(named: dict[str, dict[str, Any]], chosen: str | None) -> dict[str, di
     return {name: named[name] for name in names}
 
 
-def _of_this_installation() -> dict[str, dict[str, Any]]:
-    missing = set(assets.HEADS) - set(assets.available_heads())
-    return {
-        name: with_embedded_network(values)
-        for name, values in EMBEDDED.items()
-        if values["method"] not in missing
-    }
-
-
 def _name(values: dict[str, Any]) -> str:
     """A short one: the methods, and whether they draft trees."""
     config = parse_speculative_config(values)
@@ -147,8 +150,7 @@ def _name(values: dict[str, Any]) -> str:
 
 def show(result: dict[str, Any]) -> None:
     """The table, and below it what its columns mean."""
-    from outdraft.bench.methods import TEMPERATURES, temperature_key
-    from outdraft.bench.side_by_side import PLAIN
+    from outdraft.bench.side_by_side import PLAIN, TEMPERATURES, temperature_key
 
     console = wide_console(110)
     console.print(
@@ -177,8 +179,8 @@ def show(result: dict[str, Any]) -> None:
             "" if is_plain else "yes" if numbers["identical"] else "[bold red]NO[/]",
         )
         rows.append(row)
-    headings = [*lengths, "draft\nms", "verify\nms", *speeds, *more]
-    console.print(table_of(["method"], headings, rows))
+    headings = ["method", *lengths, "draft\nms", "verify\nms", *speeds, *more]
+    console.print(table_of(headings, rows))
     console.print(
         "length: tokens a verified draft brought, the target's own one included. draft, verify: a "
         "step at T = 0. tokens/s: median of the prompts, and of their ratios to plain decoding. "

@@ -6,16 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from tqdm import tqdm
 
-from outdraft.cli.bench_options import concurrencies, numbers
-from outdraft.cli.command import Model, check_output, table_of, use_physical_cores, wide_console
+from outdraft.cli.command import (
+    Model,
+    check_output,
+    progress,
+    table_of,
+    use_physical_cores,
+    wide_console,
+)
 from outdraft.cli.options import (
     EngineOptions,
+    concurrencies,
     engine_config,
-    parse_json_object,
+    numbers,
+    speculative_config,
     takes_options,
-    with_embedded_network,
 )
 from outdraft.config.benchmarks import Dataset
 from outdraft.config.engine import EngineConfig
@@ -27,22 +33,27 @@ SLACK = 0.03  # of the best variant's speed; what choosing may cost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOptions:
-    """Variants to compare, and the length of the comparison."""
+    """Variants to compare, and the length of the comparison.
 
-    concurrency: str = flag("Requests that run at once.", default="1,2,4,8,16,32", metavar="1,2,4")
-    lengths: str = flag("Fixed numbers of drafts to compare with.", default="1,2,3,5,7")
+    Attributes:
+        concurrency: Requests that run at once.
+        lengths: Fixed numbers of drafts to compare with.
+        min_rounds: Fewest rounds of each level.
+        max_rounds: Most rounds of each level.
+        tolerance: Rounds are added until the ratio is known as well, to either side.
+        synthetic_acceptance: Let coins decide what is accepted, with one of these chances a token
+            for each request: for weights that mean nothing. Needs a temperature above 0.
+        output_json: File for the result; a plot is written beside it.
+    """
+
+    concurrency: str = flag(default="1,2,4,8,16,32", metavar="1,2,4")
+    lengths: str = "1,2,3,5,7"
     temperature: float = flag(default=0.0, min=0)
-    min_rounds: int = flag("Fewest rounds of each level.", default=3)
-    max_rounds: int = flag("Most rounds of each level.", default=12)
-    tolerance: float = flag(
-        "Rounds are added until the ratio is known as well, to either side.", default=0.02
-    )
-    synthetic_acceptance: str | None = flag(
-        "Let coins decide what is accepted, with one of these chances a token for each request: "
-        "for weights that mean nothing. Needs a temperature above 0.",
-        metavar="0.5,0.8",
-    )
-    output_json: Path | None = flag("File for the result; a plot is written beside it.")
+    min_rounds: int = 3
+    max_rounds: int = 12
+    tolerance: float = 0.02
+    synthetic_acceptance: str | None = flag(metavar="0.5,0.8")
+    output_json: Path | None = None
 
     def __post_init__(self) -> None:
         check_whole("max_rounds", self.max_rounds, 1, 1000)
@@ -63,15 +74,17 @@ def sweep(
     Requests generate half of their number of tokens up to all of it, so that they do not begin and
     end together.
     """
-    from outdraft.bench.report import check_installed
+    from outdraft.bench.report import check_installed, compute, environment, write_json
 
     if options.output_json is not None:
         check_installed("matplotlib")
         check_output(options.output_json, "--output-json")
     base = engine_config(model, engine)
-    configs = variants(
-        base, _speculation(model, engine), numbers(options.lengths, "--lengths", int)
-    )
+    default = {"method": "draft_model"} if model is None else None
+    speculation = speculative_config(engine.speculative_config, model, default)
+    if speculation is None:
+        raise ConfigError("a sweep needs --speculative-config: it says what drafts")
+    configs = variants(base, speculation, numbers(options.lengths, "--lengths", int))
     use_physical_cores(os.environ)
     from outdraft.bench.side_by_side import share_target
     from outdraft.bench.sweep import SweepPlan, level_report
@@ -88,11 +101,11 @@ def sweep(
         acceptance=_chances(options.synthetic_acceptance),
     )
     models = share_target(configs)
-    tokenizer = next(iter(models.values())).tokenizer
-    requests = load_requests(dataset, plan.num_prompts, engine.seed or 0, tokenizer)
+    first = next(iter(models.values()))
+    requests = load_requests(dataset, plan.num_prompts, engine.seed or 0, first.tokenizer)
     params = SamplingParams(temperature=options.temperature, ignore_eos=True, detokenize=False)
     results: list[dict[str, Any]] = []
-    with tqdm(desc="runs", unit="run", leave=False, disable=None) as bar:
+    with progress("runs", unit="run") as bar:
         runs = measure(configs, models, requests, plan, params, lambda name: bar.update())
         for level in runs:
             results.append(level_report(level, plan))
@@ -106,9 +119,11 @@ def sweep(
         "notes": repetition_notes(num_distinct_prompts(requests), len(requests)),
     }
     show(whole)
-    if options.output_json is not None:
-        dtype = dtype_name(next(iter(models.values())).target.dtype)
-        _write(whole | {"model_id": base.model, "dtype": dtype}, options.output_json)
+    if (path := options.output_json) is not None:
+        whole |= {"model_id": base.model, "dtype": dtype_name(first.target.dtype)}
+        write_json(path, whole | {"environment": environment() | compute()})
+        plot(whole, path.with_suffix(".png"))
+        typer.echo(f"result: {path}, plot: {path.with_suffix('.png')}")
 
 
 def variants(
@@ -132,6 +147,15 @@ def variants(
     }
     values = {side_by_side.PLAIN: None} | fixed | {CHOSEN: speculation}
     return side_by_side.variants(base, values)
+
+
+def _chances(text: str | None) -> tuple[float, ...] | None:
+    if text is None:
+        return None
+    values = numbers(text, "--synthetic-acceptance", float)
+    for value in values:
+        check_number("synthetic_acceptance", value, 0, 1)
+    return tuple(values)
 
 
 def line(level: dict[str, Any]) -> str:
@@ -160,7 +184,7 @@ def show(result: dict[str, Any]) -> None:
         )
         for level in levels
     ]
-    console.print(table_of((), ["at once", *levels[0]["variants"], *more], rows))
+    console.print(table_of(["at once", *levels[0]["variants"], *more], rows))
     console.print("By halves: one half of the rounds names the best, the other measures it.")
     for note in result["notes"]:
         console.print(f"note: {note}", style="dim")
@@ -183,34 +207,6 @@ def _split_half(level: dict[str, Any]) -> str:
     return "-" if ratio is None else f"{ratio:.3f}"
 
 
-def _speculation(model: str | None, engine: EngineOptions) -> dict[str, Any]:
-    text = engine.speculative_config
-    values = {"method": "draft_model"} if text is None and model is None else None
-    if text is not None:
-        values = parse_json_object(text)
-    if values is None:
-        raise ConfigError("a sweep needs --speculative-config: it says what drafts")
-    return with_embedded_network(values) if model is None else values
-
-
-def _chances(text: str | None) -> tuple[float, ...] | None:
-    if text is None:
-        return None
-    values = numbers(text, "--synthetic-acceptance", float)
-    for value in values:
-        check_number("synthetic_acceptance", value, 0, 1)
-    return tuple(values)
-
-
-def _write(result: dict[str, Any], path: Path) -> None:
-    from outdraft.bench.report import compute, environment, write_json
-
-    write_json(path, result | {"environment": environment() | compute()})
-    picture = path.with_suffix(".png")
-    plot(result, picture)
-    typer.echo(f"result: {path}, plot: {picture}")
-
-
 def plot(result: dict[str, Any], path: Path) -> None:
     """Draw each variant's speed as a multiple of plain decoding's, over concurrency."""
     from matplotlib.figure import Figure
@@ -224,15 +220,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
     for name in levels[0]["variants"]:
         speeds = [level["variants"][name]["tokens_per_s"] for level in levels]
         plain = [level["variants"]["plain"]["tokens_per_s"] for level in levels]
-        is_auto = name == "auto"
-        axes.plot(
-            xs,
-            [speed / base for speed, base in zip(speeds, plain, strict=True)],
-            marker="o",
-            label=name,
-            linewidth=2.5 if is_auto else 1,
-            color="black" if is_auto else None,
-        )
+        ratios = [speed / base for speed, base in zip(speeds, plain, strict=True)]
+        width, color = (2.5, "black") if name == "auto" else (1, None)
+        axes.plot(xs, ratios, marker="o", label=name, linewidth=width, color=color)
     title = f"tokens a second, times plain; acceptance {result['acceptance']}"
     by_concurrency(axes, xs, title)
     axes.legend(fontsize=8)

@@ -3,14 +3,15 @@
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from tqdm import tqdm
 from typer.core import TyperCommand
 
 from outdraft import assets
@@ -23,6 +24,7 @@ CONTEXT: dict[str, Any] = {
     "token_normalize_func": lambda name: name.replace("_", "-"),
     "max_content_width": 100,
 }
+WORDS = ("method", "candidate", "source", "lengths", "basis")  # headings of columns without numbers
 
 Model = Annotated[
     str | None,
@@ -119,6 +121,11 @@ def check_output(path: Path | None, flag: str) -> None:
         raise ConfigError(f"{flag}: {path} cannot be written: {error.strerror}") from None
 
 
+def progress(what: str, total: int | None = None, unit: str = "it") -> "tqdm[NoReturn]":
+    """A bar that a terminal shows until it ends; nothing is written into a file."""
+    return tqdm(total=total, desc=what, unit=unit, leave=False, disable=None)
+
+
 def wide_console(least: int) -> Console:
     """Make a console as wide as the terminal, and at least `least` letters wide: a narrower
     terminal breaks the lines, and a file has no width.
@@ -128,34 +135,27 @@ def wide_console(least: int) -> Console:
 
 
 def table_of(
-    words: Iterable[str],
-    numbers: Iterable[str],
-    rows: Iterable[Iterable[str]],
-    title: str | None = None,
-    texts: Iterable[str] = (),
-    **style: Any,
+    headings: Iterable[str], rows: Iterable[Iterable[str]], title: str | None = None, **style: Any
 ) -> Table:
-    """A table whose columns hold words, which are not broken, then numbers, then texts.
-
-    Args:
-        words, numbers, texts: their headings.
-        rows: a cell for each column.
-    """
+    """A table of numbers, with a cell in each row for each heading. WORDS are not broken."""
     table = Table(title=title, title_justify="left", **style)
-    for heading in words:
-        table.add_column(heading, no_wrap=True)
-    for heading in numbers:
-        table.add_column(heading, justify="right")
-    for heading in texts:
-        table.add_column(heading)
+    for heading in headings:
+        is_word = heading in WORDS
+        table.add_column(heading, justify="left" if is_word else "right", no_wrap=is_word)
     for row in rows:
         table.add_row(*row)
     return table
 
 
-def pairs_of(rows: Iterable[tuple[str, str]], title: str | None = None) -> Table:
+def cells_of(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> Iterator[list[str]]:
+    """Cells of a table of results. `columns`: by heading, how a row's fields are written."""
+    for row in rows:
+        yield [cell.format(**row) for cell in columns.values()]
+
+
+def pairs_of(rows: Iterable[Iterable[str]], title: str | None = None) -> Table:
     """A table without lines: names, and beside each its value."""
-    return table_of((), (), rows, title, show_header=False, box=None, title_style="bold")
+    return table_of((), rows, title, show_header=False, box=None, title_style="bold")
 
 
 class Command(TyperCommand):

@@ -8,17 +8,21 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from outdraft import assets
 from outdraft.assets import HeldOutPrompt
-from outdraft.cli.command import Json, held_out, table_of, use_physical_cores
+from outdraft.cli.command import Json, cells_of, held_out, table_of, use_physical_cores
+from outdraft.cli.options import takes_options
 from outdraft.core.outputs import RequestOutput, TokenOrigin
+from outdraft.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from outdraft.bench.side_by_side import Samples
@@ -43,26 +47,39 @@ SOURCES = {  # label and style of each
     TokenOrigin.MTP: ("MTP", "bold bright_white"),
     TokenOrigin.SELF: ("self", "bold bright_cyan"),
 }
+METHODS = {  # columns of their table
+    "method": "{name}",
+    "tokens/s": "{tokens_per_s:.1f}",
+    "TPOT ms": "{tpot_ms:.2f}",
+    "acceptance": "{acceptance_rate:.0%}",
+    "length": "{acceptance_length:.2f}",
+    "speedup": "{speedup:.2f}x",
+    "identical": "{same}",
+}
 PROMPT_LINES = 4  # of the end of each prompt
 
 
+@takes_options
 def demo(
     json_: Json = False,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens to complete a prompt by.")] = 96,
-    prompts: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 4,
-    temperature: Annotated[
-        float,
-        typer.Option(min=0, help="0 is greedy, which a small model answers by repeating itself."),
-    ] = TEMPERATURE,
-    dtype: Annotated[str, typer.Option(help="What to compute in: float32 or bfloat16.")] = "auto",
+    max_tokens: Annotated[int, typer.Option(min=2)] = 96,
+    prompts: Annotated[int, typer.Option(min=1)] = 4,
+    temperature: Annotated[float, typer.Option(min=0)] = TEMPERATURE,
+    dtype: str = "auto",
 ) -> None:
     """Measure what speculation gains on this machine's CPU.
 
     Exits with 1 if any method changes a single token of what plain decoding gives.
+
+    Args:
+        max_tokens: Tokens to complete a prompt by.
+        prompts: How many prompts.
+        temperature: 0 is greedy, which a small model answers by repeating itself.
+        dtype: What to compute in: float32 or bfloat16.
     """
     *texts, warm_up = held_out(prompts)
     use_physical_cores(os.environ)
-    from outdraft.bench.side_by_side import PLAIN, are_identical, as_json, compare, method_configs
+    from outdraft.bench.side_by_side import as_json, complete_in_turn, method_configs
 
     started_s = time.monotonic()
     heads = {method: assets.head_path(method) for method in assets.available_heads()}
@@ -70,19 +87,21 @@ def demo(
     view = None if json_ else DemoView(Console(highlight=False), llms[SHOWN], texts)
     if view is not None:
         view.header()
-    compared = compare(
+    # Each prompt has a seed, so every engine has to give the same tokens at any temperature.
+    base = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+    compared = complete_in_turn(
         {name: llm.engine for name, llm in llms.items()},
         warm_up.text,
         [text.text for text in texts],
-        max_tokens,
-        temperature,
-        lambda name, output: view.show(output) if view and name == SHOWN else None,
+        [replace(base, seed=number) for number in range(prompts)],
+        on_step=lambda name, output: view.show(output) if view and name == SHOWN else None,
     )
+    report = as_json(compared)
     if view is None:
-        typer.echo(json.dumps({"temperature": temperature} | as_json(compared)))
+        typer.echo(json.dumps({"temperature": temperature} | report))
     else:
         view.footer(compared, temperature, time.monotonic() - started_s)
-    if not all(are_identical(samples, compared[PLAIN]) for samples in compared.values()):
+    if not all(one["identical"] for one in report["methods"].values()):
         raise typer.Exit(1)
 
 
@@ -109,8 +128,10 @@ class DemoView:
 
     def header(self) -> None:
         """Print the memory that engines take, and the meaning of the colours."""
-        memory = self._llm.memory.table()
-        self._console.print(table_of((), (), memory, texts=["memory", ""], box=None))
+        table = Table("memory", "", box=None)
+        for row in self._llm.memory.table():
+            table.add_row(*row)
+        self._console.print(table)
         legend = Text("\nPlain text: chosen by the target. Accepted drafts: ")
         for index, origin in enumerate(self._sources):
             legend.append(", " if index else "").append(*SOURCES[origin])
@@ -120,22 +141,18 @@ class DemoView:
         """Print the tokens that came since the last call."""
         if output is not self._current:
             self._begin(output)
-        assert self._detokenizer is not None
-        completion = output.outputs[0]
-        grown = Text()
-        for token_id, origin in zip(
-            completion.token_ids[self._num_shown :],
-            completion.origins[self._num_shown :],
-            strict=True,
-        ):
-            start = len(self._detokenizer.text)
-            self._detokenizer.push(token_id)
-            grown.append(self._detokenizer.text[start:], SOURCES.get(origin, ("", None))[1])
+        detokenizer = self._detokenizer
+        assert detokenizer is not None
+        token_ids, origins = output.outputs[0].token_ids, output.outputs[0].origins
+        grown, start = Text(), len(detokenizer.text)
+        for place in range(self._num_shown, len(token_ids)):
+            detokenizer.push(token_ids[place])
+            grown.append(detokenizer.text[start:], SOURCES.get(origins[place], ("", None))[1])
+            start = len(detokenizer.text)
         if output.finished:
-            start = len(self._detokenizer.text)
-            self._detokenizer.finish()
-            grown.append(self._detokenizer.text[start:])
-        self._num_shown = len(completion.token_ids)
+            detokenizer.finish()
+            grown.append(detokenizer.text[start:])
+        self._num_shown = len(token_ids)
         self._console.print(grown, end="", soft_wrap=True)
 
     def footer(
@@ -154,11 +171,15 @@ class DemoView:
         self._console.print(
             f"\n\nTemperature {temperature:g}, {numbers}, one request at a time", style="bold"
         )
-        headings = "tokens/s", "TPOT ms", "acceptance", "length", "speedup", "identical"
-        rows = _rows(report, PLAIN)
+        rows = [
+            {"name": name, "same": "yes" if one["identical"] else "[bold red]NO[/]"} | one
+            for name, one in report["methods"].items()
+        ]
+        own = report[PLAIN]
+        plain = PLAIN, f"{own['tokens_per_s']:.1f}", f"{own['tpot_ms']:.2f}", "", "", "1.00x", ""
+        cells = [plain, *cells_of(rows, METHODS)]
         fits_80_columns = (0, 1, 0, 0)
-        table = table_of(["method"], headings, rows, box=SIMPLE_HEAD, padding=fits_80_columns)
-        self._console.print(table)
+        self._console.print(table_of(METHODS, cells, box=SIMPLE_HEAD, padding=fits_80_columns))
         self._console.print(
             "acceptance: accepted per drafted token; length: tokens a step that verified drafts, "
             "the target's own one included. Each method drafts in every step here; where nothing "
@@ -166,7 +187,12 @@ class DemoView:
             style="dim",
         )
         self._console.print(_sources(compared, self._sources))
-        self._console.print(self._bandwidth(report[PLAIN]["tokens_per_s"]))
+        read = self._llm.models.target.weight_bytes
+        self._console.print(
+            f"A plain step reads {read / 1e6:.1f} MB of weights: "
+            f"{read * own['tokens_per_s'] / 1e9:.1f} GB/s; what the memory can give is "
+            "the floor of its time."
+        )
         self._console.print(f"{elapsed_s:.0f} s in all, loading and warming up included.")
 
     def _begin(self, output: RequestOutput) -> None:
@@ -180,34 +206,6 @@ class DemoView:
         self._console.print(Text(f"\n\n# {prompt.path}", "bold"))
         end = prompt.text.splitlines()[-PROMPT_LINES:]
         self._console.print(Text("\n".join(end), "dim"), end="", soft_wrap=True)
-
-    def _bandwidth(self, tokens_per_s: float) -> str:
-        read = self._llm.models.target.weight_bytes
-        per_s = read * tokens_per_s / 1e9
-        return (
-            f"A plain step reads {read / 1e6:.1f} MB of weights: {per_s:.1f} GB/s; what the "
-            "memory can give is the floor of its time."
-        )
-
-
-def _rows(report: dict[str, Any], base: str) -> list[tuple[str, ...]]:
-    """A row for each method, that of plain decoding, `base`, first."""
-    plain = report[base]
-    speed = f"{plain['tokens_per_s']:.1f}", f"{plain['tpot_ms']:.2f}"
-    rows: list[tuple[str, ...]] = [(base, *speed, "", "", "1.00x", "")]
-    rows += [
-        (
-            name,
-            f"{one['tokens_per_s']:.1f}",
-            f"{one['tpot_ms']:.2f}",
-            f"{one['acceptance_rate']:.0%}",
-            f"{one['acceptance_length']:.2f}",
-            f"{one['speedup']:.2f}x",
-            "yes" if one["identical"] else "[bold red]NO[/]",
-        )
-        for name, one in report["methods"].items()
-    ]
-    return rows
 
 
 def _sources(compared: "Mapping[str, Samples]", sources: Sequence[TokenOrigin]) -> Text:

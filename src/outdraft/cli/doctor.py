@@ -1,46 +1,65 @@
-"""`outdraft doctor`: what this machine has, and what outdraft makes of it."""
+"""`outdraft doctor`: what this machine has, and what outdraft makes of it.
+
+It measures steps of a model (--cost), and products in fewer bits.
+
+Dimension key: T rows, D inputs, E outputs.
+"""
 
 import os
 import platform
-from collections.abc import Callable, Mapping
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from outdraft import assets
-from outdraft.cli.command import Model, num_physical_cores, pairs_of, use_physical_cores
+from outdraft.cli.command import Model, num_physical_cores, pairs_of, table_of, use_physical_cores
 from outdraft.cli.options import EngineOptions, SchedulerOptions, serving_config, takes_options
 from outdraft.core.errors import ConfigError
+from outdraft.core.weights import QUANTIZATIONS, WeightFormat
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
+
+    from outdraft.config.engine import EngineConfig
+    from outdraft.control.costs import CostCurve, CostTable
+    from outdraft.kernels.ops import Kernels, Product
 
 Section = dict[str, str]
 OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_PROC_BIND", "LD_PRELOAD")
 VECTOR_FEATURES = ("avx", "fma", "f16c", "amx", "arm", "sve", "neon")
 _GIB = 2**30
+MOST_ROWS = 256  # prompts have more; they are not measured
+# Hidden size and number of square products: 2 MB and 256 MB in 16 bits.
+SMALL, LARGE = (512, 4), (2048, 32)
+FORMATS = WeightFormat.INT8, WeightFormat.INT4
+_TURNS = 20
+_PAYS = 1.1  # speeds up to this one are noise
 
 
 @takes_options
 def doctor(
     model: Model = None,
     *,
-    cost: Annotated[
-        bool,
-        typer.Option("--cost", help="Show what steps of the model take, beside the roofline."),
-    ] = False,
+    cost: Annotated[bool, typer.Option("--cost")] = False,
     engine: EngineOptions,
     scheduler: SchedulerOptions,
 ) -> None:
     """Show the hardware, the libraries, and which kernels will be used; of a model also what its
-    weights are kept as."""
+    weights are kept as.
+
+    Args:
+        cost: Show what steps of the model take, beside the roofline.
+    """
     console = Console(highlight=False)
     if cost:
         config = serving_config(model, engine, scheduler)
         use_physical_cores(os.environ)
-        from outdraft.cli.doctor_measure import show_costs
-
         show_costs(console, config)
         return
     sections, missing = examine(os.environ, engine.tensor_parallel_size or 1)
@@ -153,8 +172,6 @@ def _libraries() -> Section:
 def _used(device: "torch.device") -> Section:
     import torch
 
-    from outdraft.cli.doctor_measure import LARGE, SMALL, advice, quantized_speeds
-    from outdraft.core.weights import QUANTIZATIONS, WeightFormat
     from outdraft.kernels.choose import choose_kernels, kernels_options
     from outdraft.loading.models import choose_dtype
     from outdraft.models.modules import dtype_name
@@ -184,24 +201,13 @@ def _operations(device: "torch.device") -> Section:
     from outdraft.kernels.choose import choose_kernels, computed_by
     from outdraft.models.modules import dtype_name
 
-    tables = {
-        dtype: computed_by(choose_kernels("auto", device, dtype))
-        for dtype in (torch.bfloat16, torch.float32, torch.float64)
-    }
-    usual = tables[torch.bfloat16]
-    return {
-        operation: ", ".join(
-            [
-                module,
-                *(
-                    f"{table[operation]} for {dtype_name(dtype)}"
-                    for dtype, table in tables.items()
-                    if table[operation] != module
-                ),
-            ]
-        )
-        for operation, module in usual.items()
-    }
+    rows = computed_by(choose_kernels("auto", device, torch.bfloat16))
+    usual = dict(rows)
+    for dtype in (torch.float32, torch.float64):
+        for operation, module in computed_by(choose_kernels("auto", device, dtype)).items():
+            if module != usual[operation]:
+                rows[operation] += f", {module} for {dtype_name(dtype)}"
+    return rows
 
 
 def _embedded() -> tuple[Section, list[str]]:
@@ -220,3 +226,117 @@ def _embedded() -> tuple[Section, list[str]]:
             found[name] = "missing"
             missing.append(str(error))
     return found, missing
+
+
+def show_costs(console: Console, config: "EngineConfig") -> None:
+    """Measure costs that no earlier start measured, and print all of them."""
+    from outdraft.costs.table import cost_file, cost_table, default_machine, roofline
+    from outdraft.engine.build import build_engine
+    from outdraft.kernels.choose import machine_limits
+    from outdraft.loading.models import load_models
+
+    if not config.speculation.sources:
+        raise ConfigError("--cost is about speculation: name a method in --speculative-config")
+    models = load_models(config)
+    runner = build_engine(replace(config, cost_table="roofline"), models)[0].runner
+    table = cost_table(config, models, runner)
+    machine, measured = default_machine(models.device), None
+    if models.device.type == "cpu":
+        measured = machine_limits(models.target.dtype)
+    if measured is not None:  # rooflines leave out what the host does around a pass
+        machine = replace(machine, bandwidth=measured[0], peak=measured[1], call_s=0.0)
+    limits = roofline(config, models, runner, machine)
+    console.print(
+        f"{'not measured: ' if measured is None else ''}{machine.bandwidth / 1e9:.0f} GB/s, "
+        f"{machine.peak / 1e9:.0f} billion operations/s; target: {models.target.numbers}",
+        style="bold",
+    )
+    _show_curve(console, "Target, by rows", table.target, limits.target)
+    console.print(pairs_of(_beside_rows(table, limits).items()), "")
+    for name, cost in table.drafters.items():
+        _show_curve(console, f"{name}, a pass by rows", cost.passes, limits.drafters[name].passes)
+        pairs = zip(cost.catch_up.rows, cost.catch_up.seconds, strict=True)
+        lags = [f"{rows} {_ms(seconds)}" for rows, seconds in pairs if rows <= MOST_ROWS]
+        numbers = {
+            "in each step in which it drafts": f"{_ms(cost.start_s)} ms",
+            "to catch up, by tokens": f"{', '.join(lags)} ms",
+            "each token of a context": f"{cost.context_s * 1e6:.2f} us a pass",
+            "passes of a draft": f"at most {cost.max_passes}",
+        }
+        if cost.max_context is not None:
+            looking = f"{cost.look_s * 1e6:.2f} us a step"
+            numbers[f"each token of a text of more than {cost.max_context}"] = looking
+        console.print(pairs_of(numbers.items()), "")
+    kept = cost_file(config, models, runner).path if config.cost_table == "auto" else None
+    console.print(f"kept in {kept}" if kept else f"read from {config.cost_table}", markup=False)
+
+
+def _show_curve(console: Console, title: str, measured: "CostCurve", limit: "CostCurve") -> None:
+    import numpy as np
+
+    counts = [count for count in measured.rows if count <= MOST_ROWS]
+    curves = (curve.at(np.array(counts)).tolist() for curve in (measured, limit))
+    rows = [
+        (str(count), _ms(seconds), _ms(least_s), f"{least_s / seconds:.0%}" if seconds > 0 else "")
+        for count, seconds, least_s in zip(counts, *curves, strict=True)
+    ]
+    headings = ("rows", "ms", "roofline ms", "share")
+    console.print(table_of(headings, rows, title, title_style="bold"))
+
+
+def _beside_rows(table: "CostTable", limits: "CostTable") -> dict[str, str]:
+    context, least = table.context_s * 1e6, limits.context_s * 1e6
+    host = {
+        "the host, a step": (table.host_s, limits.host_s),
+        "each further request of it": (table.host_request_s, limits.host_request_s),
+        "a step with drafts, more": (table.host_draft_s, limits.host_draft_s),
+    }
+    return {
+        "each token of a context": f"{context:.2f} us (roofline {least:.2f})",
+        "each further request": f"{table.request_s * 1e6:.0f} us",
+        **{
+            name: f"{own_s * 1e6:.0f} us (prior {prior_s * 1e6:.0f})"
+            for name, (own_s, prior_s) in host.items()
+        },
+    }
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
+
+
+def quantized_speeds(
+    kernels: "Kernels", dtype: "torch.dtype", hidden: int, num_products: int
+) -> dict[WeightFormat, float]:
+    """Measure how many times as fast one row passes through int8 and int4 as through `dtype`.
+
+    The answer depends on where the weights lie. Those of a small drafter stay in the processor's
+    cache, where taking codes apart costs time; those of a large model come from memory, where fewer
+    bytes win. The formats take turns; the medians are compared.
+    """
+    import torch
+
+    weight_ED = torch.randn(hidden, hidden).bfloat16().to(dtype)
+    x_TD = torch.randn(1, hidden).to(dtype)
+    products = [
+        [kernels.pack_linear(weight_ED, None, kept) for _ in range(num_products)]
+        for kept in (None, *FORMATS)
+    ]
+    times_s = [[_seconds(of_one, x_TD) for of_one in products] for _ in range(_TURNS)]
+    plain_s, *coded_s = (statistics.median(of_one) for of_one in zip(*times_s, strict=True))
+    return {kept: plain_s / one_s for kept, one_s in zip(FORMATS, coded_s, strict=True)}
+
+
+def advice(speeds: Mapping[WeightFormat, float]) -> str:
+    """Say which format is the fastest, and whether it pays."""
+    shown = ", ".join(f"{kept} {speed:.2f}" for kept, speed in speeds.items())
+    best = max(speeds, key=lambda kept: speeds[kept])
+    verdict = f"{best} is recommended" if speeds[best] > _PAYS else "none is recommended"
+    return f"{shown} times as fast as weights as they are: {verdict}"
+
+
+def _seconds(products: "Sequence[Product]", x_TD: "Tensor") -> float:
+    start_s = time.perf_counter()
+    for product in products:
+        product(x_TD)
+    return time.perf_counter() - start_s

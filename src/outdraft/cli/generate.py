@@ -28,15 +28,16 @@ if TYPE_CHECKING:
 def generate(
     model: Model = None,
     *,
-    prompt: Annotated[
-        str | None,
-        typer.Option("--prompt", "-p", help="Text to complete; default: what comes on stdin."),
-    ] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p")] = None,
     verbose: Verbose = False,
     engine: EngineOptions,
     sampling: SamplingOptions,
 ) -> None:
-    """Complete a prompt. The text goes to stdout while it grows, the numbers to stderr."""
+    """Complete a prompt. The text goes to stdout while it grows, the numbers to stderr.
+
+    Args:
+        prompt: Text to complete; default: what comes on stdin.
+    """
     sampling_params(sampling)  # errors come before the model is loaded
     config = engine_config(model, engine)
     text = prompt if prompt is not None else _stdin()
@@ -47,10 +48,8 @@ def generate(
         llm = LLM.from_config(config)
     params = sampling_params(sampling, llm.get_default_sampling_params())
     llm.engine.check_request(text, params)
-    started_s = time.perf_counter()
-    output = stream(llm.engine, "0", text, params, lambda piece: typer.echo(piece, nl=False))
-    typer.echo()
-    typer.echo(summary(output, started_s), err=True)
+    summary = stream(llm.engine, "0", text, params, lambda piece: typer.echo(piece, nl=False))
+    typer.echo(summary, err=True)
 
 
 def _stdin() -> str:
@@ -62,16 +61,19 @@ def _stdin() -> str:
 
 @takes_options
 def chat(
-    model: Annotated[
-        str, typer.Argument(help="Directory or hub name of a checkpoint with a chat template.")
-    ],
+    model: Annotated[str, typer.Argument()],
     *,
-    system: Annotated[str | None, typer.Option(help="Text that the model reads first.")] = None,
+    system: str | None = None,
     verbose: Verbose = False,
     engine: EngineOptions,
     sampling: SamplingOptions,
 ) -> None:
-    """Talk with a model. Ctrl-C ends an answer, Ctrl-D the conversation."""
+    """Talk with a model. Ctrl-C ends an answer, Ctrl-D the conversation.
+
+    Args:
+        model: Directory or hub name of a checkpoint with a chat template.
+        system: Text that the model reads first.
+    """
     sampling_params(sampling)  # errors come before the model is loaded
     config = engine_config(model, engine)
     use_physical_cores(os.environ)
@@ -95,7 +97,6 @@ def chat(
         messages.append({"role": "user", "content": question})
         # The template writes the special tokens itself; the tokenizer must not add them again.
         ids = tokenizer.encode(template.render(messages), add_special_tokens=False).ids
-        started_s = time.perf_counter()
         pieces: list[str] = []
 
         def show(piece: str, pieces: list[str] = pieces) -> None:
@@ -103,9 +104,7 @@ def chat(
             typer.echo(piece, nl=False)
 
         try:
-            output = stream(llm.engine, str(len(messages)), ids, params, show)
-            typer.echo()
-            typer.echo(f"({summary(output, started_s)})", err=True)
+            typer.echo(f"({stream(llm.engine, str(len(messages)), ids, params, show)})", err=True)
         except KeyboardInterrupt:
             typer.echo()
         messages.append({"role": "assistant", "content": "".join(pieces)})
@@ -131,8 +130,8 @@ def stream(
     prompt: str | Sequence[int],
     params: SamplingParams,
     show: Callable[[str], None],
-) -> RequestOutput:
-    """Run one request to its end and give each new piece of its text to `show`.
+) -> str:
+    """Run one request to its end, give each new piece of its text to `show`, and sum it up.
 
     An exception, Ctrl-C included, aborts the request.
 
@@ -142,7 +141,7 @@ def stream(
     """
     from outdraft.bench.driver import complete_alone
 
-    shown = 0
+    started_s, shown = time.perf_counter(), 0
 
     def show_more(output: RequestOutput) -> None:
         nonlocal shown
@@ -151,11 +150,8 @@ def stream(
             show(text[shown:])
             shown = len(text)
 
-    return complete_alone(engine, request_id, prompt, params, show_more).output
-
-
-def summary(output: RequestOutput, started_s: float) -> str:
-    """One line about a finished request; `started_s` is of `time.perf_counter`."""
+    output = complete_alone(engine, request_id, prompt, params, show_more).output
+    typer.echo()
     num_tokens = len(output.outputs[0].token_ids)
     elapsed_s = time.perf_counter() - started_s
     speculation = output.metrics.speculative_decoding

@@ -6,138 +6,156 @@ Flags that are not given are not passed on, so every default has one home, the d
 import functools
 import inspect
 import json
+import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import Field, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 
 from outdraft import assets
-from outdraft.config.engine import DTYPES, LOAD_FORMATS, MODEL_IMPLS, POLICIES, EngineConfig
+from outdraft.config.engine import EngineConfig
 from outdraft.config.fields import check_whole, flag
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.core.sampling import SamplingParams
-from outdraft.core.weights import QUANTIZATIONS
 
 DEFAULT_MAX_TOKENS = 256
+FLAG = "--speculative-config"
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """Arguments of an engine; names as in vLLM."""
+    """Arguments of an engine; names as in vLLM.
 
-    tokenizer: str | None = flag("Directory or hub name; default: the model's own.")
-    revision: str | None = flag("Branch, tag or commit of a model of the hub.")
-    load_format: str | None = flag(
-        f"One of {', '.join(LOAD_FORMATS)}; dummy: random weights, without a download."
-    )
-    model_impl: str | None = flag(
-        f"What computes the target's network, one of {', '.join(MODEL_IMPLS)}; auto (the default): "
-        "outdraft where it has the family, else the transformers library."
-    )
-    generation_config: str | None = flag(
-        "Source of sampling parameters that a request leaves open: auto (the model's "
-        "generation_config.json, the default), vllm (nowhere), or a directory."
-    )
-    dtype: str | None = flag(f"One of {', '.join(DTYPES)}.")
-    device: str | None = flag("auto, cpu or cuda.")
-    max_model_len: int | None = flag("Longest prompt + output, in tokens.")
-    gpu_memory_utilization: float | None = flag(
-        "Share of the device's memory for weights, buffers and the KV cache; on a CPU of the RAM "
-        "that a container may have. Default: 0.9 on a GPU, 0.5 on a CPU, and no more than that "
-        "share of what is free; on a CPU the KV cache then has at most 4 GiB."
-    )
-    kv_cache_memory_bytes: str | None = flag(
-        "For the KV cache of target and drafter: 268435456, 256Mi, 1G.",
-        "--kv-cache-memory-bytes",
-        "--kv-cache-memory",
-    )
-    block_size: int | None = flag("Tokens of a KV block.")
-    enable_prefix_caching: bool | None = flag("Keep the KV blocks of earlier prompts.")
-    kernels: str | None = flag(
-        "auto: the fastest; reference: the readable ones; or an instruction set of the CPU, such "
-        "as x86-64-v3."
-    )
-    quantization: str | None = flag(
-        "Bits of the target's weights, which change what it says: one of "
-        f"{', '.join(QUANTIZATIONS)}."
-    )
-    activation_dtype: str | None = flag(
-        "What rows become on a CPU that meet weights of a GGUF file or codes of 4 bits: float; "
-        "auto (integers of 8 bits, faster, as in llama.cpp); or int8, the same, else an error."
-    )
-    cost_table: str | None = flag(
-        "What steps cost: auto (measured at the first start, and kept), roofline (from bytes and "
-        "operations), or a file."
-    )
-    enforce_eager: bool | None = flag("On a GPU, nothing becomes a CUDA graph.", "--enforce-eager")
-    tensor_parallel_size: int | None = flag(
-        "Processes (ranks) that compute the target together, each with a part of its weights.",
-        "--tensor-parallel-size",
-        "-tp",
-    )
-    distributed_executor_backend: str | None = flag(
-        "Who starts the other ranks: mp (this machine, the default) or ray (a Ray cluster, on any "
-        "of its machines)."
-    )
-    rank_timeout_s: float | None = flag(
-        "Seconds that ranks wait for each other in a step, until one of them counts as hung; and "
-        "that a server waits for an engine whose process was stopped.",
-        "--rank-timeout",
-    )
-    check_ranks: bool | None = flag(
-        "Compare in each step the ranks' plans and their choices.", "--check-ranks"
-    )
-    seed: int | None = flag("For everything random.")
-    speculative_config: str | None = flag(
-        "JSON with vLLM's keys, or null for plain decoding. The embedded model brings the "
-        "networks of draft_model, eagle3, medusa, mlp_speculator and dspark. Default: with it, "
-        "its drafter combined with suffix and n-gram lookup; else plain decoding, or suffix "
-        "lookup in a server."
-    )
+    Attributes:
+        tokenizer: Directory or hub name; default: the model's own.
+        revision: Branch, tag or commit of a model of the hub.
+        load_format: One of auto, safetensors, dummy; dummy: random weights, without a download.
+        model_impl: What computes the target's network, one of auto, outdraft, transformers; auto
+            (the default): outdraft where it has the family, else the transformers library.
+        generation_config: Source of sampling parameters that a request leaves open: auto (the
+            model's generation_config.json, the default), vllm (nowhere), or a directory.
+        dtype: One of auto, float32, float, bfloat16, float16, half, float64.
+        device: auto, cpu or cuda.
+        max_model_len: Longest prompt + output, in tokens.
+        gpu_memory_utilization: Share of the device's memory for weights, buffers and the KV cache;
+            on a CPU of the RAM that a container may have. Default: 0.9 on a GPU, 0.5 on a CPU, and
+            no more than that share of what is free; on a CPU the KV cache then has at most 4 GiB.
+        kv_cache_memory_bytes: For the KV cache of target and drafter: 268435456, 256Mi, 1G.
+        block_size: Tokens of a KV block.
+        enable_prefix_caching: Keep the KV blocks of earlier prompts.
+        kernels: auto: the fastest; reference: the readable ones; or an instruction set of the CPU,
+            such as x86-64-v3.
+        quantization: Bits of the target's weights, which change what it says: one of int8,
+            int8-g128, int8-g32, int4, int4-zero, int4-g32, int4-g32-zero.
+        activation_dtype: What rows become on a CPU that meet weights of a GGUF file or codes of 4
+            bits: float; auto (integers of 8 bits, faster, as in llama.cpp); or int8, the same, else
+            an error.
+        cost_table: What steps cost: auto (measured at the first start, and kept), roofline (from
+            bytes and operations), or a file.
+        enforce_eager: On a GPU, nothing becomes a CUDA graph.
+        tensor_parallel_size: Processes (ranks) that compute the target together, each with a part
+            of its weights.
+        distributed_executor_backend: Who starts the other ranks: mp (this machine, the default) or
+            ray (a Ray cluster, on any of its machines).
+        rank_timeout_s: Seconds that ranks wait for each other in a step, until one of them counts
+            as hung; and that a server waits for an engine whose process was stopped.
+        check_ranks: Compare in each step the ranks' plans and their choices.
+        seed: For everything random.
+        speculative_config: JSON with vLLM's keys, or null for plain decoding. The embedded model
+            brings the networks of draft_model, eagle3, medusa, mlp_speculator and dspark. Default:
+            with it, its drafter combined with suffix and n-gram lookup; else plain decoding, or
+            suffix lookup in a server.
+    """
+
+    tokenizer: str | None = None
+    revision: str | None = None
+    load_format: str | None = None
+    model_impl: str | None = None
+    generation_config: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    max_model_len: int | None = None
+    gpu_memory_utilization: float | None = None
+    kv_cache_memory_bytes: str | None = flag("--kv-cache-memory-bytes", "--kv-cache-memory")
+    block_size: int | None = None
+    enable_prefix_caching: bool | None = None
+    kernels: str | None = None
+    quantization: str | None = None
+    activation_dtype: str | None = None
+    cost_table: str | None = None
+    enforce_eager: bool | None = flag("--enforce-eager")
+    tensor_parallel_size: int | None = flag("--tensor-parallel-size", "-tp")
+    distributed_executor_backend: str | None = None
+    rank_timeout_s: float | None = flag("--rank-timeout")
+    check_ranks: bool | None = flag("--check-ranks")
+    seed: int | None = None
+    speculative_config: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
-    """Limits of requests that share the engine; names as in vLLM where it has one."""
+    """Limits of requests that share the engine; names as in vLLM where it has one.
 
-    max_num_seqs: int | None = flag("Requests that run together.")
-    max_num_batched_tokens: int | None = flag(
-        "Rows of one step: prompts, newest tokens and drafts."
-    )
-    max_waiting: int | None = flag("Requests that may queue; more are refused with 429.")
-    policy: str | None = flag(f"One of {', '.join(POLICIES)}.", "--scheduling-policy")
-    speculative_disable_queue_size: int | None = flag(
-        "No drafts while more requests than this run."
-    )
+    Attributes:
+        max_num_seqs: Requests that run together.
+        max_num_batched_tokens: Rows of one step: prompts, newest tokens and drafts.
+        max_waiting: Requests that may queue; more are refused with 429.
+        policy: One of fcfs, priority.
+        speculative_disable_queue_size: No drafts while more requests than this run.
+    """
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_waiting: int | None = None
+    policy: str | None = flag("--scheduling-policy")
+    speculative_disable_queue_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """Choice of tokens; names as in vLLM."""
+    """Choice of tokens; names as in vLLM.
 
-    max_tokens: int = flag("Most tokens to generate.", default=DEFAULT_MAX_TOKENS)
-    min_tokens: int | None = flag("Tokens before it may end.")
-    temperature: float | None = flag("0 is greedy.")
-    top_p: float | None = flag()
-    top_k: int | None = flag()
-    min_p: float | None = flag()
-    presence_penalty: float | None = flag()
-    frequency_penalty: float | None = flag()
-    repetition_penalty: float | None = flag()
-    stop: list[str] | None = flag("End before this text; repeatable.")
-    ignore_eos: bool = flag("Go on after the end.", "--ignore-eos", default=False)
+    Attributes:
+        max_tokens: Most tokens to generate.
+        min_tokens: Tokens before it may end.
+        temperature: 0 is greedy.
+        stop: End before this text; repeatable.
+        ignore_eos: Go on after the end.
+    """
+
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: list[str] | None = None
+    ignore_eos: bool = flag("--ignore-eos", default=False)
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each parameter that is a dataclass by its fields, as flags with a panel of help."""
+    """Make the command that typer runs of a function: its docstring says what its flags are.
+
+    Each parameter that is a dataclass is replaced by its fields, as flags with a panel of help.
+    """
     groups: dict[str, type] = {}
     parameters: list[inspect.Parameter] = []
+    helps = documented(command)
     for parameter in inspect.signature(command).parameters.values():
         group = parameter.annotation
         if not is_dataclass(group):
+            if parameter.name in helps:
+                kind, *given = get_args(group) if get_origin(group) is Annotated else (group,)
+                info = given[0] if given else typer.Option()
+                info.help = helps[parameter.name]
+                parameter = parameter.replace(annotation=Annotated[kind, info])
             parameters.append(parameter)
             continue
         assert isinstance(group, type)
@@ -158,6 +176,7 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
             values[name] = group(**{f.name: values.pop(f.name) for f in fields(group)})
         command(**values)
 
+    flat.__doc__ = (inspect.getdoc(command) or "").partition("\n\nArgs:\n")[0]
     flat.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return flat
@@ -184,11 +203,8 @@ def _config(
     model: str | None, given: dict[str, Any], without_flag: dict[str, Any] | None
 ) -> EngineConfig:
     """`without_flag`: the speculative_config of a model that is named."""
-    speculation = {"method": "combined"} if model is None else without_flag
-    if (text := given.pop("speculative_config", None)) is not None:
-        speculation = parse_json_object(text)
-    if model is None and speculation is not None:
-        speculation = with_embedded_network(speculation)
+    default = {"method": "combined"} if model is None else without_flag
+    speculation = speculative_config(given.pop("speculative_config", None), model, default)
     if (queue_size := given.pop("speculative_disable_queue_size", None)) is not None:
         if speculation is None:
             raise ConfigError("--speculative-disable-queue-size has no meaning without speculation")
@@ -229,16 +245,52 @@ def json_object(text: str, name: str, what: str = "a JSON object") -> dict[str, 
     return value
 
 
-def parse_json_object(text: str) -> dict[str, Any] | None:
-    """The value of --speculative-config."""
-    if text.strip() == "null":
-        return None
-    return json_object(text, "--speculative-config", "a JSON object or null")
+def speculative_config(
+    text: str | None, model: str | None, default: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """The value of --speculative-config, see `with_embedded_network`; None: plain decoding.
+
+    Args:
+        text: None: the flag is not given, so `default` counts.
+        model: None: the embedded one.
+
+    Raises:
+        ConfigError: it is no JSON object, or this installation came without the network.
+    """
+    values = default
+    if text is not None:
+        is_null = text.strip() == "null"
+        values = None if is_null else json_object(text, FLAG, "a JSON object or null")
+    return with_embedded_network(values) if model is None and values is not None else values
+
+
+def concurrencies(text: str) -> tuple[int, ...]:
+    """The levels of --concurrency."""
+    levels = tuple(numbers(text, "--concurrency", int))
+    for level in levels:
+        check_whole("concurrency", level, 1, 4096)
+    return levels
+
+
+def numbers(text: str, flag: str, kind: Callable[[str], _Number]) -> list[_Number]:
+    """The values of a flag such as 1,2,4."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{flag} must be numbers between commas, got {text!r}") from None
+
+
+def documented(described: Callable[..., Any]) -> dict[str, str]:
+    """Texts about the `Attributes` of a class or the `Args` of a function, by their names."""
+    text = inspect.getdoc(described) or ""
+    entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", text, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
 
 
 def _in_panel(one: Field[Any], group: type) -> Any:
     """The annotation of a flag, which help lists under the name of its group, or its PANEL."""
-    settings = dict(one.metadata)
+    settings: dict[str, Any] = {"spellings": (), "help": documented(group).get(one.name)}
+    settings |= one.metadata
     name = group.__name__.removesuffix("Options").removesuffix("Plan")
     settings["rich_help_panel"] = getattr(group, "PANEL", name)
     return Annotated[one.type, typer.Option(*settings.pop("spellings"), **settings)]

@@ -1,78 +1,95 @@
 """`outdraft plan`: what speculation would bring on given hardware, without running anything."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Any
 
 import typer
 from rich.table import Table
 
-from outdraft.cli.bench_options import numbers
-from outdraft.cli.command import Json, check_output, table_of, wide_console
-from outdraft.cli.options import takes_options
+from outdraft.cli.command import Json, cells_of, check_output, table_of, wide_console
+from outdraft.cli.options import numbers, takes_options
 from outdraft.config.fields import flag
 from outdraft.core.errors import ConfigError
 
-if TYPE_CHECKING:
-    from outdraft.planning.planner import Level, Memory, SpeculationPlan
-    from outdraft.planning.roofline import Setup
-
-_DTYPES = "bf16, fp8, int8 or int4"
+LEVELS = {  # columns of their table
+    "requests": "{concurrency}",
+    "best": "{best_length}",
+    "tokens\na step": "{tokens_a_step:.2f}",
+    "TPOT ms\n(band)": "{band}",
+    "plain TPOT ms\n(band)": "{plain_band}",
+    "against\nplain": "{speedup:.2f}x",
+    "tokens/s": "{tokens_per_s:,.0f}",
+    "break-\neven": "{break_even}",
+    "fits": "{has_room}",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """Networks, and the dtypes of their weights."""
+    """Networks, and the dtypes of their weights.
 
-    draft: str = flag("As --target; or eagle3, medusa, ngram, suffix.", default="suffix")
-    quantization: str | None = flag(f"The target's: {_DTYPES}. Default: as its config says.")
-    draft_quantization: str | None = flag("The drafter's, likewise.")
-    kv_cache_dtype: str = flag("For keys and values: bf16, fp8 or int8.", default="bf16")
+    Attributes:
+        draft: As --target; or eagle3, medusa, ngram, suffix.
+        quantization: The target's: bf16, fp8, int8 or int4. Default: as its config says.
+        draft_quantization: The drafter's, likewise.
+        kv_cache_dtype: For keys and values: bf16, fp8 or int8.
+    """
+
+    draft: str = "suffix"
+    quantization: str | None = None
+    draft_quantization: str | None = None
+    kv_cache_dtype: str = "bf16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareOptions:
-    """Cooperation of the cards."""
+    """Cooperation of the cards.
 
-    tp: int | None = flag("Cards that share the target. Default: all.", min=1)
-    draft_tp: int | None = flag("Cards that share the drafter. Default: as --tp.", min=1)
-    interconnect: str | None = flag(
-        "nvlink, pcie, or pcie-no-p2p (through the host's memory). Default: the best that it has."
-    )
-    graphs: str = flag("CUDA graphs: full, piecewise (attention outside) or none.", default="full")
+    Attributes:
+        tp: Cards that share the target. Default: all.
+        draft_tp: Cards that share the drafter. Default: as --tp.
+        interconnect: nvlink, pcie, or pcie-no-p2p (through the host's memory). Default: the best
+            that it has.
+        graphs: CUDA graphs: full, piecewise (attention outside) or none.
+    """
+
+    tp: int | None = flag(min=1)
+    draft_tp: int | None = flag(min=1)
+    interconnect: str | None = None
+    graphs: str = "full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficOptions:
-    """Requests, and the acceptance of drafts."""
+    """Requests, and the acceptance of drafts.
 
-    concurrency: str = flag("Running requests.", default="1,8,16,64")
-    acceptance: str = flag(
-        "Chance that a draft is accepted, the same at every position; or a list: by position, the "
-        "share of steps in which that position was accepted, as engines report it.",
-        default="0.7",
-    )
-    max_length: int = flag("Longest draft.", default=8, min=1, max=64)
-    input_len: int = flag("Tokens of a mean prompt.", default=256, min=1)
-    output_len: int = flag("Tokens of a mean output.", default=256, min=1)
-    measured: list[str] | None = flag(
-        "Calibrates: concurrency:length:TPOT in ms[:tokens a step], or a file of such; repeatable."
-    )
+    Attributes:
+        concurrency: Running requests.
+        acceptance: Chance that a draft is accepted, the same at every position; or a list: by
+            position, the share of steps in which that position was accepted, as engines report it.
+        max_length: Longest draft.
+        input_len: Tokens of a mean prompt.
+        output_len: Tokens of a mean output.
+        measured: Calibrates: concurrency:length:TPOT in ms[:tokens a step], or a file of such;
+            repeatable.
+    """
+
+    concurrency: str = "1,8,16,64"
+    acceptance: str = "0.7"
+    max_length: int = flag(default=8, min=1, max=64)
+    input_len: int = flag(default=256, min=1)
+    output_len: int = flag(default=256, min=1)
+    measured: list[str] | None = None
 
 
 @takes_options
 def plan(
     *,
-    target: Annotated[
-        str, typer.Option(help="A name such as llama-3.3-70b, a config.json, or a folder.")
-    ],
-    hardware: Annotated[
-        str, typer.Option(help="Such as 2xh100, rtx-4090, epyc-9554, or a JSON file of a card.")
-    ],
+    target: str,
+    hardware: str,
     json_: Json = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw TPOT by concurrency into this file, PNG or SVG.")
-    ] = None,
+    plot: Path | None = None,
     models: ModelOptions,
     machine: HardwareOptions,
     traffic: TrafficOptions,
@@ -81,26 +98,42 @@ def plan(
 
     A plan is a roofline with a launch floor and messages between cards, or it is calibrated by
     measured points; it always says which.
+
+    Args:
+        target: A name such as llama-3.3-70b, a config.json, or a folder.
+        hardware: Such as 2xh100, rtx-4090, epyc-9554, or a JSON file of a card.
+        plot: Draw TPOT by concurrency into this file, PNG or SVG.
     """
     from outdraft.bench.report import check_installed, strict_json
-    from outdraft.planning.planner import Acceptance, make_plan
-    from outdraft.planning.predictors import choose_predictor, read_points
+    from outdraft.planning.hardware import find_hardware
+    from outdraft.planning.planner import make_plan, tokens_by_length
+    from outdraft.planning.shapes import find_drafter, find_network
+    from outdraft.planning.step_time import Setup, choose_predictor, read_points
 
     if plot is not None:
         check_installed("matplotlib")
         if plot.suffix.lower() not in (".png", ".svg"):
             raise ConfigError(f"--plot must be a file that ends in .png or .svg, got {str(plot)!r}")
         check_output(plot, "--plot")
-    chances = Acceptance.parse(numbers(traffic.acceptance, "--acceptance", float))
-    points = read_points(traffic.measured or (), chances.tokens(traffic.max_length))
-    result = make_plan(
-        choose_predictor(_setup(target, hardware, models, machine, traffic), points),
-        chances,
-        numbers(traffic.concurrency, "--concurrency", int),
-        traffic.max_length,
+    chances = numbers(traffic.acceptance, "--acceptance", float)
+    tokens_of = tokens_by_length(chances, traffic.max_length)
+    points = read_points(traffic.measured or (), tokens_of)
+    network = find_network(target, models.quantization, models.kv_cache_dtype)
+    cards = find_hardware(hardware, machine.interconnect, machine.graphs)
+    tp = machine.tp or cards.num_cards
+    setup = Setup(
+        target=network,
+        drafter=find_drafter(models.draft, network, models.draft_quantization),
+        hardware=cards,
+        tp=tp,
+        draft_tp=machine.draft_tp or tp,
+        prompt_tokens=traffic.input_len,
+        output_tokens=traffic.output_len,
     )
+    concurrencies = numbers(traffic.concurrency, "--concurrency", int)
+    result = make_plan(choose_predictor(setup, points), tokens_of, concurrencies)
     if json_:
-        typer.echo(strict_json(asdict(result)))
+        typer.echo(strict_json(result))
     else:
         show(result)
     if plot is not None:
@@ -108,34 +141,10 @@ def plan(
         typer.echo(f"plot: {plot}", err=json_)
 
 
-def _setup(
-    target: str,
-    hardware: str,
-    models: ModelOptions,
-    machine: HardwareOptions,
-    traffic: TrafficOptions,
-) -> "Setup":
-    from outdraft.planning.hardware import find_hardware
-    from outdraft.planning.roofline import Setup, Workload
-    from outdraft.planning.shapes import find_drafter, find_network
-
-    network = find_network(target, models.quantization, models.kv_cache_dtype)
-    cards = find_hardware(hardware, machine.interconnect, machine.graphs)
-    tp = machine.tp or cards.num_cards
-    return Setup(
-        target=network,
-        drafter=find_drafter(models.draft, network, models.draft_quantization),
-        hardware=cards,
-        tp=tp,
-        draft_tp=machine.draft_tp or tp,
-        workload=Workload(traffic.input_len, traffic.output_len),
-    )
-
-
-def show(plan: "SpeculationPlan") -> None:
+def show(plan: dict[str, Any]) -> None:
     """The setup, a line for each concurrency, lengths, memory, and what follows."""
     console = wide_console(110)
-    setup = plan.setup
+    setup, levels = plan["setup"], plan["levels"]
     cards = f"tp {setup['tp']}, draft tp {setup['draft_tp']}, {setup['interconnect'] or 'no link'}"
     drafter = setup["drafter"] or "no network"
     console.print(
@@ -144,20 +153,26 @@ def show(plan: "SpeculationPlan") -> None:
         f"{setup['output_tokens']}",
         style="bold",
     )
-    console.print(f"Mode: {plan.mode}. {plan.basis}")
-    console.print(_levels(plan.levels), _steps(plan.levels), _lengths(plan.levels))
+    console.print(f"Mode: {plan['mode']}. {plan['basis']}")
+    table = table_of(LEVELS, cells_of(map(_cells, levels), LEVELS))
+    console.print(table, _steps(levels), _lengths(levels))
     console.print(
         "best: the length of drafts with the least time for a token; 0 is plain decoding. Bands "
         "hold most of what is measured, if the hardware is as described. break-even: the least "
         "chance of acceptance, the same at every position, at which drafts pay.",
         style="dim",
     )
-    console.print(_memory(plan.memory))
-    for line in _conclusions(plan):
-        console.print(line)
+    console.print(_memory(plan["memory"]))
+    most = plan["break_even_concurrency"]
+    if most == 0:
+        console.print("Drafts do not pay here, even for one request.")
+    elif most is None:
+        console.print("Drafts pay at any concurrency that was tried.")
+    else:
+        console.print(f"Drafts pay up to {most} concurrent requests.")
 
 
-def draw(plan: "SpeculationPlan", path: Path) -> None:
+def draw(plan: dict[str, Any], path: Path) -> None:
     """Write a picture: TPOT over concurrency, plain and with the best length, with their bands."""
     from matplotlib.figure import Figure
 
@@ -165,20 +180,17 @@ def draw(plan: "SpeculationPlan", path: Path) -> None:
 
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.add_subplot()
-    xs = [level.concurrency for level in plan.levels]
-    for label, curve in (
-        (
-            "plain",
-            [(v.plain_tpot_ms_low, v.plain_tpot_ms, v.plain_tpot_ms_high) for v in plan.levels],
-        ),
-        ("best length", [(v.tpot_ms_low, v.tpot_ms, v.tpot_ms_high) for v in plan.levels]),
-    ):
-        low, middle, high = zip(*curve, strict=True)
+    levels = plan["levels"]
+    xs = [level["concurrency"] for level in levels]
+    for label, name in (("plain", "plain_tpot_ms"), ("best length", "tpot_ms")):
+        low, middle, high = (
+            [level[name + end] for level in levels] for end in ("_low", "", "_high")
+        )
         axes.plot(xs, middle, marker="o", label=label)
         axes.fill_between(xs, low, high, alpha=0.2)
-    for level in plan.levels:
-        axes.annotate(str(level.best_length), (level.concurrency, level.tpot_ms))
-    title = f"{plan.setup['target']}, {plan.setup['method']}; {plan.mode}"
+    for level in levels:
+        axes.annotate(str(level["best_length"]), (level["concurrency"], level["tpot_ms"]))
+    title = f"{plan['setup']['target']}, {plan['setup']['method']}; {plan['mode']}"
     by_concurrency(axes, xs, title, " (numbers: best length)")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("TPOT, ms")
@@ -186,78 +198,56 @@ def draw(plan: "SpeculationPlan", path: Path) -> None:
     save_figure(figure, path)
 
 
-def _levels(levels: "list[Level]") -> Table:
-    times = "TPOT ms\n(band)", "plain TPOT ms\n(band)", "against\nplain", "tokens/s"
+def _cells(level: dict[str, Any]) -> dict[str, Any]:
+    """A level's fields, and those that LEVELS writes otherwise."""
+    least = level["break_even_acceptance"]
+    return level | {
+        "band": _band(level, "tpot_ms"),
+        "plain_band": _band(level, "plain_tpot_ms"),
+        "break_even": "never" if least is None else f"{least:.2f}",
+        "has_room": "yes" if level["fits"] else "NO",
+    }
+
+
+def _steps(levels: list[dict[str, Any]]) -> Table:
     rows = [
         (
-            str(level.concurrency),
-            str(level.best_length),
-            f"{level.tokens_a_step:.2f}",
-            _band(level.tpot_ms, level.tpot_ms_low, level.tpot_ms_high),
-            _band(level.plain_tpot_ms, level.plain_tpot_ms_low, level.plain_tpot_ms_high),
-            f"{level.speedup:.2f}x",
-            f"{level.tokens_per_s:,.0f}",
-            "never" if (least := level.break_even_acceptance) is None else f"{least:.2f}",
-            "yes" if level.fits else "NO",
+            str(level["concurrency"]),
+            *map(_digits, level["step_ms"].values()),
+            _digits(sum(level["step_ms"].values())),
         )
         for level in levels
     ]
-    headings = ("requests", "best", "tokens\na step", *times, "break-\neven", "fits")
-    return table_of((), headings, rows)
+    headings = "requests", *levels[0]["step_ms"], "sum"
+    return table_of(headings, rows, "A step of the best length, ms")
 
 
-def _steps(levels: "list[Level]") -> Table:
-    numbers = "requests", *levels[0].step_ms, "sum"
-    rows = [
-        (
-            str(level.concurrency),
-            *map(_digits, level.step_ms.values()),
-            _digits(sum(level.step_ms.values())),
-        )
-        for level in levels
-    ]
-    return table_of((), numbers, rows, "A step of the best length, ms")
+def _lengths(levels: list[dict[str, Any]]) -> Table:
+    headings = "requests", *map(str, range(len(levels[0]["tpot_ms_by_length"])))
+    rows: list[list[str]] = []
+    for level in levels:
+        cells, best = [*map(_digits, level["tpot_ms_by_length"])], level["best_length"]
+        cells[best] = f"[bold]{cells[best]}[/]"
+        rows.append([str(level["concurrency"]), *cells])
+    return table_of(headings, rows, "TPOT ms by length")
 
 
-def _lengths(levels: "list[Level]") -> Table:
-    lengths = map(str, range(len(levels[0].tpot_ms_by_length)))
-    rows = [
-        (
-            str(level.concurrency),
-            *(
-                f"[bold]{_digits(ms)}[/]" if length == level.best_length else _digits(ms)
-                for length, ms in enumerate(level.tpot_ms_by_length)
-            ),
-        )
-        for level in levels
-    ]
-    return table_of((), ["requests", *lengths], rows, "TPOT ms by length")
-
-
-def _band(middle: float, low: float, high: float) -> str:
-    return f"{_digits(middle)} ({_digits(low)} to {_digits(high)})"
+def _band(level: dict[str, Any], name: str) -> str:
+    middle, low, high = (_digits(level[name + end]) for end in ("", "_low", "_high"))
+    return f"{middle} ({low} to {high})"
 
 
 def _digits(ms: float) -> str:
     return f"{ms:.2f}" if ms < 10 else f"{ms:.1f}" if ms < 100 else f"{ms:,.0f}"
 
 
-def _memory(memory: "Memory") -> str:
-    if not memory.fits:
-        return f"Memory: the weights need {-memory.kv_gib:.1f} GiB more than a card has to give."
+def _memory(memory: dict[str, Any]) -> str:
+    if memory["kv_gib"] <= 0:
+        return f"Memory: the weights need {-memory['kv_gib']:.1f} GiB more than a card has to give."
+    kept_free = memory["card_gib"] - memory["usable_gib"]
     return (
-        f"Memory of the fullest card, GiB: {memory.target_weights_gib:.1f} target, "
-        f"{memory.drafter_weights_gib:.1f} drafter, {memory.kv_gib:.1f} keys and values "
-        f"({memory.drafter_kv_share:.0%} the drafter's), "
-        f"{memory.card_gib - memory.usable_gib:.1f} kept free. Room for {memory.max_tokens:,} "
-        f"tokens: {memory.max_requests:,} requests."
+        f"Memory of the fullest card, GiB: {memory['target_weights_gib']:.1f} target, "
+        f"{memory['drafter_weights_gib']:.1f} drafter, {memory['kv_gib']:.1f} keys and values "
+        f"({memory['drafter_kv_share']:.0%} the drafter's), {kept_free:.1f} kept free. Room for "
+        f"{memory['max_tokens']:,} tokens: {memory['max_requests']:,} requests."
     )
-
-
-def _conclusions(plan: "SpeculationPlan") -> list[str]:
-    most = plan.break_even_concurrency
-    if most == 0:
-        return ["Drafts do not pay here, even for one request."]
-    if most is None:
-        return ["Drafts pay at any concurrency that was tried."]
-    return [f"Drafts pay up to {most} concurrent requests."]

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import typer
@@ -19,19 +19,23 @@ from outdraft.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfTestOptions:
-    """Numbers of texts and of their tokens."""
+    """Numbers of texts and of their tokens.
 
-    prompts: int = flag("Prompts of the package that are completed greedily.", default=8)
-    max_tokens: int = flag("Tokens to complete each of them by.", default=64)
-    samples: int = flag(
-        "Texts that are drawn for each of --sampled-prompts, with lengths as configured and as "
-        "many more where every step drafts.",
-        default=512,
-    )
-    sampled_prompts: int | None = flag(
-        "Prompts with drawn texts, no more than --prompts. Default: 2, or the only one."
-    )
-    json_: bool = flag("Print one JSON object and nothing else.", "--json", default=False)
+    Attributes:
+        prompts: Prompts of the package that are completed greedily.
+        max_tokens: Tokens to complete each of them by.
+        samples: Texts that are drawn for each of --sampled-prompts, with lengths as configured and
+            as many more where every step drafts.
+        sampled_prompts: Prompts with drawn texts, no more than --prompts. Default: 2, or the only
+            one.
+        json_: Print one JSON object and nothing else.
+    """
+
+    prompts: int = 8
+    max_tokens: int = 64
+    samples: int = 512
+    sampled_prompts: int | None = None
+    json_: bool = flag("--json", default=False)
 
     def __post_init__(self) -> None:
         check_whole("prompts", self.prompts, 1, 300)
@@ -79,8 +83,7 @@ def selftest(model: Model = None, *, options: SelfTestOptions, engine: EngineOpt
             on_done=bar.update,
         )
     if options.json_:
-        differences = [asdict(one) for one in result["differences"]]
-        typer.echo(json.dumps(result | {"differences": differences}))
+        typer.echo(json.dumps(result))
     else:
         show(result)
     if not result["passed"]:
@@ -98,10 +101,10 @@ def show(result: dict[str, Any]) -> None:
         f"{result['max_tokens']} tokens are plain decoding's, token by token"
     )
     for one in found[:1]:
-        gap = "far" if one.gap is None else f"{one.gap:.2g} nats"
+        gap = "far" if one["gap"] is None else f"{one['gap']:.2g} nats"
         console.print(
-            f"     prompt {one.prompt}, {one.engine}, parts at token {one.place}: {one.plain_id} "
-            f"became {one.speculative_id}, which the target likes less by {gap}"
+            "     prompt {prompt}, {engine}, parts at token {place}: {plain_id} became "
+            "{speculative_id}, which the target likes less by {0}".format(gap, **one)
         )
     p_value = result["p_value"]
     console.print(

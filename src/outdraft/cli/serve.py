@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from outdraft.cli.command import Model, engine_environment
+from outdraft.cli.command import Model, engine_environment, num_physical_cores
 from outdraft.cli.options import (
     EngineOptions,
     SchedulerOptions,
@@ -18,77 +18,118 @@ from outdraft.cli.options import (
     serving_config,
     takes_options,
 )
-from outdraft.cli.replica_options import ReplicasOptions
+from outdraft.config.engine import EngineConfig
 from outdraft.config.fields import flag
 from outdraft.core.errors import ConfigError, did_you_mean
+from outdraft.core.openmp import prepare_openmp
+from outdraft.server.replicas.plan import ReplicaPlan
 
-FILE = {"exists": True, "dir_okay": False}
+FILE: dict[str, Any] = {"exists": True, "dir_okay": False}
 API_KEY_VARIABLE = "OUTDRAFT_API_KEY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """Address, access and end of the server; names as in vLLM."""
+    """Address, access and end of the server; names as in vLLM.
 
-    host: str = flag("Address to listen on; 0.0.0.0: all.", default="127.0.0.1")
-    port: int = flag("0: any that is free.", default=8000, min=0, max=65535)
-    api_key: str | None = flag(
-        f"What clients must send. Default: what {API_KEY_VARIABLE} holds, or nothing."
-    )
-    api_key_file: Path | None = flag("File that holds the key, and nothing else.", **FILE)
-    ssl_certfile: Path | None = flag("PEM; serves HTTPS instead of HTTP.", **FILE)
-    ssl_keyfile: Path | None = flag("PEM; default: it is in --ssl-certfile.", **FILE)
-    root_path: str = flag("Prefix of all paths that a proxy takes off, such as /llm.", default="")
-    allowed_origins: list[str] | None = flag(
-        "Web pages of other hosts that may ask (CORS): an origin, * for all, or a JSON list; "
-        "repeatable. Default: none."
-    )
-    allowed_hosts: list[str] | None = flag(
-        "Names that requests may be for; repeatable, * for any. Default: any, but on a loopback "
-        "address only loopback names."
-    )
-    enable_log_requests: bool = flag(
-        "Log each request: path, status, time, id; never its text.", default=False
-    )
-    record_trace: Path | None = flag(
-        "New file that gets a line of JSON for each finished request: token ids, never text; for "
-        "`outdraft replay`."
-    )
-    profiler_config: str | None = flag(
-        '{"profiler": "torch", "torch_profiler_dir": "DIR"}: POST /start_profile and '
-        "/stop_profile trace the engine's steps into DIR."
-    )
-    header_timeout: float = flag(
-        "Seconds that a client has to send a request's headers.", default=10.0, min=0.1
-    )
-    body_timeout: float = flag("Seconds that it then has for the body.", default=60.0, min=0.1)
-    served_model_name: list[str] | None = flag(
-        "What requests may call the model; repeatable. Default: its name."
-    )
-    chat_template: Path | None = flag("File with Jinja; default: the model's own.", **FILE)
-    chat_template_content_format: str = flag(
-        "Form of a message's content in the template: string, openai (a list of parts), or auto: "
-        "what the template can read.",
-        default="auto",
-    )
-    tool_call_parser: str | None = flag(
-        "How the model writes its calls, hermes, llama3_json or qwen2_5_coder; default: none."
-    )
-    enable_auto_tool_choice: bool | None = flag(
-        "Whether the model may decide to call a function. Default: yes, with --tool-call-parser."
-    )
-    reasoning_parser: str | None = flag(
-        "How the model writes what it thinks before it answers, qwen3 or deepseek_r1; default: "
-        "that is part of the answer."
-    )
-    drain_timeout: float = flag(
-        "Seconds that running requests have to finish at the end.", default=30.0, min=0, max=86_400
-    )
-    restart_engine: bool = flag(
-        "Start another engine when it dies.", "--restart-engine", default=False
-    )
-    log_level: str = flag("debug, info, warning or error.", default="info")
-    log_json: bool = flag("Log lines as JSON.", "--log-json", default=False)
+    Attributes:
+        host: Address to listen on; 0.0.0.0: all.
+        port: 0: any that is free.
+        api_key: What clients must send. Default: what OUTDRAFT_API_KEY holds, or nothing.
+        api_key_file: File that holds the key, and nothing else.
+        ssl_certfile: PEM; serves HTTPS instead of HTTP.
+        ssl_keyfile: PEM; default: it is in --ssl-certfile.
+        root_path: Prefix of all paths that a proxy takes off, such as /llm.
+        allowed_origins: Web pages of other hosts that may ask (CORS): an origin, * for all, or a
+            JSON list; repeatable. Default: none.
+        allowed_hosts: Names that requests may be for; repeatable, * for any. Default: any, but on a
+            loopback address only loopback names.
+        enable_log_requests: Log each request: path, status, time, id; never its text.
+        record_trace: New file that gets a line of JSON for each finished request: token ids, never
+            text; for `outdraft replay`.
+        profiler_config: {"profiler": "torch", "torch_profiler_dir": "DIR"}: POST /start_profile and
+            /stop_profile trace the engine's steps into DIR.
+        header_timeout: Seconds that a client has to send a request's headers.
+        body_timeout: Seconds that it then has for the body.
+        served_model_name: What requests may call the model; repeatable. Default: its name.
+        chat_template: File with Jinja; default: the model's own.
+        chat_template_content_format: Form of a message's content in the template: string, openai (a
+            list of parts), or auto: what the template can read.
+        tool_call_parser: How the model writes its calls, hermes, llama3_json or qwen2_5_coder;
+            default: none.
+        enable_auto_tool_choice: Whether the model may decide to call a function. Default: yes, with
+            --tool-call-parser.
+        reasoning_parser: How the model writes what it thinks before it answers, qwen3 or
+            deepseek_r1; default: that is part of the answer.
+        drain_timeout: Seconds that running requests have to finish at the end.
+        restart_engine: Start another engine when it dies.
+        log_level: debug, info, warning or error.
+        log_json: Log lines as JSON.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = flag(default=8000, min=0, max=65535)
+    api_key: str | None = None
+    api_key_file: Path | None = flag(**FILE)
+    ssl_certfile: Path | None = flag(**FILE)
+    ssl_keyfile: Path | None = flag(**FILE)
+    root_path: str = ""
+    allowed_origins: list[str] | None = None
+    allowed_hosts: list[str] | None = None
+    enable_log_requests: bool = False
+    record_trace: Path | None = None
+    profiler_config: str | None = None
+    header_timeout: float = flag(default=10.0, min=0.1)
+    body_timeout: float = flag(default=60.0, min=0.1)
+    served_model_name: list[str] | None = None
+    chat_template: Path | None = flag(**FILE)
+    chat_template_content_format: str = "auto"
+    tool_call_parser: str | None = None
+    enable_auto_tool_choice: bool | None = None
+    reasoning_parser: str | None = None
+    drain_timeout: float = flag(default=30.0, min=0, max=86_400)
+    restart_engine: bool = flag("--restart-engine", default=False)
+    log_level: str = "info"
+    log_json: bool = flag("--log-json", default=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicasOptions:
+    """Number of engines, and their machines; several need `pip install 'outdraft[ray]'`.
+
+    Attributes:
+        data_parallel_size: Engines (replicas) that share the requests; with autoscaling: at the
+            start.
+        min_replicas: Fewest replicas of autoscaling. Default: --data-parallel-size.
+        max_replicas: Most replicas of autoscaling. Default: --data-parallel-size.
+        target_requests: Requests waiting or running, a replica, at which autoscaling aims.
+        upscale_delay: Seconds for which more replicas are wanted before autoscaling starts them.
+        downscale_delay: Seconds for which fewer replicas are wanted before autoscaling ends the
+            others.
+        replica_cpus: Cores of a replica, which computes with as many threads. Default: its share of
+            this machine's cores; 1 on a GPU.
+        replica_timeout: Seconds without a sign of life after which a replica counts as lost.
+        replica_port: Port at which replicas call this server; 0: any that is free.
+        ray_address: Cluster of Ray to run replicas on: an address, or local. Default: what
+            RAY_ADDRESS names, or what `ray start` has started on this machine, or else local: this
+            machine alone.
+    """
+
+    data_parallel_size: int = flag(default=1, min=1)
+    min_replicas: int | None = flag(min=1)
+    max_replicas: int | None = flag(min=1)
+    target_requests: float = flag(default=16.0, min=0.1)
+    upscale_delay: float = flag(default=30.0, min=0)
+    downscale_delay: float = flag(default=600.0, min=0)
+    replica_cpus: int | None = flag(min=1)
+    replica_timeout: float = flag(default=5.0, min=1)
+    replica_port: int = flag(default=0, min=0, max=65535)
+    ray_address: str | None = None
+
+    @property
+    def has_replicas(self) -> bool:
+        """True if there is more than the server's one engine."""
+        return self.data_parallel_size > 1 or self.max_replicas is not None
 
 
 @takes_options
@@ -96,26 +137,69 @@ def serve(
     model: Model = None,
     *,
     config: Annotated[  # the callback has done what there is to do
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            is_eager=True,
-            callback=read_config_file,
-            help="TOML file whose keys are names of flags; the command line wins.",
-        ),
+        Path | None, typer.Option(is_eager=True, callback=read_config_file, **FILE)
     ] = None,
     engine: EngineOptions,
     scheduler: SchedulerOptions,
     server: ServerOptions,
     replicas: ReplicasOptions,
 ) -> None:
-    """Serve a model over HTTP, with OpenAI's API and a page to watch it."""
+    """Serve a model over HTTP, with OpenAI's API and a page to watch it.
+
+    Args:
+        config: TOML file whose keys are names of flags; the command line wins.
+    """
     chosen = serving_config(model, engine, scheduler)
     from outdraft.cli.serving import run
 
     environ = engine_environment(os.environ)
     raise typer.Exit(run(chosen, server, replicas, environ, is_embedded=model is None))
+
+
+def replica_plan(
+    options: ReplicasOptions,
+    config: EngineConfig,
+    environ: Mapping[str, str],
+    *,
+    has_gpus: bool,
+    log_level: str,
+    drain_timeout_s: float,
+) -> ReplicaPlan:
+    """Make the deployment that Ray Serve is asked for.
+
+    Args:
+        environ: of this process.
+        has_gpus: whether a machine of the cluster has some.
+
+    Raises:
+        ConfigError: the numbers contradict each other.
+    """
+    size = options.data_parallel_size
+    fewest = options.min_replicas if options.min_replicas is not None else size
+    most = options.max_replicas if options.max_replicas is not None else size
+    if not fewest <= size <= most:
+        raise ConfigError(
+            f"--data-parallel-size ({size}) must be at least --min-replicas ({fewest}) and at most "
+            f"--max-replicas ({most})"
+        )
+    on_gpus = has_gpus and config.device != "cpu"
+    num_cpus = options.replica_cpus or (1 if on_gpus else max(1, num_physical_cores() // size))
+    chosen: dict[str, str] = {}
+    prepare_openmp(chosen)
+    chosen["OMP_NUM_THREADS"] = environ.get("OMP_NUM_THREADS", str(num_cpus))
+    return ReplicaPlan(
+        num_replicas=size,
+        min_replicas=fewest,
+        max_replicas=most,
+        target_requests=options.target_requests,
+        upscale_delay_s=options.upscale_delay,
+        downscale_delay_s=options.downscale_delay,
+        num_cpus=num_cpus,
+        num_gpus=config.parallel.tensor_parallel_size if on_gpus else 0,
+        environ=chosen,
+        log_level=log_level,
+        drain_timeout_s=drain_timeout_s,
+    )
 
 
 def api_key(options: ServerOptions, environ: Mapping[str, str]) -> str | None:

@@ -1,54 +1,73 @@
-"""Puts the parts of a server together."""
+"""Puts the parts of a server together: one engine or several, their client, and the API."""
 
 import asyncio
 import logging
 import sys
-from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
+import msgspec
 from rich.console import Console
 
-from outdraft.cli.engines import (
-    Started,
-    Starting,
-    check_replicas,
-    engine_facts,
-    one_engine,
-    several_engines,
-)
-from outdraft.cli.replica_options import ReplicasOptions
 from outdraft.cli.serve import (
     API_KEY_VARIABLE,
+    ReplicasOptions,
     ServerOptions,
     api_key,
     listed,
     profiler_dir,
+    replica_plan,
 )
 from outdraft.config.engine import EngineConfig
 from outdraft.config.fields import as_choice, check_choice
-from outdraft.core.errors import ConfigError
-from outdraft.dashboard.feed import LiveFeed
+from outdraft.core.errors import ConfigError, EngineDeadError
+from outdraft.dashboard.feed import EngineFacts, LiveFeed
 from outdraft.dashboard.router import dashboard_router
 from outdraft.loading.generation_config import default_sampling
 from outdraft.server.api.app import create_app
 from outdraft.server.api.middleware import is_loopback
 from outdraft.server.api.reasoning import check_marks
 from outdraft.server.api.settings import ApiContext, ApiSettings, ReasoningFormat, ToolCallFormat
+from outdraft.server.engine_process import EngineProcess
 from outdraft.server.launcher import HttpOptions, Launcher, bind
 from outdraft.server.logs import LogLevel, TrafficLog, set_up_logging
-from outdraft.server.messages import EngineInfo, Loading
-from outdraft.server.metrics import metrics_router
+from outdraft.server.messages import EngineInfo, Loading, Steps
+from outdraft.server.metrics import Metrics, metrics_router
+from outdraft.server.process_client import Supervisor
 from outdraft.server.trace_file import TraceFile
 from outdraft.text.chat import ChatTemplate, as_content_format, special_tokens
+
+if TYPE_CHECKING:
+    from outdraft.server.replicas.deployment import Deployment
+    from outdraft.server.replicas.pool import ReplicaPool
+    from outdraft.server.replicas.replica_metrics import ReplicaMetrics
 
 _logger = logging.getLogger(__name__)
 
 EMBEDDED_NAME = "outdraft"
 # The embedded model completes code: it was not trained on conversations.
 JOINED_CONTENTS = "{{ messages | map(attribute='content') | join('\\n') }}"
+STATUS_POLL_S = 2.0
+NO_RAY = "--data-parallel-size and --max-replicas need Ray: pip install 'outdraft[ray]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A client of engines that are ready, and their numbers.
+
+    Attributes:
+        total: of all engines together, and
+        each: of each engine.
+        watch: has a function called with the steps of the engines.
+    """
+
+    client: "Supervisor | ReplicaPool"
+    total: "Metrics | ReplicaMetrics"
+    each: Collection[Metrics]
+    watch: Callable[[Callable[[Steps], None]], None]
 
 
 def run(
@@ -72,7 +91,6 @@ def run(
     level = as_choice("--log-level", options.log_level, LogLevel)
     set_up_logging(level, sys.stderr, as_json=options.log_json)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    has_replicas = replicas.has_replicas
     check_replicas(config, options, replicas)
 
     def show(loading: Loading) -> None:
@@ -82,29 +100,30 @@ def run(
         with bind(options.host, options.port) as listener:
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            if not is_loopback(host) and settings.api_key is None:
-                _warn_of_guests(console, shown)
+            _warn_of_guests(console, host, shown, settings)
             name = settings.served_model_names[0]
-            parts = Starting(config, options, environ, name, show, trace)
-            engines = several_engines(parts, replicas) if has_replicas else one_engine(parts)
+            engines = (
+                several_engines(config, options, replicas, environ, name, show)
+                if replicas.has_replicas
+                else one_engine(config, options, environ, name, show)
+            )
             async with engines as started:
-                client = started.client
+                info = started.client.info
+                if trace is not None:
+                    started.client.record(trace)
                 if settings.reasoning_parser is not None:
-                    check_marks(client.inputs.tokenizer)
-                _show_engine(console, client.info, config)
+                    check_marks(started.client.inputs.tokenizer)
+                _show_engine(console, info, config)
                 complete = replace(
                     settings,
                     allowed_hosts=allowed_hosts(chosen_hosts, options.host, host),
-                    default_sampling=_default_sampling(config, client.info),
+                    default_sampling=_default_sampling(config, info),
                 )
-                template = _chat_template(
-                    client.info, options, given_template, is_embedded=is_embedded
-                )
+                template = _chat_template(info, options, given_template, is_embedded=is_embedded)
                 console.print(
                     f"\nserving {name} at {http.scheme}://{shown}", style="bold", markup=False
                 )
-                feed = LiveFeed(engine_facts(client.info, name))
-                started.show(feed)
+                feed, client = live_feed(started, name), started.client
                 launcher = Launcher(client, listener, options.drain_timeout, feed.close, http)
                 return await _serve(started, launcher, feed, complete, template)
 
@@ -131,21 +150,158 @@ async def _serve(
 ) -> int:
     client = started.client
     context = ApiContext(client, client.inputs, template, settings, lambda: launcher.is_draining)
-    app = create_app(context, [metrics_router(started.registry), dashboard_router(feed)])
-    traffic = asyncio.create_task(TrafficLog(started.metrics).run())
+    app = create_app(context, [metrics_router(started.total.registry), dashboard_router(feed)])
+    traffic = asyncio.create_task(TrafficLog(started.each).run())
     try:
         return await launcher.serve(app)
     finally:
         traffic.cancel()
 
 
-def _warn_of_guests(console: Console, shown: str) -> None:
-    console.print(
-        f"WARNING: everybody who can reach {shown} may use this server: give it a key "
-        f"with --api-key-file or {API_KEY_VARIABLE}, or --host 127.0.0.1",
-        style="bold red",
-        markup=False,
+@asynccontextmanager
+async def one_engine(
+    config: EngineConfig,
+    options: ServerOptions,
+    environ: Mapping[str, str],
+    name: str,
+    show: Callable[[Loading], None],
+) -> AsyncGenerator[Started]:
+    """An engine process of this machine.
+
+    Args:
+        environ: of the engine's process.
+        name: of the model, for metrics.
+        show: called with each stage of the engine's start.
+
+    Raises:
+        ConfigError, EngineDeadError: it cannot start.
+    """
+
+    def launch() -> EngineProcess:
+        return EngineProcess(config, environ, options.log_level.upper())
+
+    supervisor = Supervisor(launch, show, restarts=options.restart_engine)
+    await supervisor.start()
+    metrics = Metrics(supervisor.info, name)
+    supervisor.observe(metrics)
+    yield Started(supervisor, metrics, [metrics], supervisor.watch)
+
+
+@asynccontextmanager
+async def several_engines(
+    config: EngineConfig,
+    options: ServerOptions,
+    replicas: ReplicasOptions,
+    environ: Mapping[str, str],
+    name: str,
+    show: Callable[[Loading], None],
+) -> AsyncGenerator[Started]:
+    """Replicas that Ray Serve starts; else see `one_engine`."""
+    try:
+        from outdraft.server.replicas.deployment import Deployment, connect, has_gpus
+    except ImportError:
+        raise ConfigError(NO_RAY) from None
+    from outdraft.server.replicas.pool import ReplicaPool
+    from outdraft.server.replicas.replica_metrics import ReplicaMetrics
+    from outdraft.server.replicas.switchboard import Switchboard
+
+    host = connect(replicas.ray_address)
+    plan = replica_plan(
+        replicas,
+        config,
+        environ,
+        has_gpus=has_gpus(),
+        log_level=options.log_level.upper(),
+        drain_timeout_s=options.drain_timeout,
     )
+    metrics = ReplicaMetrics(name)
+    board = Switchboard(host, replicas.replica_port, replicas.replica_timeout)
+
+    def localised(info: EngineInfo) -> EngineInfo:
+        return with_local_paths(info, config)
+
+    pool = ReplicaPool(board, config.cache.block_size, show, localised, metrics)
+    deployment = Deployment(config, plan, pool.address)
+    try:
+        await _start(pool, deployment, plan.num_replicas)
+        yield Started(pool, metrics, metrics.all, metrics.watch_steps)
+    finally:
+        pool.close("the server is shutting down")
+        await asyncio.to_thread(deployment.delete)
+
+
+async def _start(pool: "ReplicaPool", deployment: "Deployment", num_replicas: int) -> None:
+    """Wait until all replicas are ready. Raises ConfigError, EngineDeadError: they never will be.
+
+    A replica's own words about its failure say more than those of Ray Serve.
+    """
+    await asyncio.to_thread(deployment.start)
+    starting = asyncio.create_task(pool.start(num_replicas))
+    try:
+        while not (await asyncio.wait({starting}, timeout=STATUS_POLL_S))[0]:
+            if (failure := await asyncio.to_thread(deployment.failure)) is not None:
+                raise EngineDeadError(f"Ray Serve could not start the replicas: {failure}")
+        starting.result()
+    finally:
+        starting.cancel()
+
+
+def with_local_paths(info: EngineInfo, config: EngineConfig) -> EngineInfo:
+    """Replace a replica's directories of model and tokenizer by those of this machine.
+
+    Raises:
+        ConfigError: they are not here, nor on the hub.
+    """
+    model, tokenizer = Path(info.model_path), Path(info.tokenizer_path)
+    if model.exists() and tokenizer.exists():
+        return info
+    from outdraft.loading.models import tokenizer_path  # imports torch
+    from outdraft.models.checkpoints.files import resolve_model_path
+
+    if not model.exists():
+        model = resolve_model_path(config.model, config.revision, with_weights=False)
+    if not tokenizer.exists():
+        tokenizer = tokenizer_path(config, model)
+    return msgspec.structs.replace(info, model_path=str(model), tokenizer_path=str(tokenizer))
+
+
+def check_replicas(config: EngineConfig, options: ServerOptions, replicas: ReplicasOptions) -> None:
+    """Raise ConfigError if a flag has no meaning with replicas, or none without them."""
+    if replicas.has_replicas:
+        if config.parallel.distributed_executor_backend == "ray":
+            raise ConfigError(
+                "--distributed-executor-backend ray is for one engine: the ranks of a replica "
+                "share its machine"
+            )
+        if options.profiler_config is not None:
+            raise ConfigError("--profiler-config traces one engine, not several replicas")
+        if options.restart_engine:
+            raise ConfigError("--restart-engine is for one engine: replicas are always replaced")
+    elif replicas.min_replicas is not None:
+        raise ConfigError("--min-replicas needs --max-replicas, or --data-parallel-size above 1")
+
+
+def live_feed(started: Started, name: str) -> LiveFeed:
+    """Make the page's feed, and have it shown latencies and steps. `name`: of the model."""
+    info = started.client.info
+    feed = LiveFeed(
+        EngineFacts(
+            name,
+            info.dtype,
+            info.device,
+            tuple(info.speculation_methods),
+            info.num_speculative_tokens,
+            info.lossless,
+        )
+    )
+
+    def record(news: Steps) -> None:
+        feed.record(news.steps, news.num_running, news.num_waiting, news.kv_usage)
+        feed.without_speculation(started.total.plain_tokens_per_s)
+
+    started.total.watch(feed)
+    started.watch(record)
+    return feed
 
 
 def _show_engine(console: Console, info: EngineInfo, config: EngineConfig) -> None:
@@ -158,6 +314,18 @@ def _show_engine(console: Console, info: EngineInfo, config: EngineConfig) -> No
         draft_size = config.draft_tensor_parallel_size
         drafters = f", {size // draft_size} drafters over {draft_size} each"
     console.print(f"the target over {size} ranks{drafters}", markup=False)
+
+
+def _warn_of_guests(console: Console, host: str, shown: str, settings: ApiSettings) -> None:
+    """Warn if other machines may use a server without a key."""
+    if is_loopback(host) or settings.api_key is not None:
+        return
+    console.print(
+        f"WARNING: everybody who can reach {shown} may use this server: give it a key "
+        f"with --api-key-file or {API_KEY_VARIABLE}, or --host 127.0.0.1",
+        style="bold red",
+        markup=False,
+    )
 
 
 def _default_sampling(config: EngineConfig, info: EngineInfo) -> dict[str, Any]:

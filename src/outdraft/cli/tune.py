@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from tqdm import tqdm
 
 from outdraft import assets
 from outdraft.cli.bench_methods import TREE_LEVELS
-from outdraft.cli.bench_options import concurrencies
-from outdraft.cli.command import Model, check_output, table_of, use_physical_cores
+from outdraft.cli.command import Model, check_output, progress, table_of, use_physical_cores
 from outdraft.cli.options import (
     EngineOptions,
+    concurrencies,
     engine_config,
     takes_options,
     with_embedded_network,
@@ -36,18 +35,22 @@ FIXED, PROBE = "always ", f"always {PROBE_LENGTH}: "  # what their names begin w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneOptions:
-    """Candidates, and the traffic that they are tried with."""
+    """Candidates, and the traffic that they are tried with.
 
-    draft: list[str] | None = flag(
-        "A drafter: a directory or hub name, with METHOD= before it if it is no draft_model; "
-        "repeatable; mtp: the layer of the target's own checkpoint. Default for the embedded "
-        "model: its own.",
-        metavar="[METHOD=]PATH",
-    )
-    concurrency: str = flag("Requests that run at once.", default="1,8", metavar="1,8")
+    Attributes:
+        draft: A drafter: a directory or hub name, with METHOD= before it if it is no draft_model;
+            repeatable; mtp: the layer of the target's own checkpoint. Default for the embedded
+            model: its own.
+        concurrency: Requests that run at once.
+        rounds: Most rounds of candidates that are almost as fast as the best.
+        output: File for `outdraft serve --config`.
+    """
+
+    draft: list[str] | None = flag(metavar="[METHOD=]PATH")
+    concurrency: str = flag(default="1,8", metavar="1,8")
     temperature: float = flag(default=0.0, min=0)
-    rounds: int = flag("Most rounds of candidates that are almost as fast as the best.", default=5)
-    output: Path | None = flag("File for `outdraft serve --config`.", "--output", "-o")
+    rounds: int = 5
+    output: Path | None = flag("--output", "-o")
 
     def __post_init__(self) -> None:
         check_whole("rounds", self.rounds, 1, 1000)
@@ -90,7 +93,7 @@ def tune(
     tokenizer = models[PLAIN].tokenizer
     requests = load_requests(dataset, plan.num_prompts, engine.seed or 0, tokenizer)
     params = SamplingParams(temperature=options.temperature, ignore_eos=True, detokenize=False)
-    with tqdm(desc="runs", unit="run", leave=False, disable=None) as bar:
+    with progress("runs", unit="run") as bar:
         results = race(configs, models, requests, plan, params, lambda name: bar.update())
     target = models[PLAIN].target
     limits = machine_limits(target.dtype) if target.device.type == "cpu" else None
@@ -160,15 +163,21 @@ def _conclude(
 
     console = Console(highlight=False, soft_wrap=True)
     ranked = sorted(tried, key=lambda name: gain(results, name), reverse=True)
-    _show_table(console, ranked, results)
+    levels = [f"{result.concurrency} at once" for result in results]
+    rows: list[list[str]] = []
+    for name in ranked:
+        gains = [*(level_gain(result, name) for result in results), gain(results, name)]
+        rows.append([name, *(f"{one:.2f}" for one in gains)])
+    console.print("Times plain decoding's speed, median of the rounds:")
+    console.print(table_of(["candidate", *levels, "all"], rows))
     for name in ranked:
         if name.startswith(PROBE):
             _explain(console, name, results, row_intensity, ridge)
     best = winner(results, ranked, [name for name in ranked if name.startswith(FIXED)])
     is_worth_it = gain(results, best) > 1 + WORTH_IT
-    gains = {result.concurrency: level_gain(result, best) for result in results}
-    pays = [level for level, one in gains.items() if one > 1 + WORTH_IT]
-    loses = [level for level, one in gains.items() if one < 1 - WORTH_IT]
+    by_level = {result.concurrency: level_gain(result, best) for result in results}
+    pays = [level for level, one in by_level.items() if one > 1 + WORTH_IT]
+    loses = [level for level, one in by_level.items() if one < 1 - WORTH_IT]
     disable_above = max(pays) if pays and loses and max(pays) < min(loses) else None
     verdict = (
         f"{best}: {gain(results, best):.2f} times plain decoding"
@@ -186,22 +195,6 @@ def _conclude(
         text = config_file(model, chosen, disable_above if is_worth_it else None, [verdict])
         options.output.write_text(text, encoding="utf-8")
         typer.echo(f"outdraft serve --config {options.output}")
-
-
-def _show_table(console: Console, ranked: Sequence[str], results: Sequence["LevelResult"]) -> None:
-    from outdraft.bench.tune import gain, level_gain
-
-    levels = [f"{result.concurrency} at once" for result in results]
-    rows = [
-        (
-            name,
-            *(f"{level_gain(result, name):.2f}" for result in results),
-            f"{gain(results, name):.2f}",
-        )
-        for name in ranked
-    ]
-    console.print("Times plain decoding's speed, median of the rounds:")
-    console.print(table_of(["candidate"], [*levels, "all"], rows))
 
 
 def _explain(

@@ -14,23 +14,21 @@ PROBE_LENGTH = 3  # drafts of the fixed lengths that explain what `outdraft tune
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Source of prompts."""
+    """Source of prompts.
 
-    name: str = flag(
-        "embedded (held-out code), custom (JSONL), sharegpt or random.",
-        "--dataset-name",
-        default="embedded",
-    )
-    path: Path | None = flag(
-        "custom: a line is {prompt, max_tokens?, prediction?}; sharegpt: JSON.", "--dataset-path"
-    )
-    input_len: int = flag("Tokens of a random prompt.", default=1024)
-    output_len: int | None = flag("Tokens to generate; default: the data's, else 128.")
-    range_ratio: float = flag(
-        "Random lengths are even over len * (1 - r) to len * (1 + r).",
-        "--random-range-ratio",
-        default=0.0,
-    )
+    Attributes:
+        name: embedded (held-out code), custom (JSONL), sharegpt or random.
+        path: custom: a line is {prompt, max_tokens?, prediction?}; sharegpt: JSON.
+        input_len: Tokens of a random prompt.
+        output_len: Tokens to generate; default: the data's, else 128.
+        range_ratio: Random lengths are even over len * (1 - r) to len * (1 + r).
+    """
+
+    name: str = flag("--dataset-name", default="embedded")
+    path: Path | None = flag("--dataset-path")
+    input_len: int = 1024
+    output_len: int | None = None
+    range_ratio: float = flag("--random-range-ratio", default=0.0)
 
     def __post_init__(self) -> None:
         check_choice("dataset_name", self.name, DATASETS)
@@ -46,15 +44,21 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficPlan:
-    """Arrival of requests."""
+    """Arrival of requests.
 
-    request_rate: float = flag("Requests a second; inf: all at once.", default=math.inf)
-    burstiness: float = flag(
-        "Shape of the gamma distributed gaps; 1 is a Poisson process.", default=1.0
-    )
-    max_concurrency: int | None = flag("Most requests under way.")
-    num_warmups: int = flag("Sent first, not measured.", default=0)
-    seed: int = flag("For prompts and arrivals.", default=0, min=0)
+    Attributes:
+        request_rate: Requests a second; inf: all at once.
+        burstiness: Shape of the gamma distributed gaps; 1 is a Poisson process.
+        max_concurrency: Most requests under way.
+        num_warmups: Sent first, not measured.
+        seed: For prompts and arrivals.
+    """
+
+    request_rate: float = math.inf
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    num_warmups: int = 0
+    seed: int = flag(default=0, min=0)
 
     def __post_init__(self) -> None:
         if self.max_concurrency is not None and self.max_concurrency < 1:
@@ -76,9 +80,9 @@ class LatencyPlan:
     again, and a user's next batch is another one.
     """
 
-    batch_size: int = flag(default=1)
-    num_iters_warmup: int = flag(default=2)
-    num_iters: int = flag(default=10)
+    batch_size: int = 1
+    num_iters_warmup: int = 2
+    num_iters: int = 10
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.num_iters < 1 or self.num_iters_warmup < 0:

@@ -12,8 +12,7 @@ from outdraft.config.fields import (
     check_whole,
     parse_bytes,
 )
-from outdraft.config.speculation import SpeculationConfig
-from outdraft.config.speculation_json import parse_speculative_config
+from outdraft.config.speculation import SpeculationConfig, parse_speculative_config
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.core.weights import QUANTIZATIONS
@@ -224,13 +223,8 @@ class EngineConfig:
             if name in values:
                 raise ConfigError(f"{name!r} has two names, and both were given: use one of them")
             values[name] = value
-        return cls(
-            **chosen,
-            cache=CacheConfig(**parts["cache"]),
-            scheduler=SchedulerConfig(**parts["scheduler"]),
-            parallel=ParallelConfig(**parts["parallel"]),
-            speculation=parse_speculative_config(speculative_config),
-        )
+        chosen |= {part: kind(**parts[part]) for part, kind in kinds.items()}
+        return cls(**chosen, speculation=parse_speculative_config(speculative_config))
 
     def _check_ranks(self) -> None:
         size, draft_size = self.parallel.tensor_parallel_size, self.draft_tensor_parallel_size

@@ -12,17 +12,16 @@ Choice = TypeVar("Choice", bound=StrEnum)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
-def flag(text: str | None = None, *spellings: str, default: Any = None, **settings: Any) -> Any:
-    """A field of a dataclass that the command line offers as a flag.
+def flag(*spellings: str, default: Any = None, **settings: Any) -> Any:
+    """A field of a dataclass that the command line offers as a flag with settings of its own.
 
     All of it is metadata: this needs no library of the command line.
 
     Args:
-        text: its help.
         spellings: of the flag; none: it is made of the field's name.
         settings: more arguments of typer.Option.
     """
-    return field(default=default, metadata={"help": text, "spellings": spellings, **settings})
+    return field(default=default, metadata={"spellings": spellings, **settings})
 
 
 def check_whole(

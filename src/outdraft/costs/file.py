@@ -126,10 +126,7 @@ def drafter_key(network: DraftNetworkConfig) -> Key:
         return {"settings": repr(network)}
     path = Path(network.model)
     settings = replace(network, model="-")
-    return {
-        "model": identity(path) if path.exists() else network.model,
-        "settings": repr(settings),
-    }
+    return {"model": identity(path) if path.exists() else network.model, "settings": repr(settings)}
 
 
 def identity(path: Path) -> list[tuple[str, int, int]]:

@@ -6,7 +6,7 @@ with a range and where it comes from. No constant belongs to a model or to a car
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,11 @@ class Card:
             the peaks, and what no peak explains, in us; data/hardware.json explains each.
     """
 
-    name: str
     title: str
     bandwidth: float
     memory_bytes: float
     peaks: dict[str, float]
     buses: dict[str, float]
-    has_peer_access: bool
     ranges: dict[str, tuple[float, float]]
     bandwidth_efficiency: float
     compute_efficiency: float
@@ -50,14 +48,6 @@ class Card:
     def peak(self, dtype: str) -> float:
         """Operations a second in a dtype of weights; those without one are computed in bf16."""
         return self.peaks.get(dtype, self.peaks["bf16"])
-
-    def variants(self) -> list[tuple["Card", "Card"]]:
-        """This card with one constant at the ends of its range, for each constant."""
-        return [
-            (replace(self, **{name: low}), replace(self, **{name: high}))
-            for name, (low, high) in self.ranges.items()
-            if low != high
-        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +130,7 @@ def find_hardware(text: str, interconnect: str | None = None, graphs: str = "ful
         raw = data["cards"][name]
     card = _card(name, raw, data["constants"])
     if interconnect is None:
-        usual = "pcie" if card.has_peer_access else "pcie-no-p2p"
+        usual = "pcie" if raw.get("has_peer_access", True) else "pcie-no-p2p"
         interconnect = "nvlink" if "nvlink_gb_s" in card.buses else usual
         if count == 1:
             return Hardware(card, count, None, graphs)
@@ -156,13 +146,11 @@ def _card(name: str, raw: dict[str, Any], constants: dict[str, Any]) -> Card:
     try:
         ranges = constants[raw["kind"]]
         return Card(
-            name=name,
             title=raw.get("title", name),
             bandwidth=raw["memory_gb_s"] * _GB,
             memory_bytes=raw["memory_gib"] * 2**30,
             peaks={dtype: value * 1e12 for dtype, value in raw["tflops"].items()},
             buses={bus: raw[bus] * _GB for bus in ("nvlink_gb_s", "pcie_gb_s") if bus in raw},
-            has_peer_access=raw.get("has_peer_access", True),
             ranges={key: (one["low"], one["high"]) for key, one in ranges.items()},
             **{key: one["value"] for key, one in ranges.items()},
         )

@@ -4,7 +4,6 @@ A network cannot draft again without the target's states, so a replay draws its 
 curves: by level, and shifted for each request by how much easier than others it was.
 """
 
-import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -14,8 +13,9 @@ from itertools import accumulate
 import numpy as np
 
 from outdraft.config.speculation import NETWORK_SOURCES
+from outdraft.control.chances import logit, sigmoid
 from outdraft.core.draft import DraftSource
-from outdraft.core.recorded import RecordedRequest, RecordedStep
+from outdraft.core.recorded import RecordedRequest
 
 PRIOR_CHANCE, LEANING = 0.6, 10.0  # of a level that leans on the one above; labels
 OFFSET_INFORMATION, MAX_OFFSET = 4.0, 4.0  # of "as easy as others", as 16 labels; logits
@@ -121,33 +121,20 @@ class RecordedAcceptance:
 
 def network_drafts(source: DraftSource, request: RecordedRequest) -> Iterator[tuple[int, int]]:
     """(levels drafted, levels accepted) of each step in which this network alone drafted."""
-    for output in request.outputs:
-        for step in output.steps:
-            if list(step.drafted) == [source]:
-                yield _levels(step, source, request.tree)
+    ends = list(accumulate(request.tree))
+    for step in (step for output in request.outputs for step in output.steps):
+        if list(step.drafted) == [source]:
+            rows, accepted = step.drafted[source], step.accepted.get(source, 0)
+            levels = bisect_right(ends, rows) if ends else rows
+            yield max(levels, accepted), accepted
 
 
 def recorded_networks(requests: Sequence[RecordedRequest]) -> list[DraftSource]:
     """The networks that drafted in a trace."""
-    named = {
-        name
-        for request in requests
-        for output in request.outputs
-        for step in output.steps
-        for name in step.drafted
-    }
+    outputs = [output for request in requests for output in request.outputs]
+    named = {name for output in outputs for step in output.steps for name in step.drafted}
     return [source for source in DraftSource if source in NETWORK_SOURCES and source in named]
 
 
-def _levels(step: RecordedStep, source: str, tree: Sequence[int]) -> tuple[int, int]:
-    rows, accepted = step.drafted[source], step.accepted.get(source, 0)
-    if not tree:
-        return rows, accepted
-    levels = bisect_right(list(accumulate(tree)), rows)
-    return max(levels, accepted), accepted
-
-
 def _shifted(chance: float, offset: float) -> float:
-    if not 0 < chance < 1:
-        return chance
-    return 1 / (1 + math.exp(-math.log(chance / (1 - chance)) - offset))
+    return sigmoid(logit(chance) + offset) if 0 < chance < 1 else chance

@@ -6,8 +6,11 @@ Time is what a table of costs says; the next arrival is waited for when nothing 
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+
+import numpy as np
 
 from outdraft.config.engine import CacheConfig, SchedulerConfig
 from outdraft.config.speculation import (
@@ -18,12 +21,20 @@ from outdraft.config.speculation import (
 )
 from outdraft.control.controller import Controller
 from outdraft.control.costs import CostCurve, CostTable
-from outdraft.control.policy import FixedLength, LengthPolicy
-from outdraft.core.draft import HEAD_WINDOW, MAX_DRAFTS, STATE_WINDOW, DraftSource
+from outdraft.control.policy import FixedLength
+from outdraft.core.draft import HEAD_WINDOW, MAX_DRAFTS, STATE_WINDOW, Draft, DraftSource
 from outdraft.core.errors import ConfigError
-from outdraft.core.plan import ModelDrafting
-from outdraft.core.recorded import RecordedRequest
-from outdraft.core.request import BookedWork, FinishReason, Request
+from outdraft.core.plan import (
+    DraftChoice,
+    ModelDrafting,
+    PhaseTimes,
+    StepPlan,
+    StepResult,
+    Work,
+    WorkResult,
+)
+from outdraft.core.recorded import RecordedOutput, RecordedRequest
+from outdraft.core.request import BookedWork, FinishReason, Request, ScheduledStep
 from outdraft.core.sampling import SamplingParams, SpeculationParams
 from outdraft.drafting.host.proposer import HostProposer
 from outdraft.drafting.known_requests import DrafterLimits
@@ -31,14 +42,46 @@ from outdraft.drafting.policy import DraftPolicy
 from outdraft.engine.stats import StatsTotal, step_stats
 from outdraft.kv.block_pool import BlockPool
 from outdraft.planning.recorded_acceptance import RecordedAcceptance
-from outdraft.planning.replayed_device import ReplayedDevice, ReplayedText
 from outdraft.scheduling.scheduler import Scheduler, plan_step
 
 NO_COSTS = CostTable(CostCurve((1,), (1.0,)))  # every step takes as long
 MAX_POOL_TOKENS = 1 << 20  # that the prefix cache may remember at least
 READ_STATES = (DraftSource.EAGLE, DraftSource.EAGLE3, DraftSource.MTP, *BLOCK_SOURCES)
+WRONG_ID = 0  # of a network's draft that is refused; it is never read
 
-ProposersMaker = Callable[[SpeculationConfig], Sequence[HostProposer]]
+
+@dataclass(slots=True)
+class ReplayedText:
+    """One sequence of a trace that is replayed.
+
+    Attributes:
+        index: of its request in the trace.
+        output: what came.
+        arrival_s: after that of the trace's first request.
+        first_s, end_s: times of the replay; None until then.
+        steps: (tokens, drafted, accepted) of each step that brought tokens.
+    """
+
+    request: Request
+    index: int
+    rule: str
+    output: RecordedOutput
+    arrival_s: float
+    first_s: float | None = None
+    end_s: float | None = None
+    steps: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+
+    @property
+    def left(self) -> int:
+        return len(self.output.token_ids) - self.request.num_output
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time of a token after the first; None: it has none."""
+        count = self.request.num_output - 1
+        if self.first_s is None or self.end_s is None or count < 1:
+            return None
+        return (self.end_s - self.first_s) / count
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,54 +121,14 @@ class RecordedTraffic:
         return made
 
 
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """The result of a replay.
+class Replay:
+    """One run: the clock, and the engine's parts around a device that has none of its own.
 
     Attributes:
-        busy_s: the sum of its steps.
-        elapsed_s: until the last text ended, with the time in which nothing ran.
-        cached_tokens: of prompts, that the prefix cache supplied.
+        texts: all that came, by their numbers.
+        busy_s: the sum of the steps.
+        elapsed_s: until now, with the time in which nothing ran.
     """
-
-    texts: list[ReplayedText]
-    stats: StatsTotal
-    busy_s: float
-    elapsed_s: float
-    cached_tokens: int
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.stats.num_emitted / self.busy_s
-
-    @property
-    def tpot_ms(self) -> float | None:
-        """Mean over texts of more than one token."""
-        times_s = [text.tpot_s for text in self.texts]
-        known = [seconds for seconds in times_s if seconds is not None]
-        return 1000 * sum(known) / len(known) if known else None
-
-
-def replay(
-    traffic: RecordedTraffic,
-    config: SpeculationConfig,
-    proposers: Sequence[HostProposer],
-    table: CostTable = NO_COSTS,
-) -> Replayed:
-    """Run a trace with a configuration of speculation.
-
-    proposers: new ones, of the configuration's sources on the host.
-
-    Raises:
-        ConfigError: the trace has no drafts of the configuration's network, or the table knows
-            nothing of its passes.
-    """
-    network = _network(traffic, config, table)
-    return _Replay(traffic, config, proposers, table, network).run()
-
-
-class _Replay:
-    """One run: the clock, and the engine's parts around a device that has none of its own."""
 
     def __init__(
         self,
@@ -133,8 +136,9 @@ class _Replay:
         config: SpeculationConfig,
         proposers: Sequence[HostProposer],
         table: CostTable,
-        network: RecordedAcceptance | None,
     ) -> None:
+        """Prepare a run, see `replay`."""
+        network = _network(traffic, config, table)
         settings = SchedulerConfig()
         if traffic.concurrency is not None:
             rows = max(settings.max_num_batched_tokens, traffic.concurrency)
@@ -152,39 +156,57 @@ class _Replay:
             state_window=_state_window(network),
             drafter_reads_ahead=network is not None and network.source in READ_STATES,
         )
+        is_fixed = config.control == "fixed" or not config.sources
+        control = FixedLength(MAX_DRAFTS) if is_fixed else Controller(table, config.max_drafts)
         limits = _drafter_limits(config.network, network, traffic.max_model_len, self._scheduler)
         self._policy = DraftPolicy(
             config,
             proposers,
             limits,
-            _control(config, table),
+            control,
             settings.max_num_seqs,
             clock=lambda: 0.0,  # lengths must not depend on how busy this machine is
         )
         self._device = ReplayedDevice(table, network, limits)
-        self._stats = StatsTotal()
         self._coming = deque(traffic.texts())
         self._concurrency = traffic.concurrency
-        self._texts: dict[str, ReplayedText] = {}
-        self._now_s = self._busy_s = 0.0
+        self._by_id: dict[str, ReplayedText] = {}
+        self.stats = StatsTotal()
+        self.elapsed_s = self.busy_s = 0.0
 
-    def run(self) -> Replayed:
-        """Until every text has ended."""
+    def run(self) -> None:
+        """Step until every text has ended."""
         while self._coming or self._scheduler.has_work:
             self._admit()
             self._step()
-        texts = list(self._texts.values())
-        cached = sum(text.request.num_cached for text in texts)
-        return Replayed(texts, self._stats, self._busy_s, self._now_s, cached)
+
+    @property
+    def texts(self) -> list[ReplayedText]:
+        return list(self._by_id.values())
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of prompts that the prefix cache supplied."""
+        return sum(text.request.num_cached for text in self.texts)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.stats.num_emitted / self.busy_s
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Mean over texts of more than one token."""
+        known = [text.tpot_s for text in self.texts if text.tpot_s is not None]
+        return 1000 * sum(known) / len(known) if known else None
 
     def _admit(self) -> None:
         """Queue who has come by now; if nothing runs, wait for the next one."""
         scheduler = self._scheduler
         if not scheduler.has_work and self._concurrency is None:
-            self._now_s = max(self._now_s, self._coming[0].arrival_s)
+            self.elapsed_s = max(self.elapsed_s, self._coming[0].arrival_s)
         while self._coming and self._has_come(self._coming[0]):
             text = self._coming.popleft()
-            self._texts[text.request.id] = text
+            self._by_id[text.request.id] = text
             scheduler.add(text.request)
 
     def _has_come(self, text: ReplayedText) -> bool:
@@ -192,18 +214,18 @@ class _Replay:
         if self._concurrency is not None:
             return len(scheduler.running) + len(scheduler.waiting) < self._concurrency
         has_room = len(scheduler.waiting) < scheduler.config.max_waiting
-        return text.arrival_s <= self._now_s and has_room
+        return text.arrival_s <= self.elapsed_s and has_room
 
     def _step(self) -> None:
         """Take a step with the parts of Engine.step; the clock advances by its cost."""
         scheduler, policy = self._scheduler, self._policy
         step = plan_step(scheduler, policy)
-        result = self._device.execute(step, self._texts)
+        result = self._device.execute(step, self._by_id)
         booked = scheduler.commit(step, result)
         step_s = result.times.draft_s + result.times.verify_s
         step_s += self._device.host_s(step.plan)
-        self._now_s += step_s
-        self._busy_s += step_s
+        self.elapsed_s += step_s
+        self.busy_s += step_s
         stats = step_stats(
             booked,
             result,
@@ -212,16 +234,16 @@ class _Replay:
             kv_usage=scheduler.pool.usage,
         )
         policy.observe(booked, stats)
-        self._stats.add(stats)
+        self.stats.add(stats)
         for one in booked:
             self._book(one)
 
     def _book(self, booked: BookedWork) -> None:
         """Note what a text gained; end it where it ended."""
         request, work, outcome, added = booked
-        text = self._texts[request.id]
+        text = self._by_id[request.id]
         if added:
-            text.first_s = self._now_s if text.first_s is None else text.first_s
+            text.first_s = self.elapsed_s if text.first_s is None else text.first_s
             drafted = len(outcome.drafted_ids)
             text.steps.append((len(added), drafted, len(outcome.accepted_rows)))
         if request.finish_reason is None and text.left == 0 and work.samples:
@@ -230,10 +252,29 @@ class _Replay:
             else:
                 self._scheduler.stop(request, request.num_output)
         if request.finish_reason is not None:
-            text.end_s = self._now_s
+            text.end_s = self.elapsed_s
             if text.output.finish_reason in ("abort", "error"):
                 request.finish_reason = FinishReason.ABORT  # it ended where it could go on no more
             self._policy.finish(request)
+
+
+def replay(
+    traffic: RecordedTraffic,
+    config: SpeculationConfig,
+    proposers: Sequence[HostProposer],
+    table: CostTable = NO_COSTS,
+) -> Replay:
+    """Run a trace with a configuration of speculation.
+
+    proposers: new ones, of the configuration's sources on the host.
+
+    Raises:
+        ConfigError: the trace has no drafts of the configuration's network, or the table knows
+            nothing of its passes.
+    """
+    run = Replay(traffic, config, proposers, table)
+    run.run()
+    return run
 
 
 def with_length(config: SpeculationConfig, num_drafts: int) -> SpeculationConfig:
@@ -241,12 +282,6 @@ def with_length(config: SpeculationConfig, num_drafts: int) -> SpeculationConfig
     if num_drafts == 0:
         return SpeculationConfig()
     return replace(config, num_speculative_tokens=num_drafts, control="fixed")
-
-
-def _control(config: SpeculationConfig, table: CostTable) -> LengthPolicy:
-    if config.control == "fixed" or not config.sources:
-        return FixedLength(MAX_DRAFTS)
-    return Controller(table, config.max_drafts)
 
 
 def _params(request: RecordedRequest) -> SamplingParams:
@@ -310,3 +345,116 @@ def _state_window(network: RecordedAcceptance | None) -> int:
     if network is None or network.source is DraftSource.MODEL:
         return 0
     return HEAD_WINDOW if network.source in HEAD_SOURCES else STATE_WINDOW
+
+
+class ReplayedDevice:
+    """Executes plans.
+
+    network: of the drafts that no host makes; None: there are none. drafter: what its passes are
+    like.
+    """
+
+    def __init__(
+        self, table: CostTable, network: RecordedAcceptance | None, drafter: DrafterLimits | None
+    ) -> None:
+        self._table = table
+        self._network, self._drafter = network, drafter
+        self._cost = None if network is None else table.drafters.get(str(network.source))
+
+    def execute(self, step: ScheduledStep, texts: dict[str, ReplayedText]) -> StepResult:
+        """Tokens of a step, and its times."""
+        draft_s, plan = self._draft_s(step), step.plan
+        results = tuple(
+            self._verify(work, texts[request.id])
+            for request, work in zip(step.requests, step.works, strict=True)
+        )
+        table, count = self._table, len(plan.works)
+        context = sum(work.start + work.num_new for work in plan.works)
+        target_s = float(table.target.at(np.array(plan.num_rows))) + table.context_s * context
+        target_s += table.request_s * (count - 1)
+        return StepResult(results, plan.num_rows, PhaseTimes(draft_s, target_s, 0.0))
+
+    def host_s(self, plan: StepPlan) -> float:
+        """The host's part of a step."""
+        drafts = any(work.drafts is not None for work in plan.works)
+        return self._table.booking_s(len(plan.works), drafts=drafts)
+
+    def _draft_s(self, step: ScheduledStep) -> float:
+        """The network's passes and its catching up."""
+        cost, drafter = self._cost, self._drafter
+        drafting = [
+            (request, work.drafts)
+            for request, work in zip(step.requests, step.works, strict=True)
+            if work.drafts is not None and work.drafts.num_model_drafts
+        ]
+        if cost is None or drafter is None or not drafting:
+            return 0.0
+        lengths = [request.num_tokens for request, _ in drafting]
+        context = cost.num_read(lengths)
+        seconds = cost.step_s(lengths)
+        # The pass for a level reads the rows of the level above.
+        above = [(1, *level_sizes(choice)[:-1]) for _, choice in drafting]
+        for rows in list(zip_longest(*above, fillvalue=0))[: cost.max_passes]:
+            seconds += float(cost.passes.at(np.array(sum(rows)))) + cost.context_s * context
+        unread = sum(drafter.unread_tokens(request) for request, _ in drafting)
+        return seconds + float(cost.catch_up.at(np.array(unread)))
+
+    def _verify(self, work: Work, text: ReplayedText) -> WorkResult:
+        if not work.samples:
+            return WorkResult()
+        choice, place = work.drafts, text.request.num_output
+        future = text.output.token_ids[place:]
+        if choice is None:
+            return WorkResult(tuple(future[:1]))
+        if choice.num_model_drafts:
+            draft, rows = self._network_draft(choice, text, future)
+        else:
+            draft = choice.draft
+            rows = followed_rows(draft, future)
+        return WorkResult(
+            tuple(future[: len(rows) + 1]),
+            rows,
+            drafted_ids=draft.token_ids,
+            drafted_parents=draft.parents,
+        )
+
+    def _network_draft(
+        self, choice: DraftChoice, text: ReplayedText, future: list[int]
+    ) -> tuple[Draft, tuple[int, ...]]:
+        """A draft of the shape that was chosen; what is accepted is the first row of each level."""
+        assert self._network is not None
+        sizes = level_sizes(choice)
+        place = text.request.num_output
+        most = min(len(sizes), len(future))
+        accepted = self._network.accepted(text.index, text.rule, int(text.request.id), place, most)
+        token_ids, parents, firsts, above = list[int](), list[int](), list[int](), 0
+        for level, size in enumerate(sizes):
+            firsts.append(len(token_ids))
+            right = future[level] if level < accepted else WRONG_ID
+            token_ids += [right, *[WRONG_ID] * (size - 1)]
+            parents += [above] * size
+            above = firsts[-1] + 1
+        return Draft(tuple(token_ids), tuple(parents)), tuple(firsts[:accepted])
+
+
+def followed_rows(draft: Draft, future: list[int]) -> tuple[int, ...]:
+    """Rows of the draft that the text went along, from the root down."""
+    edges = list(zip(draft.parents, draft.token_ids, strict=True))
+    rows, above = list[int](), 0
+    for token_id in future:
+        if (above, token_id) not in edges:
+            break
+        rows.append(edges.index((above, token_id)))
+        above = rows[-1] + 1
+    return tuple(rows)
+
+
+def level_sizes(choice: DraftChoice) -> list[int]:
+    """Rows of each level that a network drafts; the last one may be cut."""
+    left, sizes = choice.num_model_drafts, list[int]()
+    for size in choice.model.levels or (1,) * left:
+        if left <= 0:
+            break
+        sizes.append(min(size, left))
+        left -= sizes[-1]
+    return sizes

@@ -190,13 +190,22 @@ def _network(label: str, raw: Mapping[str, Any]) -> Network:
     raw = raw.get("text_config") or raw  # of models that read images, too
     hidden_size, num_heads = read_count(raw, "hidden_size"), read_count(raw, "num_attention_heads")
     num_experts = read_count(raw, "num_experts", "num_local_experts", "n_routed_experts", default=1)
-    has_experts = num_experts > 1
     if raw.get("kv_lora_rank"):
         raise ConfigError(f"{label}: attention with compressed keys and values is not planned yet")
     words = read_count(raw, "vocab_size") * hidden_size
-    sizes = (
-        ("moe_intermediate_size", "intermediate_size") if has_experts else ("intermediate_size",)
-    )
+    intermediate_size = ("intermediate_size",)
+    experts: dict[str, Any] = {}
+    if num_experts > 1:
+        intermediate_size = ("moe_intermediate_size", *intermediate_size)
+        experts = {
+            "num_experts": num_experts,
+            "experts_per_token": read_count(raw, "num_experts_per_tok"),
+            "shared_intermediate_size": _shared_size(raw),
+            "num_dense_layers": _num_dense_layers(raw),
+            "dense_intermediate_size": read_count(
+                raw, "intermediate_size_mlp", "intermediate_size", default=1
+            ),
+        }
     return Network(
         name=label,
         hidden_size=hidden_size,
@@ -204,19 +213,11 @@ def _network(label: str, raw: Mapping[str, Any]) -> Network:
         num_heads=num_heads,
         num_kv_heads=read_count(raw, "num_key_value_heads", default=num_heads),
         head_size=read_count(raw, "head_dim", default=hidden_size // num_heads),
-        intermediate_size=read_count(raw, *sizes),
+        intermediate_size=read_count(raw, *intermediate_size),
         attention_inputs=hidden_size,
         head_parameters=words,
         embedding_parameters=0 if raw.get("tie_word_embeddings") else words,
-        num_experts=num_experts if has_experts else 0,
-        experts_per_token=read_count(raw, "num_experts_per_tok") if has_experts else 0,
-        shared_intermediate_size=_shared_size(raw) if has_experts else 0,
-        num_dense_layers=_num_dense_layers(raw) if has_experts else 0,
-        dense_intermediate_size=read_count(
-            raw, "intermediate_size_mlp", "intermediate_size", default=1
-        )
-        if has_experts
-        else 0,
+        **experts,
     )
 
 
