@@ -23,9 +23,9 @@ import torch
 from outdraft.bench.methods import MAX_TOKENS, make_phrases, measure, phrases_text
 from outdraft.config.speculation import NgramConfig, SuffixConfig
 from outdraft.core.draft import Draft, DraftAsk
-from outdraft.drafting.host.ngram import NgramProposer
-from outdraft.drafting.host.proposer import HostProposer
-from outdraft.drafting.host.suffix import SuffixProposer
+from outdraft.drafting.proposers import NgramProposer
+from outdraft.drafting.proposers import HostProposer
+from outdraft.drafting.proposers import SuffixProposer
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.torch.table import reference_kernels
 

@@ -30,9 +30,8 @@ from outdraft.core.plan import (
 )
 from outdraft.core.request import BookedWork, FinishReason, Request
 from outdraft.core.sampling import SamplingParams
-from outdraft.drafting.host_sources import most_draft_rows
-from outdraft.drafting.known_requests import DrafterLimits
 from outdraft.drafting.policy import WARM_UP_STEPS, DraftPolicy
+from outdraft.drafting.request_limits import DrafterLimits, most_draft_rows
 from outdraft.engine.stats import step_stats
 
 ALWAYS = FixedLength(MAX_DRAFTS)

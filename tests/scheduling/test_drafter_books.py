@@ -2,9 +2,15 @@
 
 import pytest
 
-from outdraft.core.admission import NO_GAP, DrafterGap
 from outdraft.core.draft import DraftSource
-from outdraft.core.plan import DraftChoice, ModelDrafting, StepResult, WorkResult
+from outdraft.core.plan import (
+    NO_GAP,
+    DraftChoice,
+    DrafterGap,
+    ModelDrafting,
+    StepResult,
+    WorkResult,
+)
 from outdraft.core.request import Request, ScheduledStep
 from outdraft.scheduling.scheduler import Scheduler
 from tests.scheduling.test_scheduler import (

@@ -2,16 +2,90 @@
 
 A plan and its result cross between processes: see docs/design/0013.
 
+A drafter that reads the target's states can only read where they are. States of tokens that were
+computed while no request drafted are nowhere. So the drafter goes on after a gap: for it, the text
+after the gap follows right on the text before. Its keys have other places than the target's then,
+in the same blocks. The text that a drafter sees changes its drafts, never the output.
+
 Dimension key: B requests of the step, N the most drafts of one of them, K logprobs asked for.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 from msgspec import Struct
 
-from outdraft.core.admission import Admission, DrafterGap
 from outdraft.core.decision import Alarm, Decision, LiveStop
 from outdraft.core.draft import Draft, DraftSource, depths_of
+from outdraft.core.sampling import SamplingParams
+
+
+class DrafterGap(Struct, array_like=True, frozen=True):
+    """All that the drafter lacks of one text, as one gap.
+
+    Attributes:
+        num_tokens: how much further ahead a token stands in the text than in the drafter's cache.
+        before: ids of the blocks that the drafter reads before the gap; all of them are full.
+        next_block: place, in the request's table, of the block that is the next one for the
+            drafter.
+    """
+
+    num_tokens: int = 0
+    before: tuple[int, ...] = ()
+    next_block: int = 0
+
+    def blocks(self, block_ids: Sequence[int]) -> Sequence[int]:
+        """The drafter's blocks, of a request that has `block_ids`."""
+        if self.num_tokens == 0:
+            return block_ids
+        return [*self.before, *block_ids[self.next_block :]]
+
+    def widened(
+        self, num_read: int, start: int, block_ids: Sequence[int], block_size: int
+    ) -> "DrafterGap":
+        """The gap of a drafter that has read num_read tokens and goes on at `start` >= num_read.
+
+        Only the full blocks of those num_read tokens stay.
+        """
+        num_full = (num_read - self.num_tokens) // block_size
+        before = tuple(self.blocks(block_ids)[:num_full])
+        return DrafterGap(start - num_full * block_size, before, start // block_size)
+
+
+NO_GAP = DrafterGap()
+
+
+class TokenRules(Struct, array_like=True, frozen=True):
+    """Rules for choosing the tokens of one request: its parameters, resolved.
+
+    Attributes:
+        seed: the noise key of every choice, also of a request that asked for none.
+        stop_ids: end-of-sequence and stop tokens, which min_tokens forbids.
+        bad_words: token ids of each word of `params.bad_words`, none of them empty.
+    """
+
+    params: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
+class Admission(Struct, array_like=True, frozen=True, eq=False):
+    """A request gets a slot, and has it until the slot's next admission.
+
+    The slot has no blocks yet, and its drafter no gap: works name them.
+
+    Attributes:
+        slot: row of the device's state.
+        token_ids: int32 [num_tokens], the text so far: more than the prompt after a preemption.
+    """
+
+    slot: int
+    token_ids: np.ndarray
+    num_prompt: int
+    rules: TokenRules
+
 
 NO_DRAFT = Draft()
 

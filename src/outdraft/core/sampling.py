@@ -131,6 +131,11 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def has_penalties(self) -> bool:
+        added = self.presence_penalty, self.frequency_penalty
+        return any(added) or self.repetition_penalty != 1.0
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 

@@ -1,15 +1,21 @@
-"""Drafts that the sources of the host have for each request, before the decision."""
+"""Drafts that the sources of the host have for each request, before the decision; and drafts that
+were not verified, compared with the text that came: their acceptance if verified."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from outdraft.config.speculation import SpeculationConfig
-from outdraft.control.facts import HostOffer
-from outdraft.core.decision import CHAIN
+from outdraft.control.facts import ShadowOutcome
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource
 from outdraft.core.request import FinishReason, Request
-from outdraft.core.sampling import SamplingParams
-from outdraft.drafting.host.prediction import PredictionProposer
-from outdraft.drafting.host.proposer import HostProposer
+from outdraft.drafting.prediction import PredictionProposer
+from outdraft.drafting.proposers import HostProposer
+from outdraft.drafting.request_limits import (
+    has_prediction,
+    may_use,
+    most_draft_rows,
+    wished_drafts,
+)
 
 Drafts = dict[DraftSource, Draft]  # of one request, the preferred source first
 
@@ -31,8 +37,6 @@ class HostSources:
         num_running: number of requests that run, or may begin to run in this step.
         """
         found = self._predicted(requests, num_running)
-        if not self._proposers:
-            return found
         others = [request for request in requests if request.id not in found]
         for proposer in self._proposers:
             asked = [request for request in others if may_use(request, proposer.source)]
@@ -87,44 +91,73 @@ class HostSources:
         }
 
 
-def offer(source: DraftSource, draft: Draft) -> HostOffer:
-    """The facts about a draft that the controller needs."""
-    if draft.is_chain:
-        return HostOffer(source, len(draft), draft.match_length, CHAIN)
-    shape = draft.level_sizes()
-    return HostOffer(source, len(shape), draft.match_length, shape)
+@dataclass(slots=True)
+class _Shadow:
+    """A draft and how far the text has followed it.
 
-
-def most_draft_rows(config: SpeculationConfig, max_num_seqs: int) -> int:
-    """Most drafts of all requests in one step.
-
-    Predictions are longer than other drafts. Together they have no more rows than all requests
-    could draft without them, or than one request may have.
+    Attributes:
+        num_read: tokens of the text that are accounted for.
+        row: of the draft that the text has reached; 0: none yet.
+        accepted: levels.
     """
-    if not config.sources:
-        return 0
-    return max(MAX_DRAFTS, config.max_drafts * max_num_seqs)
+
+    source: DraftSource
+    draft: Draft
+    num_levels: int
+    num_read: int
+    row: int = 0
+    accepted: int = 0
+
+    def follow(self, request: Request) -> bool:
+        """Read the new tokens; true if later ones cannot change the outcome."""
+        for token_id in request.token_ids[self.num_read :].tolist():
+            self.num_read += 1
+            row = _child(self.draft, self.row, token_id)
+            if row is None:
+                return True
+            self.row = row
+            self.accepted += 1
+            if self.accepted == self.num_levels:
+                return True
+        return False
 
 
-def wished_drafts(number: int, request: Request) -> int:
-    """The smaller one of `number` and the number of drafts that the request asks for."""
-    wish = request.params.speculation.num_speculative_tokens
-    return number if wish is None else min(number, wish)
+class Shadows:
+    """Owns the drafts that wait until their text has left them, or has reached their end. They cost
+    no rows."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, list[_Shadow]] = {}
+
+    def cast(self, request: Request, source: DraftSource, draft: Draft) -> None:
+        """Remember a draft for the text as it is now."""
+        num_levels = len(draft) if draft.is_chain else len(draft.level_sizes())
+        shadow = _Shadow(source, draft, num_levels, request.num_tokens)
+        self._waiting.setdefault(request.id, []).append(shadow)
+
+    def observe(self, requests: Iterable[Request]) -> tuple[ShadowOutcome, ...]:
+        """Outcomes of the drafts whose texts have come."""
+        outcomes: list[ShadowOutcome] = []
+        for request in requests:
+            left: list[_Shadow] = []
+            for shadow in self._waiting.pop(request.id, ()):
+                if shadow.follow(request):
+                    offered = shadow.source, shadow.draft.match_length
+                    outcomes.append(ShadowOutcome(*offered, shadow.num_levels, shadow.accepted))
+                else:
+                    left.append(shadow)
+            if left:
+                self._waiting[request.id] = left
+        return tuple(outcomes)
+
+    def forget(self, request_id: str) -> None:
+        """The request ended: nothing more comes."""
+        self._waiting.pop(request_id, None)
 
 
-def has_prediction(request: Request) -> bool:
-    return len(request.prediction_ids) > 0 and may_use(request, DraftSource.PREDICTION)
-
-
-def may_use(request: Request, source: DraftSource) -> bool:
-    """The request leaves the choice to the engine, or names this source."""
-    return request.params.speculation.method in (None, str(source))
-
-
-def verification_rule(config: SpeculationConfig, params: SamplingParams) -> str:
-    """The rule that verifies a request's drafts; acceptance is learned for each rule apart."""
-    if params.is_greedy:
-        return "greedy"
-    if params.seed is not None:
-        return "drafter_invariant"
-    return config.rejection_sample_method
+def _child(draft: Draft, row: int, token_id: int) -> int | None:
+    """The row below `row` that holds a token."""
+    for below, (parent, guess) in enumerate(zip(draft.parents, draft.token_ids, strict=True), 1):
+        if parent == row and guess == token_id:
+            return below
+    return None

@@ -13,8 +13,8 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.costs.table import AUTO, cost_file, cost_table
 from outdraft.drafting.device.live_stop import host_sees
 from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.drafting.known_requests import DrafterLimits
 from outdraft.drafting.policy import DraftPolicy
+from outdraft.drafting.request_limits import DrafterLimits
 from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import InputProcessor
 from outdraft.engine.ready_graphs import make_graphs

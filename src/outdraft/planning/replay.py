@@ -25,9 +25,9 @@ from outdraft.core.plan import ModelDrafting
 from outdraft.core.recorded import RecordedRequest
 from outdraft.core.request import BookedWork, FinishReason, Request
 from outdraft.core.sampling import SamplingParams, SpeculationParams
-from outdraft.drafting.host.proposer import HostProposer
-from outdraft.drafting.known_requests import DrafterLimits
 from outdraft.drafting.policy import DraftPolicy
+from outdraft.drafting.proposers import HostProposer
+from outdraft.drafting.request_limits import DrafterLimits
 from outdraft.engine.stats import StatsTotal, step_stats
 from outdraft.kv.block_pool import BlockPool
 from outdraft.planning.recorded_acceptance import RecordedAcceptance

@@ -13,7 +13,7 @@ from outdraft.core.draft import Draft
 from outdraft.core.plan import DraftChoice, PhaseTimes, StepPlan, StepResult, Work, WorkResult
 from outdraft.core.recorded import RecordedOutput
 from outdraft.core.request import Request, ScheduledStep
-from outdraft.drafting.known_requests import DrafterLimits
+from outdraft.drafting.request_limits import DrafterLimits
 from outdraft.planning.recorded_acceptance import RecordedAcceptance
 
 WRONG_ID = 0  # of a network's draft that is refused; it is never read

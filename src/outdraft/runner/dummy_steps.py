@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from outdraft.config.engine import SchedulerConfig
-from outdraft.core.admission import Admission, TokenRules
 from outdraft.core.decision import LiveStop
 from outdraft.core.draft import Draft, DraftSource
-from outdraft.core.plan import DraftChoice, PhaseTimes, StepPlan, Work
+from outdraft.core.plan import Admission, DraftChoice, PhaseTimes, StepPlan, TokenRules, Work
+from outdraft.core.sampling import SamplingParams
 from outdraft.runner.model_runner import PendingStep
 from outdraft.runner.parallel_runner import StepRunner
 
@@ -194,5 +194,5 @@ class DummySteps:
 
     def _text(self, num_tokens: int, slot: int, block_ids: range) -> _DummyText:
         ids = np.array(self._ids(num_tokens, slot), dtype=np.int32)
-        rules = TokenRules(seed=slot, temperature=self._temperature)
+        rules = TokenRules(SamplingParams(temperature=self._temperature), seed=slot)
         return _DummyText(Admission(slot, ids, num_tokens, rules), tuple(block_ids))

@@ -26,25 +26,25 @@ from outdraft.kernels.data.drafts import DraftBatch, Verdict
 from outdraft.kernels.data.logits import Scores, request_parts
 from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.draft_ops import ModelDrafts
-from outdraft.kernels.step_ops import Chooser, DeviceChoice
+from outdraft.kernels.step_ops import Choice, Chooser, DeviceChoice
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
 from outdraft.runner.drafts import draft_ask, host_drafts, joined_drafts, num_host_rows
-from outdraft.runner.grammar_masks import GrammarMasks
 from outdraft.runner.logprobs import LogprobRows, most_logprobs, wants_logprobs
 from outdraft.runner.model_runner import LaunchedStep, ModelRunner, TargetPass
-from outdraft.runner.results import VerifiedRows
 from outdraft.runner.shares import (
     DraftedColumns,
     Shares,
     back_in_order,
+    joined_logprobs,
+    joined_scores,
     owned_states,
     packed_verdict,
     unpacked_verdict,
 )
-from outdraft.runner.spread_scores import joined_logprobs, joined_scores
 from outdraft.runner.state import DeviceState, RequestSlot, StepTexts
 from outdraft.runner.verified_parts import (
+    GrammarMasks,
     PartToVerify,
     PartVerifier,
     Verified,
@@ -138,8 +138,7 @@ class ShardedRunner(ModelRunner):
         drafts: DraftBatch,
         sampling: SamplingBatch,
         masks: GrammarMasks | None,
-    ) -> tuple[VerifiedRows, LogprobRows | None]:
-        has_logprobs = wants_logprobs(step.slots)
+    ) -> tuple[Choice, LogprobRows | None]:
         if step.target.choice is not None:
             return super()._verified(step, drafts, sampling, masks)  # of all, on every rank
         group, shares = self.ranks.target, Shares.of(step.works, self.ranks)
@@ -153,10 +152,10 @@ class ShardedRunner(ModelRunner):
         packed_BC = group.join_rows(packed_verdict(verdict, is_finite_R, own_rows), shares.counts)
         packed_BC = packed_BC.index_select(0, back_in_order(order, self.device))
         everybodys, is_finite_R = unpacked_verdict(packed_BC, width, shares.num_rows)
-        verified = VerifiedRows(DeviceChoice(everybodys, is_finite_R), drafts)
-        if not has_logprobs:
-            return verified, None
-        return verified, joined_logprobs(emitted, step.slots, shares, width, group, self.device)
+        choice = DeviceChoice(everybodys, is_finite_R)
+        if not wants_logprobs(step.slots):
+            return choice, None
+        return choice, joined_logprobs(emitted, step.slots, shares, width, group, self.device)
 
     def _made_verdicts(
         self, step: LaunchedStep, shares: Shares, masks: GrammarMasks | None
@@ -211,10 +210,10 @@ class ShardedRunner(ModelRunner):
         return PartToVerify(slots, step.own_drafts, self._sampling_batch(slots), texts, own_masks)
 
     def _states(
-        self, works: Sequence[Work], target: TargetPass, verified: VerifiedRows | None
+        self, works: Sequence[Work], target: TargetPass, choice: Choice | None
     ) -> TargetStates:
         """States of the requests that this rank drafts for."""
-        states = super()._states(works, target, verified)
+        states = super()._states(works, target, choice)
         return owned_states(states, works, self.ranks.draft_group)
 
     def _scored(self, hidden_RD: Tensor, chosen_R: Tensor, num_top: int) -> Scores:

@@ -12,8 +12,7 @@ for the one with the most requests, and for the one with the most that want draf
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from outdraft.core.admission import NO_GAP, DrafterGap
-from outdraft.core.plan import DraftChoice, Work
+from outdraft.core.plan import NO_GAP, DraftChoice, DrafterGap, Work
 from outdraft.core.request import Request
 from outdraft.kv.block_pool import NO_TOKEN, BlockPool
 

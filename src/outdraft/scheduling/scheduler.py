@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from outdraft.config.engine import CacheConfig, SchedulerConfig
-from outdraft.core.admission import Admission
 from outdraft.core.errors import CapacityError, RequestError
 from outdraft.core.grammar import AllowedTokens, GrammarDrafts
-from outdraft.core.plan import DraftChoice, StepPlan, StepResult, StepRoom, Work
+from outdraft.core.plan import Admission, DraftChoice, StepPlan, StepResult, StepRoom, Work
 from outdraft.core.request import BookedWork, FinishReason, Request, RequestStatus, ScheduledStep
 from outdraft.drafting.policy import DraftPolicy
 from outdraft.kv.block_pool import BlockPool, BlockTable, extend_hashes

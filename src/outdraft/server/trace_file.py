@@ -12,7 +12,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.recorded import RecordedOutput, RecordedRequest, RecordedStep
 from outdraft.core.request import FinishReason
 from outdraft.core.sampling import SamplingParams
-from outdraft.drafting.host_sources import verification_rule
+from outdraft.drafting.request_limits import verification_rule
 from outdraft.engine.assembly import RequestAssembly
 
 _logger = logging.getLogger(__name__)

@@ -76,10 +76,10 @@ class TextReader:
         self.network.kernels.copy_rows(self._window.features_NF, states.places_T, features_TF, None)
         if not states.reads:
             return
-        spans = self._spans([read.text for read in states.reads], states.token_ids_SL)
+        spans = self._spans([text for text, _ in states.reads], states.token_ids_SL)
         rows: list[int] = []
-        for read, span in zip(states.reads, spans, strict=True):
-            rows += range(read.first_row, read.first_row + span.num_causal)
+        for (_, first_row), span in zip(states.reads, spans, strict=True):
+            rows += range(first_row, first_row + span.num_causal)
         self._pass(self._with_states(spans, states.token_ids_SL, features_TF, rows))
 
     def unread(self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor) -> UnreadTexts:

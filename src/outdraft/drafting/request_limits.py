@@ -1,22 +1,15 @@
 """Limits of each request, independent of decisions: facts for control."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from outdraft.config.speculation import SpeculationConfig
-from outdraft.control.facts import RequestFacts
+from outdraft.control.facts import HostOffer, RequestFacts
 from outdraft.core.decision import CHAIN, Shape
-from outdraft.core.draft import MAX_DRAFTS
+from outdraft.core.draft import MAX_DRAFTS, Draft, DraftSource
 from outdraft.core.plan import MODEL_CHAIN, ModelDrafting
 from outdraft.core.request import Request
-from outdraft.drafting.host_sources import (
-    Drafts,
-    has_prediction,
-    may_use,
-    offer,
-    verification_rule,
-    wished_drafts,
-)
+from outdraft.core.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,31 +46,12 @@ class DrafterLimits:
         return (own,) if self.chain is None else (own, CHAIN)
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """The facts about a request that never change.
-
-    Attributes:
-        max_drafts: most drafts in a step, of any source but a prediction; 0: it never drafts.
-        network: the network may draft for it.
-    """
-
-    max_drafts: int
-    network: bool
-    rule: str
-
-
-class KnownRequests:
-    """Looks at each request once."""
+class RequestLimits:
+    """What the configuration, the network and a request itself allow the request."""
 
     def __init__(self, config: SpeculationConfig, drafter: DrafterLimits | None) -> None:
         self._config = config
         self._drafter = drafter
-        self._by_id: dict[str, _Known] = {}
-
-    def forget(self, request_id: str) -> None:
-        """The request ended."""
-        self._by_id.pop(request_id, None)
 
     def most_drafts(self, request: Request) -> int:
         """Most drafts for this request in any step."""
@@ -88,13 +62,11 @@ class KnownRequests:
 
     def may_draft(self, request: Request) -> bool:
         """A source may draft for it now."""
-        return request.may_draft and request.max_drafts > 0 and self._known(request).max_drafts > 0
+        return request.may_draft and request.max_drafts > 0 and self._max_drafts(request) > 0
 
     def network_may_draft(self, request: Request) -> bool:
         """The network may draft for it now or later."""
-        if not self.may_draft(request) or not self.network_can_read(request):
-            return False
-        return self._known(request).network
+        return self.may_draft(request) and self.network_can_read(request) and self._may_ask(request)
 
     def network_can_read(self, request: Request) -> bool:
         """Its text is not too long for the network."""
@@ -104,24 +76,23 @@ class KnownRequests:
     def fits(self, request: Request, num_drafts: int) -> bool:
         """The network may draft num_drafts tokens for it now."""
         assert self._drafter is not None
-        if request.num_tokens + num_drafts > self._drafter.max_len:
+        if request.num_tokens + num_drafts > self._drafter.max_len or request.max_drafts == 0:
             return False
-        known = self._known(request)
-        return known.network and num_drafts <= known.max_drafts and request.max_drafts > 0
+        return self._may_ask(request) and num_drafts <= self._max_drafts(request)
 
-    def draws(self, request_id: str) -> bool:
-        """The network draws the request's drafts, and verification needs their probabilities."""
-        known, network = self._by_id.get(request_id), self._config.network
-        if known is None or network is None or not network.samples:
-            return False
-        return known.rule not in ("greedy", "drafter_invariant")
+    def draws(self, rule: str) -> bool:
+        """The network draws the drafts that this rule verifies, with their probabilities."""
+        network = self._config.network
+        is_drawn = rule not in ("greedy", "drafter_invariant")
+        return network is not None and network.samples and is_drawn
 
-    def facts(self, request: Request, drafts: Drafts) -> RequestFacts:
+    def facts(self, request: Request, drafts: Mapping[DraftSource, Draft]) -> RequestFacts:
         """A request's facts for control. drafts: of the host."""
-        known, drafter = self._known(request), self._drafter
-        most = known.max_drafts if request.may_draft and request.max_drafts > 0 else 0
+        drafter, most = self._drafter, 0
+        if request.may_draft and request.max_drafts > 0:
+            most = self._max_drafts(request)
         network, unread = None, 0
-        if drafter is not None and known.network:
+        if drafter is not None and self._may_ask(request):
             end = request.num_tokens + min(most, request.max_drafts)
             if end <= drafter.max_len:
                 network, most = str(drafter.drafting.source), min(most, drafter.max_drafts)
@@ -133,20 +104,58 @@ class KnownRequests:
             request.num_tokens,
             tuple(offer(source, draft) for source, draft in drafts.items()),
             network,
-            known.rule,
+            verification_rule(self._config, request.params),
             drafter.shapes if drafter is not None else (CHAIN,),
             unread,
             can_stop=drafter is not None and drafter.ends_live and CHAIN in drafter.shapes,
             max_chain=drafter.max_chain if drafter is not None else 0,
         )
 
-    def _known(self, request: Request) -> _Known:
-        known = self._by_id.get(request.id)
-        if known is None:
-            drafter = self._drafter
-            known = self._by_id[request.id] = _Known(
-                wished_drafts(self._config.max_drafts, request) if self.most_drafts(request) else 0,
-                drafter is not None and may_use(request, drafter.drafting.source),
-                verification_rule(self._config, request.params),
-            )
-        return known
+    def _max_drafts(self, request: Request) -> int:
+        """Most drafts in a step, of any source but a prediction; 0: it never drafts."""
+        return wished_drafts(self._config.max_drafts, request) if self.most_drafts(request) else 0
+
+    def _may_ask(self, request: Request) -> bool:
+        """The network is among the sources of the request."""
+        return self._drafter is not None and may_use(request, self._drafter.drafting.source)
+
+
+def offer(source: DraftSource, draft: Draft) -> HostOffer:
+    """The facts about a draft of the host that the controller needs."""
+    shape = CHAIN if draft.is_chain else draft.level_sizes()
+    return HostOffer(source, len(shape) or len(draft), draft.match_length, shape)
+
+
+def most_draft_rows(config: SpeculationConfig, max_num_seqs: int) -> int:
+    """Most drafts of all requests in one step.
+
+    Predictions are longer than other drafts. Together they have no more rows than all requests
+    could draft without them, or than one request may have.
+    """
+    if not config.sources:
+        return 0
+    return max(MAX_DRAFTS, config.max_drafts * max_num_seqs)
+
+
+def wished_drafts(number: int, request: Request) -> int:
+    """The smaller one of `number` and the number of drafts that the request asks for."""
+    wish = request.params.speculation.num_speculative_tokens
+    return number if wish is None else min(number, wish)
+
+
+def has_prediction(request: Request) -> bool:
+    return len(request.prediction_ids) > 0 and may_use(request, DraftSource.PREDICTION)
+
+
+def may_use(request: Request, source: DraftSource) -> bool:
+    """The request leaves the choice to the engine, or names this source."""
+    return request.params.speculation.method in (None, str(source))
+
+
+def verification_rule(config: SpeculationConfig, params: SamplingParams) -> str:
+    """The rule that verifies a request's drafts; acceptance is learned for each rule apart."""
+    if params.is_greedy:
+        return "greedy"
+    if params.seed is not None:
+        return "drafter_invariant"
+    return config.rejection_sample_method

@@ -1,21 +1,77 @@
-"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): repeat the usual continuation.
+"""Proposers on the host: their contract, prompt lookup, and suffix decoding.
 
-The newest tokens of a request are looked up in its own text and in the texts of finished requests.
-The most frequent continuations are drafted; a longer match gives a longer draft. Agents, editors
-and pipelines send similar requests again and again: they accept such drafts by the dozen, and
-finding one takes microseconds.
+Prompt lookup (Saxena 2023) drafts the continuation of an earlier place that equals the text's end.
+It looks for the largest n in [prompt_lookup_min, prompt_lookup_max] such that the last n tokens
+have occurred before. It drafts what followed their newest `branching` occurrences. Where these
+continue alike, that is one chain; where they differ, branches. With a `branching` of 1 the draft is
+a copy from the newest place.
 
-Dimension key: T tokens.
+Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975) repeats the usual continuation. The newest
+tokens of a request are looked up in its own text and in the texts of finished requests. The most
+frequent continuations are drafted; a longer match gives a longer draft. Agents, editors and
+pipelines send similar requests again and again: they accept such drafts by the dozen, and finding
+one takes microseconds.
 """
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
-from outdraft.config.speculation import SuffixConfig
+from outdraft.config.speculation import NgramConfig, SuffixConfig
 from outdraft.core.draft import Draft, DraftAsk, DraftSource
 from outdraft.kernels.ops import Kernels
+
+
+class HostProposer(Protocol):
+    """Drafts from token ids alone, on the host.
+
+    A proposer can be slow, never wrong: whatever it returns, the verified output is the one
+    that plain decoding would give. It uses no model, no device and no other proposer.
+
+    The token ids of a request only grow from ask to ask: they never shrink or change, not even
+    after a preemption. After steps without an ask they have grown by more tokens. So an incremental
+    index pays. A proposer still works with any tokens that it is given: it starts again when they
+    do not continue the earlier ones.
+    """
+
+    source: DraftSource
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        """One draft per ask, in order, of at most `ask.max_tokens` tokens.
+
+        Draft() means "no idea", and costs nothing. Token ids are read during the call only.
+        """
+        ...
+
+    def finish(self, request_id: str, token_ids: np.ndarray | None) -> None:
+        """The request ended: drop its state.
+
+        The proposer may learn from `token_ids`, int32 [num_tokens], for later requests. None: there
+        is nothing to learn (aborted, or not to be shared). Unknown request ids are fine.
+        """
+        ...
+
+
+class NgramProposer:
+    """Drafts by prompt lookup; see `NgramTexts` of kernels/ops.py."""
+
+    source = DraftSource.NGRAM
+
+    def __init__(self, config: NgramConfig, kernels: Kernels) -> None:
+        self._texts = kernels.ngram_texts(
+            config.prompt_lookup_min, config.prompt_lookup_max, config.branching
+        )
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        """One draft per ask; see HostProposer."""
+        return self._texts.draft(asks)
+
+    def finish(self, request_id: str, token_ids: np.ndarray | None) -> None:
+        """Forget the request; nothing is learned from its text."""
+        self._texts.forget(request_id)
+
 
 MAX_CACHED_TOKENS = 2_000_000  # of finished requests: at most some 300 MB
 
