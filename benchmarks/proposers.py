@@ -23,9 +23,8 @@ import torch
 from outdraft.bench.methods import MAX_TOKENS, make_phrases, measure, phrases_text
 from outdraft.config.speculation import NgramConfig, SuffixConfig
 from outdraft.core.draft import Draft, DraftAsk
-from outdraft.drafting.proposers import NgramProposer
-from outdraft.drafting.proposers import HostProposer
-from outdraft.drafting.proposers import SuffixProposer
+from outdraft.drafting.host_sources import HostProposer
+from outdraft.drafting.proposers import NgramProposer, SuffixProposer
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.torch.table import reference_kernels
 

@@ -1,15 +1,19 @@
-"""Drafts that the sources of the host have for each request, before the decision; and drafts that
-were not verified, compared with the text that came: their acceptance if verified."""
+"""Proposers on the host: their contract, and the drafts that they have before the decision.
+
+Drafts that are not verified are compared with the text that comes: their acceptance if verified.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
 
 from outdraft.config.speculation import SpeculationConfig
 from outdraft.control.facts import ShadowOutcome
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource
 from outdraft.core.request import FinishReason, Request
 from outdraft.drafting.prediction import PredictionProposer
-from outdraft.drafting.proposers import HostProposer
 from outdraft.drafting.request_limits import (
     has_prediction,
     may_use,
@@ -18,6 +22,36 @@ from outdraft.drafting.request_limits import (
 )
 
 Drafts = dict[DraftSource, Draft]  # of one request, the preferred source first
+
+
+class HostProposer(Protocol):
+    """Drafts from token ids alone, on the host.
+
+    A proposer can be slow, never wrong: whatever it returns, the verified output is the one
+    that plain decoding would give. It uses no model, no device and no other proposer.
+
+    The token ids of a request only grow from ask to ask: they never shrink or change, not even
+    after a preemption. After steps without an ask they have grown by more tokens. So an incremental
+    index pays. A proposer still works with any tokens that it is given: it starts again when they
+    do not continue the earlier ones.
+    """
+
+    source: DraftSource
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        """One draft per ask, in order, of at most `ask.max_tokens` tokens.
+
+        Draft() means "no idea", and costs nothing. Token ids are read during the call only.
+        """
+        ...
+
+    def finish(self, request_id: str, token_ids: np.ndarray | None) -> None:
+        """The request ended: drop its state.
+
+        The proposer may learn from `token_ids`, int32 [num_tokens], for later requests. None: there
+        is nothing to learn (aborted, or not to be shared). Unknown request ids are fine.
+        """
+        ...
 
 
 class HostSources:

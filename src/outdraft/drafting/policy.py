@@ -19,8 +19,7 @@ from outdraft.core.draft import DraftSource
 from outdraft.core.errors import RequestError
 from outdraft.core.plan import DraftChoice, StepRoom, StepStats, drafted_levels
 from outdraft.core.request import BookedWork, Request
-from outdraft.drafting.host_sources import Drafts, HostSources, Shadows
-from outdraft.drafting.proposers import HostProposer
+from outdraft.drafting.host_sources import Drafts, HostProposer, HostSources, Shadows
 from outdraft.drafting.request_limits import DrafterLimits, RequestLimits
 
 # Steps before a network may draft in which the target's states are kept for it to read. With 16

@@ -33,7 +33,8 @@ from outdraft.drafting.device.self_drafter import (
     attention_layers,
 )
 from outdraft.drafting.device.translated_model import DraftModel, TranslatedModel, VocabularyMap
-from outdraft.drafting.proposers import HostProposer, NgramProposer, SuffixProposer
+from outdraft.drafting.host_sources import HostProposer
+from outdraft.drafting.proposers import NgramProposer, SuffixProposer
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import KVCache
 from outdraft.loading.memory import MemoryPlan

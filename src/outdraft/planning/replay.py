@@ -25,8 +25,8 @@ from outdraft.core.plan import ModelDrafting
 from outdraft.core.recorded import RecordedRequest
 from outdraft.core.request import BookedWork, FinishReason, Request
 from outdraft.core.sampling import SamplingParams, SpeculationParams
+from outdraft.drafting.host_sources import HostProposer
 from outdraft.drafting.policy import DraftPolicy
-from outdraft.drafting.proposers import HostProposer
 from outdraft.drafting.request_limits import DrafterLimits
 from outdraft.engine.stats import StatsTotal, step_stats
 from outdraft.kv.block_pool import BlockPool
