@@ -75,7 +75,7 @@ def step(
 ) -> StepOutcome:
     """A step of one request with a chain of so many levels, of which nothing was accepted."""
     facts = StepFacts((RequestFacts("a", 50, 9, 0, network=network or None),))
-    grants = (Grant("a", network, passes, passes, 0.5),) if network else ()
+    grants = (Grant("a", network, passes, passes),) if network else ()
     decision = Decision(Reason.GAIN, grants)
     drafts = (DraftOutcome("a", passes, 0),) if network else ()
     return StepOutcome(facts, decision, drafts, rows, 1, draft_s, target_s, 0.1)

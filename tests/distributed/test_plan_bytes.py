@@ -19,7 +19,6 @@ from outdraft.core.plan import (
     Admission,
     DraftChoice,
     DrafterGap,
-    ModelDrafting,
     StepPlan,
     TokenRules,
     Work,
@@ -74,22 +73,22 @@ def stops(draw) -> LiveStop:
 
 @st.composite
 def plans(draw) -> StepPlan:
-    models = draw(st.lists(with_all_fields(ModelDrafting), min_size=1, max_size=3))
+    shapes = draw(st.lists(of_type(tuple[int, ...]), min_size=1, max_size=3))
     rules = draw(st.lists(stops(), min_size=1, max_size=3))
     sources = st.sampled_from(DraftSource)
     of_network = st.builds(
-        lambda source, count, model: DraftChoice(source, num_model_drafts=count, model=model),
+        lambda source, count, levels: DraftChoice(source, num_model_drafts=count, levels=levels),
         sources,
         st.integers(1, 5),
-        st.sampled_from(models),
+        st.sampled_from(shapes),
     )
     with_rule = st.builds(
         lambda choice, stop: structs.replace(choice, stop=stop),
-        of_network.filter(lambda choice: not choice.model.is_tree),
+        of_network.filter(lambda choice: not choice.levels),
         st.sampled_from(rules),
     )
     choices = st.one_of(st.none(), st.builds(DraftChoice, sources, drafts()), of_network)
-    if any(not model.is_tree for model in models):
+    if not all(shapes):
         choices = st.one_of(choices, with_rule)
     ids = arrays(np.int32, st.integers(0, 40), elements=st.integers(0, 200_000))
     params = st.sampled_from(params_of_every_kind())

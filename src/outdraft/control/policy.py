@@ -94,9 +94,7 @@ class FixedLength:
             return None
         if levels <= 0:
             return None
-        return Grant(
-            request.request_id, source, levels, rows, 0.0, match_length, request.rule, shape
-        )
+        return Grant(request.request_id, source, levels, rows, match_length, request.rule, shape)
 
 
 PLAIN = Decision(Reason.NOTHING_OFFERED)

@@ -67,7 +67,6 @@ class Grant(Struct, frozen=True):
     Attributes:
         levels: most levels. The live rule may end a network's chain earlier.
         rows: most rows; the scheduler reserves them.
-        expected_tokens: accepted drafts that it is expected to bring.
         match_length: tokens of the text that a source of the host found again.
         rule: how it is verified; acceptance is learned for each rule apart.
         stop: the live rule; None: draft all levels, and report no margins.
@@ -77,7 +76,6 @@ class Grant(Struct, frozen=True):
     source: str
     levels: int
     rows: int
-    expected_tokens: float
     match_length: int = 0
     rule: str = ""
     shape: Shape = CHAIN

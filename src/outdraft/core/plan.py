@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import Struct
 
-from outdraft.core.decision import Alarm, Decision, LiveStop
+from outdraft.core.decision import CHAIN, Alarm, Decision, LiveStop, Shape
 from outdraft.core.draft import Draft, DraftSource, depths_of
 from outdraft.core.sampling import SamplingParams
 
@@ -90,50 +90,26 @@ class Admission(Struct, array_like=True, frozen=True, eq=False):
 NO_DRAFT = Draft()
 
 
-class ModelDrafting(Struct, array_like=True, frozen=True):
-    """A network's way of drafting, as far as the engine must know it.
-
-    Attributes:
-        source: the source that its drafts count for.
-        levels: rows of a tree by level; the network chooses which row continues which. (): it
-            drafts a chain.
-        max_kept: number of accepted drafts after the text for which the network's own cache is
-            valid after the step. None: all drafts but the last (a language model's chain). 0: no
-            draft (heads, mask tokens). -1: not even the newest token, which is read together with
-            a state that the target has yet to compute (EAGLE).
-    """
-
-    source: DraftSource = DraftSource.MODEL
-    levels: tuple[int, ...] = ()
-    max_kept: int | None = None
-
-    @property
-    def is_tree(self) -> bool:
-        return len(self.levels) > 0
-
-    def most_drafts(self, num_tokens: int) -> int:
-        """Most drafts that are useful if at most num_tokens tokens can be accepted."""
-        return sum(self.levels[:num_tokens]) if self.is_tree else num_tokens
-
-
-MODEL_CHAIN = ModelDrafting()
-
-
 class DraftChoice(Struct, array_like=True, frozen=True):
     """One request's speculation in this step.
 
     It is a draft from the host, or a number of drafts that a network makes on the device at the
     start of the step.
+
+    Attributes:
+        levels: rows by level of the network's tree; the network chooses which row continues which.
+            CHAIN: it drafts a chain.
+        stop: where the network's chain may end before; None: nowhere.
     """
 
     source: DraftSource
     draft: Draft = NO_DRAFT
     num_model_drafts: int = 0
-    model: ModelDrafting = MODEL_CHAIN  # how the network drafts
-    stop: LiveStop | None = None  # where the network's chain may end before; None: nowhere
+    levels: Shape = CHAIN
+    stop: LiveStop | None = None
 
     def __post_init__(self) -> None:
-        if self.stop is not None and self.model.is_tree:
+        if self.stop is not None and self.levels:
             raise ValueError("trees have no live rule")
         if self.stop is not None and len(self.stop.weights) < self.num_model_drafts:
             raise ValueError(
@@ -148,16 +124,11 @@ class DraftChoice(Struct, array_like=True, frozen=True):
     @property
     def is_device_tree(self) -> bool:
         """The host does not know which row continues which."""
-        return self.num_model_drafts > 0 and self.model.is_tree
+        return len(self.levels) > 0
 
     def most_drafts(self, num_tokens: int) -> int:
         """Most drafts of this choice that are useful if at most num_tokens can be accepted."""
-        return self.model.most_drafts(num_tokens) if self.is_device_tree else num_tokens
-
-    @property
-    def max_kept(self) -> int:
-        """Most accepted drafts after the text that the network's cache may keep."""
-        return len(self) - 1 if self.model.max_kept is None else self.model.max_kept
+        return sum(self.levels[:num_tokens]) if self.levels else num_tokens
 
     def truncated(self, num_tokens: int) -> "DraftChoice | None":
         """The choice with at most num_tokens drafts; None: no draft is left."""
@@ -169,7 +140,7 @@ class DraftChoice(Struct, array_like=True, frozen=True):
             self.source,
             self.draft.truncated(num_tokens),
             min(self.num_model_drafts, num_tokens),
-            self.model,
+            self.levels,
             self.stop,
         )
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from outdraft.config.speculation import SpeculationConfig
 from outdraft.control.facts import DraftOutcome, ShadowOutcome, StepFacts, StepOutcome
 from outdraft.control.policy import LengthPolicy
-from outdraft.core.decision import CHAIN, Decision, Grant, Reason
+from outdraft.core.decision import Decision, Grant, Reason
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import RequestError
 from outdraft.core.plan import DraftChoice, StepRoom, StepStats, drafted_levels
@@ -243,11 +243,7 @@ class DraftPolicy:
         source = DraftSource(grant.source)
         if source in drafts:
             return DraftChoice(source, drafts[source].first_levels(grant.levels))
-        assert self._drafter is not None
-        drafting = self._drafter.drafting
-        if grant.shape == CHAIN and self._drafter.chain is not None:
-            drafting = self._drafter.chain
-        return DraftChoice(source, num_model_drafts=grant.rows, model=drafting, stop=grant.stop)
+        return DraftChoice(source, num_model_drafts=grant.rows, levels=grant.shape, stop=grant.stop)
 
     def _cast_shadows(
         self, requests: Sequence[Request], decision: Decision, drafts: dict[str, Drafts]

@@ -7,7 +7,6 @@ from outdraft.config.speculation import SpeculationConfig
 from outdraft.control.facts import HostOffer, RequestFacts
 from outdraft.core.decision import CHAIN, Shape
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftSource
-from outdraft.core.plan import MODEL_CHAIN, ModelDrafting
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
 
@@ -18,9 +17,8 @@ class DrafterLimits:
 
     Attributes:
         max_len: most tokens of a text, the drafts included.
-        drafting: of trees, if the configuration has one.
-        chain: of chains, which it may draft instead in a whole step; None: it only drafts these, or
-            no chains at all.
+        source: of its drafts.
+        shapes: of its drafts, the configured one first; a whole step has one of them.
         max_drafts: most drafts in one step, and
         max_chain: of a chain.
         unread_tokens: tokens that it would have to read now beyond those of a usual step.
@@ -31,19 +29,13 @@ class DrafterLimits:
     """
 
     max_len: int
-    drafting: ModelDrafting = MODEL_CHAIN
+    source: DraftSource = DraftSource.MODEL
+    shapes: tuple[Shape, ...] = (CHAIN,)
     max_drafts: int = MAX_DRAFTS
     unread_tokens: Callable[[Request], int] = lambda request: 0
-    chain: ModelDrafting | None = None
     max_chain: int = MAX_DRAFTS
     ends_live: bool = True
     most_drawn: int | None = None
-
-    @property
-    def shapes(self) -> tuple[Shape, ...]:
-        """The configured one first."""
-        own = self.drafting.levels
-        return (own,) if self.chain is None else (own, CHAIN)
 
 
 class RequestLimits:
@@ -95,7 +87,7 @@ class RequestLimits:
         if drafter is not None and self._may_ask(request):
             end = request.num_tokens + min(most, request.max_drafts)
             if end <= drafter.max_len:
-                network, most = str(drafter.drafting.source), min(most, drafter.max_drafts)
+                network, most = str(drafter.source), min(most, drafter.max_drafts)
             unread = drafter.unread_tokens(request)
         return RequestFacts(
             request.id,
@@ -117,7 +109,7 @@ class RequestLimits:
 
     def _may_ask(self, request: Request) -> bool:
         """The network is among the sources of the request."""
-        return self._drafter is not None and may_use(request, self._drafter.drafting.source)
+        return self._drafter is not None and may_use(request, self._drafter.source)
 
 
 def offer(source: DraftSource, draft: Draft) -> HostOffer:

@@ -92,11 +92,6 @@ class LoadedDrafter:
             return 0 if self.max_context is None else SPARSE_WINDOW
         return STATE_WINDOW if self.feature_size else 0
 
-    @property
-    def reads_ahead(self) -> bool:
-        """True if its state of a token depends on the next token."""
-        return self.layers is not None and self.feature_size > 0
-
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes that it keeps in a block of the pool."""
         if self.layers is None or self.shares_cache:

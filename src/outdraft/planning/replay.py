@@ -21,7 +21,6 @@ from outdraft.control.costs import CostCurve, CostTable
 from outdraft.control.policy import FixedLength, LengthPolicy
 from outdraft.core.draft import HEAD_WINDOW, MAX_DRAFTS, STATE_WINDOW, DraftSource
 from outdraft.core.errors import ConfigError
-from outdraft.core.plan import ModelDrafting
 from outdraft.core.recorded import RecordedRequest
 from outdraft.core.request import BookedWork, FinishReason, Request
 from outdraft.core.sampling import SamplingParams, SpeculationParams
@@ -150,7 +149,7 @@ class _Replay:
             BlockPool(blocks),
             traffic.max_model_len,
             state_window=_state_window(network),
-            drafter_reads_ahead=network is not None and network.source in READ_STATES,
+            drafter_max_kept=_max_kept(config.network),
         )
         limits = _drafter_limits(config.network, network, traffic.max_model_len, self._scheduler)
         self._policy = DraftPolicy(
@@ -292,17 +291,24 @@ def _drafter_limits(
         return None
     source = config.source
     levels = config.tree.levels if config.tree is not None and not config.tree.is_chain else ()
-    max_kept = 0 if source in HEAD_SOURCES or config.parallel_drafting or levels else None
-    if source in READ_STATES:
-        max_kept = -1
     in_one_pass = (*HEAD_SOURCES, *BLOCK_SOURCES)
     most = sum(levels) if levels else network.max_levels if source in in_one_pass else MAX_DRAFTS
     return DrafterLimits(
         config.max_model_len or max_model_len + MAX_DRAFTS,
-        ModelDrafting(source, levels, max_kept),
+        source,
+        (levels,),
         max_drafts=most,
         unread_tokens=scheduler.unread_tokens,
     )
+
+
+def _max_kept(config: DraftNetworkConfig | None) -> int | None:
+    """Accepted drafts for which the network's cache stays valid: see DrafterBooks."""
+    if config is None:
+        return None
+    if config.source in READ_STATES:
+        return -1
+    return 0 if config.source in HEAD_SOURCES or config.parallel_drafting else None
 
 
 def _state_window(network: RecordedAcceptance | None) -> int:

@@ -161,7 +161,7 @@ def followed_rows(draft: Draft, future: list[int]) -> tuple[int, ...]:
 def level_sizes(choice: DraftChoice) -> list[int]:
     """Rows of each level that a network drafts; the last one may be cut."""
     left, sizes = choice.num_model_drafts, list[int]()
-    levels = choice.model.levels or (1,) * left
+    levels = choice.levels or (1,) * left
     for size in levels:
         if left <= 0:
             break

@@ -56,7 +56,7 @@ def draft_ask(work: Work, slot: RequestSlot) -> DraftModelAsk:
         num_computed=work.num_drafter_computed,
         num_drafts=choice.num_model_drafts,
         block_ids=slot.drafter_block_ids,
-        levels=choice.model.levels,
+        levels=choice.levels,
         stop=choice.stop,
         num_missing=slot.gap.num_tokens,
     )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from outdraft.config.engine import SchedulerConfig
-from outdraft.core.decision import LiveStop
+from outdraft.core.decision import CHAIN, LiveStop
 from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.plan import Admission, DraftChoice, PhaseTimes, StepPlan, TokenRules, Work
 from outdraft.core.sampling import SamplingParams
@@ -183,9 +183,10 @@ class DummySteps:
             return DraftChoice(DraftSource.NGRAM, Draft.chain(self._ids(count, -1 - index)))
         assert self._runner.proposer is not None
         proposer = self._runner.proposer
-        drafting = proposer.drafting if step.is_tree else proposer.chain or proposer.drafting
+        levels = proposer.shapes[0] if step.is_tree else CHAIN
         stop = LiveStop((0.0,) * count, (0.0,) * count, price=0.0) if step.tells_margins else None
-        return DraftChoice(drafting.source, num_model_drafts=count, model=drafting, stop=stop)
+        source = proposer.drafter.source
+        return DraftChoice(source, num_model_drafts=count, levels=levels, stop=stop)
 
     def _ids(self, count: int, text: int) -> list[int]:
         """Tokens of a text, by its number, or of drafts."""

@@ -27,21 +27,24 @@ class DrafterBooks:
         block_size: int,
         state_window: int,
         *,
-        reads_ahead: bool,
+        max_kept: int | None = None,
         shares_cache: bool = False,
     ) -> None:
         """
         Args:
             state_window: number of a text's newest tokens whose states of the target are kept; 0:
                 the drafter needs none.
-            reads_ahead: what the drafter keeps for a token depends on the token after it (EAGLE).
-                Else one that reads states keeps nothing for a token (heads).
+            max_kept: number of accepted drafts after the text for which the drafter's own cache is
+                valid after a step. None: all drafts but the last of a chain, and none of a tree (a
+                language model). 0: no draft (heads, mask tokens). -1: not even the newest token,
+                which is read together with a state that the target has yet to compute (EAGLE).
             shares_cache: it reads the target's own cache, which lacks the newest token only.
         """
-        assert state_window > 0 or not reads_ahead, "nothing to read ahead with"
+        assert state_window > 0 or max_kept != -1, "nothing to read ahead with"
         self.state_window = state_window
         self._pool, self._block_size = pool, block_size
-        self._token_shift = 1 if reads_ahead else 0
+        self._max_kept = max_kept
+        self._token_shift = 1 if max_kept == -1 else 0
         self._shares_cache = shares_cache
 
     def unread_tokens(self, request: Request) -> int:
@@ -138,7 +141,10 @@ class DrafterBooks:
     ) -> None:
         """Count the tokens that the drafter read in a step; call it before the text grows."""
         if work.drafts is not None and work.drafts.num_model_drafts:
-            kept = min(num_accepted, work.drafts.max_kept)
+            most = self._max_kept
+            if most is None:
+                most = 0 if work.drafts.levels else work.num_drafts - 1
+            kept = min(num_accepted, most)
             request.num_drafter_computed = request.num_tokens + kept
             request.num_usual_unread = num_accepted + 1 - self._token_shift - kept
         elif work.num_drafter_new:

@@ -42,13 +42,13 @@ class Scheduler:
         max_model_len: int,
         *,
         state_window: int = 0,
-        drafter_reads_ahead: bool = False,
+        drafter_max_kept: int | None = None,
         drafter_shares_cache: bool = False,
         num_draft_groups: int = 1,
     ) -> None:
         """
         Args:
-            state_window, drafter_reads_ahead, drafter_shares_cache: as in DrafterBooks.
+            state_window, drafter_max_kept, drafter_shares_cache: as in DrafterBooks.
             num_draft_groups: each drafts for the requests that it owns.
         """
         self.config = config
@@ -62,7 +62,7 @@ class Scheduler:
             pool,
             cache.block_size,
             state_window,
-            reads_ahead=drafter_reads_ahead,
+            max_kept=drafter_max_kept,
             shares_cache=drafter_shares_cache,
         )
         self._num_draft_groups = num_draft_groups

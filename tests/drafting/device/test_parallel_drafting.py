@@ -157,7 +157,7 @@ def test_masks_leave_nothing_behind_for_the_next_steps(pair: Pair):
         made = proposer.propose(asks, TEXTS_SL, sampling)
 
         pair.check(made, asks, chosen)
-        assert proposer.drafting.max_kept == 0
+        assert proposer.drafter.max_kept == 0
         computed = lengths
         lengths = [length + more for length, more in zip(lengths, emitted, strict=True)]
 
@@ -242,7 +242,7 @@ def test_masks_of_a_network_with_states_read_the_learned_one():
     kept = [window.features_NF[ask.state_row * 5 + place] for place in (4, 0)]  # of tokens 4 and 5
     assert torch.equal(states_TD, torch.stack([*kept, state_D, state_D]))
     assert made.token_ids_BK.tolist() == [[int(text[6]) + 1, MASK + 1, MASK + 1]]
-    assert proposer.drafting.max_kept == -1
+    assert proposer.drafter.max_kept == -1
     assert drafter.state_window == 5
     assert drafter.taps == (1,)
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import DraftSource
-from outdraft.core.plan import ModelDrafting
 from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.drafting.device.asks import DraftModelAsk, StateWindow, TargetStates
 from outdraft.drafting.device.grower import KnownLevels, compiled_grow
@@ -89,7 +88,7 @@ class BlockDrafter:
         self._network, self._cache = network, cache
         self.state_window, self.taps = window.num_tokens, network.taps
         self.reads_all_hidden = False
-        self.drafting = ModelDrafting(source, max_kept=-1)
+        self.source, self.max_kept = source, -1
         self.max_drafts, self.max_passes = config.num_drafts, 1
         self._reader = TextReader(ContextReader(network), cache, max_rows, window)
         self.keep, self.unread = self._reader.keep, self._reader.unread

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import HEAD_WINDOW, DraftSource
-from outdraft.core.plan import ModelDrafting
 from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.drafting.device.asks import DraftModelAsk, StateWindow, TargetStates
 from outdraft.drafting.device.grower import KnownLevels, compiled_grow, frontier_of_all
@@ -36,15 +35,16 @@ class HeadDrafter:
     taps: tuple[int, ...] = ()
     reads_all_hidden = False
     max_passes = 1
+    max_kept = 0
 
     def __init__(
         self, heads: MedusaHeads | MLPSpeculator, num_state_rows: int, kernels: Kernels
     ) -> None:
         if isinstance(heads, MedusaHeads):
-            source, size = DraftSource.MEDUSA, heads.config.hidden_size
+            self.source, size = DraftSource.MEDUSA, heads.config.hidden_size
         else:
-            source, size = DraftSource.MLP, heads.config.emb_dim
-        self.drafting, self.max_drafts = ModelDrafting(source, max_kept=0), heads.num_heads
+            self.source, size = DraftSource.MLP, heads.config.emb_dim
+        self.max_drafts = heads.num_heads
         self._heads, self._copy_rows = heads, kernels.copy_rows
         self._window = StateWindow(num_state_rows, size, heads.dtype, heads.device, HEAD_WINDOW)
 

@@ -33,7 +33,6 @@ from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError
-from outdraft.core.plan import ModelDrafting
 from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.drafting.device.asks import DraftModelAsk, StateWindow, TargetStates
 from outdraft.drafting.device.grower import KnownLevels, compiled_grow, frontier_of_all
@@ -155,7 +154,7 @@ class NetworkDrafter:
         self._mask, shift = mask_token_id, network.token_shift
         self.max_drafts, self.max_passes = MAX_DRAFTS, MAX_DRAFTS if self._mask is None else 1
         keeps_chain = self._mask is None and shift == 0
-        self.drafting = ModelDrafting(source, max_kept=None if keeps_chain else -shift)
+        self.source, self.max_kept = source, None if keeps_chain else -shift
         self._reader = TextReader(network, cache, max_rows, window, mask_state_D)
         self.keep, self.unread = self._reader.keep, self._reader.unread
 

@@ -17,8 +17,8 @@ from msgspec import structs
 from torch import Tensor
 
 from outdraft.attention.rows import to_device
-from outdraft.core.draft import TreeShape
-from outdraft.core.plan import ModelDrafting
+from outdraft.core.decision import CHAIN, Shape
+from outdraft.core.draft import DraftSource, TreeShape
 from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.drafting.device.asks import DraftModelAsk, TargetStates
 from outdraft.drafting.device.live_stop import stop_rules, with_part_of_cap
@@ -34,7 +34,8 @@ class DeviceDrafter(Protocol):
     """Gives logits of drafts after texts, without waiting for anything.
 
     Attributes:
-        drafting: of chains; the scheduler and the policy read it.
+        source: the source that its drafts count for.
+        max_kept: as in DrafterBooks, which relies on it.
         state_window: number of a text's newest tokens whose states of the target it keeps; 0:
             none, and `keep` is not called.
         taps: the layers whose residual streams it reads besides the last hidden state; may be ().
@@ -44,10 +45,13 @@ class DeviceDrafter(Protocol):
         max_passes: most passes of the network in one step, however much it drafts.
     """
 
-    drafting: ModelDrafting
+    source: DraftSource
     state_window: int
     max_drafts: int
     max_passes: int
+
+    @property
+    def max_kept(self) -> int | None: ...
 
     @property
     def taps(self) -> tuple[int, ...]: ...
@@ -78,8 +82,7 @@ class DeviceProposer:
     levels that a tree with as many rows has not.
 
     Attributes:
-        drafting: as the drafter's, of trees if there is a shape.
-        chain: of chains instead; None: all drafts are chains.
+        shapes: of the drafts, the configured one first.
         max_drafts: most drafts of one request in one step.
         max_chain: most of a chain.
         max_passes: most passes of the network in one step.
@@ -97,18 +100,13 @@ class DeviceProposer:
         self.drafter = drafter
         self._kernels = kernels
         self._samples = samples
-        self.drafting, self.chain = drafter.drafting, None
+        self.shapes: tuple[Shape, ...] = (CHAIN,)
         self.max_drafts = self.max_chain = drafter.max_drafts
         if tree is not None:
             self.max_drafts = tree.num_rows
             self.max_chain = min(drafter.max_drafts, tree.num_rows)
         if tree is not None and not tree.is_chain:
-            # A network reads the accepted branch again, as it reads any token that it has not
-            # seen: in the pass that it makes for the newest one anyway.
-            kept, self.chain = drafter.drafting.max_kept, drafter.drafting
-            self.drafting = structs.replace(
-                self.chain, levels=tree.levels, max_kept=0 if kept is None else kept
-            )
+            self.shapes = (tree.levels, CHAIN)
         self.max_passes = min(drafter.max_passes, self.max_chain)
 
     def propose(

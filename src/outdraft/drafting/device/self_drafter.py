@@ -23,7 +23,6 @@ from torch import Tensor
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
-from outdraft.core.plan import ModelDrafting
 from outdraft.drafting.device.asks import DraftModelAsk, TargetStates
 from outdraft.drafting.device.network_drafter import DraftNetwork, NetworkDrafter
 from outdraft.kernels.draft_ops import Growth, ModelDrafts
@@ -198,7 +197,7 @@ class SelfDrafter(NetworkDrafter):
         """
         super().__init__(DraftNetwork(model), cache, max_rows, DraftSource.SELF)
         # What it wrote after the text is the target's by the end of the step.
-        self.drafting = ModelDrafting(DraftSource.SELF, max_kept=0)
+        self.max_kept = 0
         self._attended = attended
         if attended is not None:
             self.state_window, self.taps, self.keep = SPARSE_WINDOW, attended.layers, attended.keep
