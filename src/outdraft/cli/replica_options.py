@@ -7,7 +7,7 @@ from outdraft.cli.command import num_physical_cores
 from outdraft.config.engine import EngineConfig
 from outdraft.config.fields import flag
 from outdraft.core.errors import ConfigError
-from outdraft.core.openmp import prepare_openmp
+from outdraft.core.process import prepare_openmp
 from outdraft.server.replicas.plan import ReplicaPlan
 
 

@@ -98,8 +98,6 @@ class Costs:
 
     def catch_up_s(self, network: str, num_tokens: int) -> float:
         """Seconds to read num_tokens tokens more than in a usual step."""
-        if not num_tokens:
-            return 0.0
         return self._table_catch_up_s(network, num_tokens) * self._network(network)
 
     def host_s(self, num_requests: int) -> float:
@@ -129,8 +127,7 @@ class Costs:
             cost = self.drafter(network)
             table_s = cost.step_s(lengths) + sum(cost.passes.at(np.array(pass_rows)).tolist())
             table_s += len(pass_rows) * cost.context_s * cost.num_read(lengths)
-            if unread:
-                table_s += self._table_catch_up_s(network, unread)
+            table_s += self._table_catch_up_s(network, unread)
             self._networks[network].observe(table_s * self._machine.value, outcome.draft_s)
 
     def _observe_target(self, outcome: StepOutcome, context: int) -> None:

@@ -6,7 +6,7 @@ Times are seconds, lengths are tokens, a level is a depth of a draft (the first 
 
 from msgspec import Struct
 
-from outdraft.core.decision import CHAIN, Decision, Shape
+from outdraft.core.decision import CHAIN, Decision, Shape, rows_of
 
 
 class HostOffer(Struct, frozen=True):
@@ -22,9 +22,6 @@ class HostOffer(Struct, frozen=True):
     length: int
     match_length: int
     shape: Shape = CHAIN
-
-    def num_rows(self, num_levels: int) -> int:
-        return sum(self.shape[:num_levels]) if self.shape else num_levels
 
 
 class RequestFacts(Struct, frozen=True):
@@ -60,7 +57,7 @@ class RequestFacts(Struct, frozen=True):
         """The most that any draft may have."""
         if not self.offers or not self.max_drafts:
             return self.max_drafts
-        return max(self.max_drafts, *(offer.num_rows(offer.length) for offer in self.offers))
+        return max(self.max_drafts, *(rows_of(offer.shape, offer.length) for offer in self.offers))
 
     def most_levels(self, shape: Shape) -> int:
         """Levels of a network's draft that there are rows and tokens left for."""

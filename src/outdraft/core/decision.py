@@ -10,6 +10,11 @@ CHAIN: Shape = ()  # one row a level, as many levels as are granted
 NO_CAP = 1 << 30  # rows
 
 
+def rows_of(shape: Shape, num_levels: int) -> int:
+    """Rows of the first levels."""
+    return sum(shape[:num_levels]) if shape else num_levels
+
+
 class Reason(StrEnum):
     """Why a step drafts as it does."""
 

@@ -30,7 +30,7 @@ class HostCopy:
         if device.type == "cpu":
             return
         nothing = torch.zeros(0, dtype=torch.int64, device=device)
-        packed = torch.cat([nothing, *(_as_int64(one).flatten() for one in tensors)])
+        packed = torch.cat([nothing, *(as_int64(one).flatten() for one in tensors)])
         host = torch.empty(packed.shape, dtype=torch.int64, pin_memory=True)
         self._tensors = [host.copy_(packed, non_blocking=True)]
         self._arrived = torch.cuda.Event()  # also where nothing is copied: the clock is read then
@@ -133,7 +133,8 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
     return tuple(results)
 
 
-def _as_int64(tensor: Tensor) -> Tensor:
+def as_int64(tensor: Tensor) -> Tensor:
+    """Whole numbers, or the bits of numbers as float64."""
     if tensor.is_floating_point():
         return tensor.double().view(torch.int64)
     return tensor.long()

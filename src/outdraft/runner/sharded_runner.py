@@ -33,13 +33,14 @@ from outdraft.runner.drafts import draft_ask, host_drafts, joined_drafts, num_ho
 from outdraft.runner.logprobs import LogprobRows, most_logprobs, wants_logprobs
 from outdraft.runner.model_runner import LaunchedStep, ModelRunner, TargetPass
 from outdraft.runner.shares import (
-    DraftedColumns,
     Shares,
     back_in_order,
     joined_logprobs,
     joined_scores,
     owned_states,
+    packed_drafts,
     packed_verdict,
+    unpacked_drafts,
     unpacked_verdict,
 )
 from outdraft.runner.state import DeviceState, RequestSlot, StepTexts
@@ -84,16 +85,13 @@ class ShardedRunner(ModelRunner):
         asked = [i for i, work in enumerate(works) if work.num_model_drafts]
         if not asked:
             return host_drafts(works, self.device), host_drafts(own_works, self.device)
-        columns, are_asked = DraftedColumns.of([works[place] for place in asked]), set(asked)
+        asked_works, are_asked = [works[place] for place in asked], set(asked)
         by_rank = [[i for i in part if i in are_asked] for part in shares.ranks]
         made = self._made(works, slots, by_rank)
-        if made is None:
-            rows_MC = torch.zeros(0, columns.number, dtype=torch.int64, device=self.device)
-        else:
-            rows_MC = columns.packed(made)
+        rows_MC = packed_drafts(made, asked_works, self.device)
         rows_MC = self.ranks.target.join_rows(rows_MC, [len(part) for part in by_rank])
         order = back_in_order([i for part in by_rank for i in part], self.device)
-        everybodys = columns.unpacked(rows_MC.index_select(0, order))
+        everybodys = unpacked_drafts(rows_MC.index_select(0, order), asked_works)
         drafts = joined_drafts(works, asked, everybodys, self.device)
         asked_own = [at for at, place in enumerate(own) if place in are_asked]
         if made is None or not asked_own:
@@ -149,7 +147,8 @@ class ShardedRunner(ModelRunner):
         is_finite_R, emitted = nothing.new_ones(0, dtype=torch.bool), None
         if made := self._made_verdicts(step, shares, masks):
             verdict, is_finite_R, emitted = joined(made)
-        packed_BC = group.join_rows(packed_verdict(verdict, is_finite_R, own_rows), shares.counts)
+        counts = [len(part) for part in shares.ranks]
+        packed_BC = group.join_rows(packed_verdict(verdict, is_finite_R, own_rows), counts)
         packed_BC = packed_BC.index_select(0, back_in_order(order, self.device))
         everybodys, is_finite_R = unpacked_verdict(packed_BC, width, shares.num_rows)
         choice = DeviceChoice(everybodys, is_finite_R)

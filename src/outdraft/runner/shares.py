@@ -26,6 +26,7 @@ from outdraft.kernels.data.logits import Scores
 from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kernels.ops import Kernels
 from outdraft.runner.logprobs import LogprobRows
+from outdraft.runner.results import as_int64
 from outdraft.runner.state import RequestSlot
 
 
@@ -56,11 +57,6 @@ class Shares:
         num_rows = tuple([1 + work.num_drafts for work in works])
         return cls(tuple(parts), num_rows)
 
-    @property
-    def counts(self) -> list[int]:
-        """Works of each rank."""
-        return [len(part) for part in self.ranks]
-
     def rows_of(self, places: Sequence[int]) -> np.ndarray:
         """int64: flat rows of these works."""
         starts = np.cumsum([0, *self.num_rows])
@@ -79,65 +75,48 @@ def back_in_order(places: Sequence[int], device: torch.device) -> Tensor:
     return order
 
 
-@dataclass(frozen=True, slots=True)
-class DraftedColumns:
-    """The layout of drafts that travel: one row of integers for each request.
+def packed_drafts(made: ModelDrafts | None, works: Sequence[Work], device: torch.device) -> Tensor:
+    """int64 [M, C]: drafts that travel, one row of integers for each request; None: no request's.
 
-    Attributes:
-        width: K.
-        num_levels: that live rules may have looked at; 0: there are no such rules.
-        is_chain: no tree is among them.
+    Args:
+        works: of all ranks that the network drafts for.
     """
+    width, num_levels = _drafted_columns(works)
+    if made is None:
+        return torch.zeros(0, 2 * width + 1 + num_levels, dtype=torch.int64, device=device)
+    parts = [
+        _wide(made.token_ids_BK, width, -1),
+        _wide(made.parents_BK, width, 0),
+        made.num_drafts_B[:, None],
+    ]
+    if num_levels:
+        margins_BL = made.margins_BL
+        if margins_BL is None:
+            margins_BL = torch.empty(len(made.token_ids_BK), 0, device=device)
+        parts.append(as_int64(_wide(margins_BL, num_levels, torch.nan)))
+    return torch.cat(parts, dim=1)
 
-    width: int
-    num_levels: int
-    is_chain: bool
 
-    @classmethod
-    def of(cls, works: Sequence[Work]) -> "DraftedColumns":
-        """For works that a network drafts for."""
-        choices = [work.drafts for work in works if work.drafts is not None]
-        has_rules = any(choice.stop is not None for choice in choices)
-        width = max(choice.num_model_drafts for choice in choices)
-        return cls(
-            width,
-            width if has_rules else 0,
-            not any(choice.is_device_tree for choice in choices),
-        )
+def unpacked_drafts(rows_MC: Tensor, works: Sequence[Work]) -> ModelDrafts:
+    """The drafts of these works, without the probabilities that they were drawn from."""
+    width, num_levels = _drafted_columns(works)
+    sizes = [width, width, 1, num_levels]
+    ids_MK, parents_MK, numbers_M1, bits_ML = rows_MC.split(sizes, dim=1)
+    margins_ML = bits_ML.contiguous().view(torch.float64).float()
+    return ModelDrafts(
+        ids_MK.contiguous(),
+        parents_MK.contiguous(),
+        numbers_M1[:, 0].contiguous(),
+        is_chain=not any(work.drafts and work.drafts.is_device_tree for work in works),
+        margins_BL=margins_ML if num_levels else None,
+    )
 
-    @property
-    def number(self) -> int:
-        """C."""
-        return 2 * self.width + 1 + self.num_levels
 
-    def packed(self, made: ModelDrafts) -> Tensor:
-        """int64 [M, C]."""
-        num_requests = made.token_ids_BK.shape[0]
-        parts = [
-            _wide(made.token_ids_BK, self.width, -1),
-            _wide(made.parents_BK, self.width, 0),
-            made.num_drafts_B[:, None],
-        ]
-        if self.num_levels:
-            margins_BL = made.margins_BL
-            if margins_BL is None:
-                margins_BL = torch.empty(num_requests, 0, device=made.token_ids_BK.device)
-            bits_BL = _wide(margins_BL.double(), self.num_levels, torch.nan).view(torch.int64)
-            parts.append(bits_BL)
-        return torch.cat(parts, dim=1)
-
-    def unpacked(self, rows_MC: Tensor) -> ModelDrafts:
-        """The drafts, without the probabilities that they were drawn from."""
-        sizes = [self.width, self.width, 1, self.num_levels]
-        ids_MK, parents_MK, numbers_M1, bits_ML = rows_MC.split(sizes, dim=1)
-        margins_ML = bits_ML.contiguous().view(torch.float64).float()
-        return ModelDrafts(
-            ids_MK.contiguous(),
-            parents_MK.contiguous(),
-            numbers_M1[:, 0].contiguous(),
-            is_chain=self.is_chain,
-            margins_BL=margins_ML if self.num_levels else None,
-        )
+def _drafted_columns(works: Sequence[Work]) -> tuple[int, int]:
+    """K, and the levels that live rules may have looked at; 0: there are no such rules."""
+    width = max(work.num_model_drafts for work in works)
+    has_rules = any(work.drafts and work.drafts.stop is not None for work in works)
+    return width, width if has_rules else 0
 
 
 def packed_verdict(verdict: Verdict, is_finite_R: Tensor, num_rows: Sequence[int]) -> Tensor:
@@ -151,7 +130,7 @@ def packed_verdict(verdict: Verdict, is_finite_R: Tensor, num_rows: Sequence[int
     (places_R,) = to_device([_padded_places(num_rows, width)], is_finite_R.device)
     finite_BN1.view(-1).index_copy_(0, places_R, is_finite_R)
     parts = [verdict.token_ids_BN1, verdict.num_emitted_B[:, None], verdict.rows_BN, finite_BN1]
-    return torch.cat([part.long() for part in parts], dim=1)
+    return torch.cat([as_int64(part) for part in parts], dim=1)
 
 
 def unpacked_verdict(
@@ -262,7 +241,7 @@ def _packed(scores: Scores, num_top: int) -> Tensor:
     missing = num_top - top_ids_JK.shape[1]
     floats_JC = torch.cat([logprob_J[:, None], torch.nn.functional.pad(top_JK, (0, missing))], 1)
     ids_JC = torch.nn.functional.pad(top_ids_JK, (0, missing))
-    return torch.cat([floats_JC.double().view(torch.int64), rank_J[:, None], ids_JC], dim=1)
+    return torch.cat([as_int64(floats_JC), rank_J[:, None], ids_JC], dim=1)
 
 
 def _unpacked(packed_JC: Tensor, num_top: int) -> Scores:

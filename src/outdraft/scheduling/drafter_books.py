@@ -10,7 +10,6 @@ for the one with the most requests, and for the one with the most that want draf
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from outdraft.core.plan import NO_GAP, DraftChoice, DrafterGap, Work
 from outdraft.core.request import Request
@@ -206,13 +205,6 @@ class DrafterBooks:
         return int(request.token_ids[(block + 1) * self._block_size])
 
 
-class Move(NamedTuple):
-    """A request that changes to another group."""
-
-    request: Request
-    group: int
-
-
 def freest_groups(running: Sequence[Request], num_groups: int, request: Request) -> list[int]:
     """Groups that a request may go to: of those with the fewest requests, those with the fewest of
     its kind (requests that want drafts, or requests that want none)."""
@@ -222,9 +214,9 @@ def freest_groups(running: Sequence[Request], num_groups: int, request: Request)
     return [group for group, load in enumerate(loads) if load == min(loads)]
 
 
-def overdue_moves(running: Sequence[Request], num_groups: int) -> list[Move]:
-    """Requests that should change to another group, so that no group has two more than another,
-    nor two more that want drafts. Empty: the load is balanced.
+def overdue_moves(running: Sequence[Request], num_groups: int) -> list[tuple[Request, int]]:
+    """Requests that should change to another group, and that group, so that no group has two more
+    than another, nor two more that want drafts. Empty: the load is balanced.
 
     At most one of them wants drafts. Its new owner reads its text again, so the shortest one goes.
     """
@@ -233,13 +225,13 @@ def overdue_moves(running: Sequence[Request], num_groups: int) -> list[Move]:
     source, target = counts.index(max(counts)), counts.index(min(counts))
     if counts[source] - counts[target] >= 2:
         wants_drafts = drafting[source] - drafting[target] >= 2
-        return [Move(_shortest(running, source, wants_drafts), target)]
+        return [(_shortest(running, source, wants_drafts), target)]
     source, target = drafting.index(max(drafting)), drafting.index(min(drafting))
     if drafting[source] - drafting[target] < 2:
         return []
-    moves = [Move(_shortest(running, source, wants_drafts=True), target)]
+    moves = [(_shortest(running, source, wants_drafts=True), target)]
     if counts[target] >= counts[source]:  # one that wants no drafts comes back for it
-        moves.append(Move(_shortest(running, target, wants_drafts=False), source))
+        moves.append((_shortest(running, target, wants_drafts=False), source))
     return moves
 
 

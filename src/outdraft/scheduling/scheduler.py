@@ -160,7 +160,9 @@ class Scheduler:
         """
         num_running = len(self.running)
         rows = self._reserve_rows()
-        self._balance_owners()
+        if self._num_draft_groups > 1:
+            for move in overdue_moves(self.running, self._num_draft_groups):
+                self._books.change_owner(*move)
         budget = self.config.max_num_batched_tokens - sum(rows)
         works: list[Work] = []
         requests = self.running.copy()
@@ -315,13 +317,6 @@ class Scheduler:
                 self._preempt(self.running[-1])
         return rows
 
-    def _balance_owners(self) -> None:
-        """Give requests to other draft groups if one has two more than another, or two more that
-        want drafts."""
-        if self._num_draft_groups > 1:
-            for move in overdue_moves(self.running, self._num_draft_groups):
-                self._books.change_owner(*move)
-
     def _work(
         self, request: Request, num_new: int, choice: DraftChoice | None, budget: int
     ) -> Work:
@@ -447,10 +442,6 @@ class Scheduler:
         size = self._block_size
         # Tokens after the one that ended the request are in the cache, but not in the text.
         valid = min(request.num_computed, request.num_tokens)
-        has_filled = valid // size > computed // size
-        drafter_has = request.num_drafter_computed // size > drafter_computed // size
-        if not has_filled and not drafter_has:
-            return  # as after most steps
         self._name_blocks(request, valid)
         blocks = self.table(request).ids
         for block in range(computed // size, min(valid // size, len(request.block_hashes))):

@@ -146,10 +146,9 @@ class TextReader:
         """These rows, with their states in the window."""
         window = self._window
         if window is None:
+            skipped = [ask.num_skipped for ask in asks]
             unread = self._with_states(spans, token_ids_SL, None, ())
-            if any(ask.num_skipped for ask in asks):
-                return replace(unread, num_skipped=[ask.num_skipped for ask in asks])
-            return unread
+            return replace(unread, num_skipped=skipped) if any(skipped) else unread
         places: list[int] = []
         for ask, span in zip(asks, spans, strict=True):
             places += window.places(ask.state_row, ask.num_computed, span.num_causal)
