@@ -70,20 +70,14 @@ class HostSources:
 
         num_running: number of requests that run, or may begin to run in this step.
         """
-        found = self._predicted(requests, num_running)
+        found: dict[str, Drafts] = {}
+        predicted = [request for request in requests if has_prediction(request)]
+        most = max(self._config.max_drafts, self._draft_rows // num_running)
+        self._ask(self._prediction, predicted, min(most, MAX_DRAFTS), found)
         others = [request for request in requests if request.id not in found]
         for proposer in self._proposers:
             asked = [request for request in others if may_use(request, proposer.source)]
-            if not asked:
-                continue
-            most = self._config.max_drafts
-            asks = [
-                DraftAsk(r.id, r.token_ids, min(wished_drafts(most, r), r.max_drafts))
-                for r in asked
-            ]
-            for ask, draft in zip(asks, proposer.propose(asks), strict=True):
-                if len(draft):
-                    found.setdefault(ask.request_id, {})[proposer.source] = draft
+            self._ask(proposer, asked, self._config.max_drafts, found)
         return found
 
     def may_find(self, requests: Sequence[Request]) -> bool:
@@ -101,28 +95,29 @@ class HostSources:
         for proposer in (self._prediction, *self._proposers):
             proposer.finish(request.id, text)
 
-    def _predicted(self, requests: Sequence[Request], num_running: int) -> dict[str, Drafts]:
-        """Drafts for requests whose clients sent a prediction that is still right."""
-        predicted = [request for request in requests if has_prediction(request)]
-        if not predicted:
-            return {}
-        most = max(self._config.max_drafts, self._draft_rows // num_running)
+    def _ask(
+        self,
+        proposer: HostProposer,
+        requests: Sequence[Request],
+        most: int,
+        found: dict[str, Drafts],
+    ) -> None:
+        """Add the drafts, of at most `most` rows each, that a proposer has for these requests."""
+        if not requests:
+            return
         asks = [
             DraftAsk(
-                request.id,
-                request.token_ids,
-                min(wished_drafts(MAX_DRAFTS, request), request.max_drafts, most),
-                request.num_prompt,
-                request.prediction_ids,
+                one.id,
+                one.token_ids,
+                min(wished_drafts(most, one), one.max_drafts),
+                one.num_prompt,
+                one.prediction_ids if len(one.prediction_ids) else None,
             )
-            for request in predicted
+            for one in requests
         ]
-        drafts = self._prediction.propose(asks)
-        return {
-            ask.request_id: {DraftSource.PREDICTION: draft}
-            for ask, draft in zip(asks, drafts, strict=True)
-            if len(draft)
-        }
+        for ask, draft in zip(asks, proposer.propose(asks), strict=True):
+            if len(draft):
+                found.setdefault(ask.request_id, {})[proposer.source] = draft
 
 
 @dataclass(slots=True)

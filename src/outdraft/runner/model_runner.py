@@ -112,9 +112,7 @@ class ModelRunner:
             works = [work for work in plan.works if work.samples]
         drafted = copy_of_drafted(works, self._slots, drafts) if drafts else None
         clock.mark()
-        chooser = None
-        if sampling is not None and not wants_logprobs(slots):
-            chooser = self._chooser(sampling)
+        chooser = self._chooser(sampling) if sampling and not wants_logprobs(slots) else None
         target = self._forward(plan, drafts, chooser)
         prompt = None
         if target.hidden_TD is not None:
@@ -255,9 +253,7 @@ class ModelRunner:
         target = step.target
         if target.choice is not None:
             return target.choice, None
-        longest = max(work.num_tokens for work in step.works)
-        rest = self.state.token_ids_SL, longest, drafts.width, most_logprobs(step.slots)
-        verifier = PartVerifier(self.model, self.verifier, *rest)
+        verifier = self._part_verifier(step, drafts.width)
         of_all = PartToVerify(step.slots, drafts, sampling, target.texts, masks)
         hidden_RD, num_drafts = target.logit_hidden_RD, [work.num_drafts for work in step.works]
         made: list[Verified] = []
@@ -266,6 +262,11 @@ class ModelRunner:
             made.append(verifier.verified(of_all.of(part), self.model.logits(own_RD)))
         verdict, is_finite_R, emitted = joined(made)
         return DeviceChoice(verdict, is_finite_R), emitted
+
+    def _part_verifier(self, step: "LaunchedStep", width: int) -> PartVerifier:
+        longest = max(work.num_tokens for work in step.works)
+        rest = self.state.token_ids_SL, longest, width, most_logprobs(step.slots)
+        return PartVerifier(self.model, self.verifier, *rest)
 
     def _keep(self, choice: Choice, drafts: DraftBatch, target: "TargetPass") -> None:
         """Write the emitted tokens to the texts, and accepted branches to where texts are read."""

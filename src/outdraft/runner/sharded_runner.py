@@ -30,7 +30,7 @@ from outdraft.kernels.step_ops import Choice, Chooser, DeviceChoice
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
 from outdraft.runner.drafts import draft_ask, host_drafts, joined_drafts, num_host_rows
-from outdraft.runner.logprobs import LogprobRows, most_logprobs, wants_logprobs
+from outdraft.runner.logprobs import LogprobRows, wants_logprobs
 from outdraft.runner.model_runner import LaunchedStep, ModelRunner, TargetPass
 from outdraft.runner.shares import (
     Shares,
@@ -47,7 +47,6 @@ from outdraft.runner.state import DeviceState, RequestSlot, StepTexts
 from outdraft.runner.verified_parts import (
     GrammarMasks,
     PartToVerify,
-    PartVerifier,
     Verified,
     joined,
     logit_rows_of,
@@ -163,13 +162,9 @@ class ShardedRunner(ModelRunner):
         logits of one part of its requests."""
         assert step.drafts is not None
         group, vocab_size = self.ranks.target, self.model.config.vocab_size
-        hidden_RD, longest = (
-            step.target.logit_hidden_RD,
-            max(work.num_tokens for work in step.works),
-        )
+        hidden_RD = step.target.logit_hidden_RD
+        verifier = self._part_verifier(step, step.drafts.width)
         most = logit_rows_of(self.model, hidden_RD)
-        rest = self.state.token_ids_SL, longest, step.drafts.width, most_logprobs(step.slots)
-        verifier = PartVerifier(self.model, self.verifier, *rest)
         parts = [
             request_parts([shares.num_rows[at] - 1 for at in own], most, is_padded=True)
             if own

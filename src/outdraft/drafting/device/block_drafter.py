@@ -44,7 +44,7 @@ def num_spare_blocks(num_rows: int, block_size: int) -> int:
 
 
 class ContextReader:
-    """Writes the keys and values of texts, without attention; implements `ReadsTexts`."""
+    """Writes the keys and values of texts, without attention; a `TextReader` reads them."""
 
     token_shift = 1
 
