@@ -39,7 +39,7 @@ class DrafterLimits:
 
 
 class RequestLimits:
-    """What the configuration, the network and a request itself allow the request."""
+    """Limits of each request: by the configuration, the network, and what it asks for itself."""
 
     def __init__(self, config: SpeculationConfig, drafter: DrafterLimits | None) -> None:
         self._config = config

@@ -69,7 +69,7 @@ def num_host_rows(works: Sequence[Work]) -> int:
 
 def copy_of_drafted(works: Sequence[Work], slots: Slots, drafts: DraftBatch) -> HostCopy | None:
     """Start to copy the network's drafts to the host, if a grammar needs them: int64 [2, B, N], ids
-    and parents. Who waits for it does not wait for the target's pass, which begins meanwhile."""
+    and parents. Its reader waits for the drafting, not for the target's pass."""
     asking = [slots[work.slot].params for work in works if work.num_model_drafts]
     if all(params.structured is None for params in asking):
         return None

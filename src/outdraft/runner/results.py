@@ -20,7 +20,7 @@ from outdraft.runner.logprobs import LogprobRows
 class HostCopy:
     """Tensors on their way to the host: from a GPU in one copy, as int64, floats as their bits.
 
-    To begin waits for nothing.
+    Starting it waits for nothing.
     """
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
