@@ -21,7 +21,6 @@ from outdraft.core.plan import (
     DraftChoice,
     PhaseTimes,
     StepResult,
-    StepRoom,
     StepStats,
     Work,
     WorkResult,
@@ -168,7 +167,7 @@ def stats(num_rows: int, times: PhaseTimes = NO_TIMES) -> StepStats:
     return step_stats([], StepResult((), num_rows, times), step_s=step_s, **rest)
 
 
-ROOM = StepRoom(prompt_rows=5, free_rows=40, free_slots=60)
+ROOM = StepFacts((), prompt_rows=5, free_rows=40, free_slots=60)
 MODEL = DraftChoice(DraftSource.MODEL, num_model_drafts=4)
 
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outdraft.config.engine import CacheConfig, SchedulerConfig
+from outdraft.control.facts import StepFacts
 from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.errors import CapacityError, RequestError
 from outdraft.core.plan import (
     DraftChoice,
     StepResult,
-    StepRoom,
     WorkResult,
 )
 from outdraft.core.request import FinishReason, Request, RequestStatus, ScheduledStep
@@ -395,7 +395,7 @@ class Before:
     """
 
     running: dict[str, Request]
-    room: StepRoom
+    room: StepFacts
     preempted_without_drafts: set[str]
 
     @classmethod

@@ -78,9 +78,10 @@ class StepFacts(Struct, frozen=True):
 
     Attributes:
         requests: in batch order; all of them get one token at least.
-        prompt_rows: rows of prompts that the step reads beside them.
-        free_rows: rows that drafts may have.
-        free_slots: places in the KV cache that drafts may have.
+        prompt_rows: rows of prompts that the step reads beside them; the prefix cache may save
+            some.
+        free_rows: rows that drafts may have, beside those that running requests need.
+        free_slots: places in the KV cache that drafts may have, in the same way.
     """
 
     requests: tuple[RequestFacts, ...]

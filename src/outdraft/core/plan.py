@@ -145,20 +145,6 @@ class DraftChoice(Struct, array_like=True, frozen=True):
         )
 
 
-class StepRoom(Struct, frozen=True):
-    """The room of the next step for drafts, as far as it is known before planning.
-
-    Attributes:
-        prompt_rows: rows of tokens before the newest ones; the prefix cache may save some.
-        free_rows: rows beside those that running requests need.
-        free_slots: places in the KV cache beside those that running requests need.
-    """
-
-    prompt_rows: int
-    free_rows: int
-    free_slots: int
-
-
 class Work(NamedTuple):
     """One request's part of a step.
 

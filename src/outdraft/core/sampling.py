@@ -141,10 +141,10 @@ class SamplingParams:
 
     def _check_types(self) -> None:
         for name, low, high in _RANGES:
-            if getattr(self, name) is not None or name not in _OPTIONAL:
-                _check_range(name, getattr(self, name), low, high)
-        for name in _WHOLE:
-            if not isinstance(value := getattr(self, name), int | None):
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                _check_range(name, value, low, high)
+            if name in _WHOLE and not isinstance(value, int | None):
                 raise RequestError(f"{name} must be a whole number, got {value!r}", name)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):

@@ -17,7 +17,7 @@ from outdraft.control.policy import LengthPolicy
 from outdraft.core.decision import Decision, Grant, Reason
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import RequestError
-from outdraft.core.plan import DraftChoice, StepRoom, StepStats, drafted_levels
+from outdraft.core.plan import DraftChoice, StepStats, drafted_levels
 from outdraft.core.request import BookedWork, Request
 from outdraft.drafting.host_sources import Drafts, HostProposer, HostSources, Shadows
 from outdraft.drafting.request_limits import DrafterLimits, RequestLimits
@@ -98,13 +98,14 @@ class DraftPolicy:
             )
 
     def choose(
-        self, requests: Sequence[Request], num_running: int, room: StepRoom
+        self, requests: Sequence[Request], num_running: int, room: StepFacts
     ) -> dict[str, DraftChoice]:
         """The drafts that each request verifies in the next step; without an entry it has none.
 
         Args:
             requests: those with one token left to compute, in batch order.
             num_running: how many requests run, or may begin to run in this step.
+            room: for drafts; it names no requests.
         """
         self._running = self.decided = None
         self.granted = {}
@@ -126,12 +127,8 @@ class DraftPolicy:
             drafts = self._host.drafts(wanting, num_running)
             if not drafts and self._hold(requests, room, looking_s=self._clock() - started_s):
                 return self.granted
-        facts = StepFacts(
-            tuple(self._limits.facts(request, drafts.get(request.id, {})) for request in requests),
-            room.prompt_rows,
-            room.free_rows,
-            room.free_slots,
-        )
+        own = tuple(self._limits.facts(one, drafts.get(one.id, {})) for one in requests)
+        facts = replace(room, requests=own)
         decision = self.control.decide(facts)
         if decision.shadows:
             self._cast_shadows(requests, decision, drafts)
@@ -144,7 +141,7 @@ class DraftPolicy:
     def _hold(
         self,
         requests: Sequence[Request],
-        room: StepRoom,
+        room: StepFacts,
         *,
         may_offer: bool = False,
         looking_s: float = 0.0,

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from outdraft.config.engine import CacheConfig, SchedulerConfig
+from outdraft.control.facts import StepFacts
 from outdraft.core.errors import CapacityError, RequestError
 from outdraft.core.grammar import AllowedTokens, GrammarDrafts
-from outdraft.core.plan import Admission, DraftChoice, StepPlan, StepResult, StepRoom, Work
+from outdraft.core.plan import Admission, DraftChoice, StepPlan, StepResult, Work
 from outdraft.core.request import BookedWork, FinishReason, Request, RequestStatus, ScheduledStep
 from outdraft.drafting.policy import DraftPolicy
 from outdraft.kv.block_pool import BlockPool, BlockTable, extend_hashes
@@ -115,8 +116,9 @@ class Scheduler:
         """Running requests with one token left to compute: only they can use a draft."""
         return [request for request in self.running if request.num_uncomputed == 1]
 
-    def room(self) -> StepRoom:
-        """The room that `schedule` leaves for drafts if it preempts no request."""
+    def room(self) -> StepFacts:
+        """The room that `schedule` leaves for drafts if it preempts no request; no request is named
+        yet."""
         budget = self.config.max_num_batched_tokens
         num_needed = num_slack = prompt_rows = 0
         for request in self.running:
@@ -132,7 +134,7 @@ class Scheduler:
         free_slots = (self.pool.num_free - num_needed) * self._block_size + num_slack
         if self.waiting and self._free_slots:
             prompt_rows += min(self.waiting[0].num_tokens, budget)
-        return StepRoom(prompt_rows, max(0, budget), max(0, free_slots))
+        return StepFacts((), prompt_rows, max(0, budget), max(0, free_slots))
 
     def unread_tokens(self, request: Request) -> int:
         """Tokens that the drafter would read now beyond those of a usual step."""

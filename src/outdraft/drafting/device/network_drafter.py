@@ -20,7 +20,6 @@ are needed, Q of them on this rank, S state rows, L tokens of a text, D the netw
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -229,14 +228,6 @@ class NetworkLevels:
         self._num_drafts_G = num_drafts_G
         self._states_GED = start.states_BD[:, None]
 
-    @cached_property
-    def _of_levels(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs of all levels, int32: lengths of contexts [G], zeros [G], and 0 to G [G + 1]. Not
-        made where a graph stands for the levels."""
-        lengths_G, number = self._start.contexts_B.int(), len(self._num_drafts_G)
-        places_G1 = torch.arange(number + 1, dtype=torch.int32, device=lengths_G.device)
-        return lengths_G, torch.zeros_like(lengths_G), places_G1
-
     @property
     def first_keys_PSGC(self) -> Tensor:
         return self._start.caches[0].k_PSGC
@@ -296,11 +287,12 @@ class NetworkLevels:
         )
         if self._start.num_skipped_B is not None:
             positions_T = positions_T + self._start.num_skipped_B.repeat_interleave(width)
-        lengths_G, zeros_G, places_G1 = self._of_levels
+        lengths_G, number = self._start.contexts_B.int(), len(self._num_drafts_G)
+        places_G1 = torch.arange(number + 1, dtype=torch.int32, device=lengths_G.device)
         return AttentionMetadata(
             query_start_B1=places_G1 * width,
             context_lens_B=lengths_G,
-            num_causal_B=zeros_G,
+            num_causal_B=torch.zeros_like(lengths_G),
             ancestors_T=ancestors_T,
             positions_T=positions_T,
             slots_T=slots_T,
