@@ -4,6 +4,9 @@ A request says which sources could draft for it now; core/decision.py is the ans
 Times are seconds, lengths are tokens, a level is a depth of a draft (the first one is 1).
 """
 
+from bisect import bisect_right
+from itertools import accumulate
+
 from msgspec import Struct
 
 from outdraft.core.decision import CHAIN, Decision, Shape, rows_of
@@ -64,13 +67,8 @@ class RequestFacts(Struct, frozen=True):
         most = min(self.max_drafts, self.max_tokens - 1)
         if not shape:
             return max(0, min(most, self.max_chain))
-        levels = rows = 0
-        for count in shape[: max(0, self.max_tokens - 1)]:
-            rows += count
-            if rows > self.max_drafts:
-                break
-            levels += 1
-        return levels
+        ends = list(accumulate(shape[: max(0, self.max_tokens - 1)]))
+        return bisect_right(ends, self.max_drafts)
 
 
 class StepFacts(Struct, frozen=True):

@@ -173,18 +173,6 @@ class DeviceProposer:
             copy = structs.replace(asks[copied], stop=None)
             asks = [*asks, *[copy] * (number - num_requests)]
             sampling = sampling.with_copies(copied, number)
-        drafts = self._grown(asks, token_ids_SL, sampling, num_host_rows, shares)
-        return drafts if len(asks) == num_requests else _first(drafts, num_requests)
-
-    def _grown(
-        self,
-        asks: Sequence[DraftModelAsk],
-        token_ids_SL: Tensor,
-        sampling: SamplingBatch,
-        num_host_rows: int,
-        shares: RequestShares,
-    ) -> ModelDrafts:
-        """Draft for these asks in one growth."""
         wanted, shape = [ask.num_drafts for ask in asks], self._shape(asks)
         stops = stop_rules(asks, num_host_rows, token_ids_SL.device)
         assert stops is None or shape.is_chain, "trees have no live rule"
@@ -201,7 +189,8 @@ class DeviceProposer:
             stops=stops,
             shares=shares,
         )
-        return self.drafter.draft(asks, token_ids_SL, growth)
+        drafts = self.drafter.draft(asks, token_ids_SL, growth)
+        return drafts if len(asks) == num_requests else _first(drafts, num_requests)
 
     def _shape(self, asks: Sequence[DraftModelAsk]) -> TreeShape:
         """The fewest first levels with the rows that the asks want."""
