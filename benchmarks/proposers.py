@@ -23,9 +23,8 @@ import torch
 from outdraft.bench.side_by_side import HOST_DRAFT_TOKENS, make_phrases, phrases_text, time_drafts
 from outdraft.config.speculation import NgramConfig, SuffixConfig
 from outdraft.core.draft import Draft, DraftAsk
-from outdraft.drafting.host.ngram import NgramProposer
-from outdraft.drafting.host.proposer import HostProposer
-from outdraft.drafting.host.suffix import SuffixProposer
+from outdraft.drafting.host_sources import HostProposer
+from outdraft.drafting.proposers import NgramProposer, SuffixProposer
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.torch.table import reference_kernels
 

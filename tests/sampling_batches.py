@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from outdraft.core.admission import token_rules
+from outdraft.core.plan import TokenRules
 from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.data.sampling import SamplingBatch
 
@@ -22,7 +22,12 @@ def batch_of_params(
     """One batch of requests, in order; `seeds`, `bad_words`, `stop_ids`: of each request."""
     words, stops = bad_words or [()] * len(params), stop_ids or [()] * len(params)
     rules = [
-        token_rules(one, seed=seed, bad_words_ids=own, stop_token_ids=ends)
+        TokenRules(
+            one,
+            seed,
+            tuple(sorted(ends)) if one.min_tokens > 0 else (),
+            tuple(tuple(word) for word in own),
+        )
         for one, seed, own, ends in zip(params, seeds, words, stops, strict=True)
     ]
     return SamplingBatch.from_rules(

@@ -5,7 +5,7 @@ import os
 
 from protocol import Ask, Grown, Spec, run_steps, serve
 
-from outdraft.core.openmp import prepare_openmp
+from outdraft.core.process import prepare_openmp
 
 prepare_openmp(os.environ)
 

@@ -8,7 +8,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from outdraft.core.openmp import prepare_openmp
+from outdraft.core.process import prepare_openmp
 
 if TYPE_CHECKING:
     from outdraft.config.engine import CacheConfig, EngineConfig, SchedulerConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outdraft.cli.command import num_physical_cores, use_physical_cores
-from outdraft.core.openmp import prepare_openmp
+from outdraft.core.process import prepare_openmp
 
 
 def test_spinning_is_bounded_when_nothing_was_said():

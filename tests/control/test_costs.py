@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from outdraft.control.corrections import SPAN, WRONG_STEPS, Costs
-from outdraft.control.costs import CostCurve, CostTable, DrafterCost, monotone
+from outdraft.control.corrections import WRONG_STEPS, Costs
+from outdraft.control.costs import CostCurve, CostTable, DrafterCost
 from outdraft.control.facts import DraftOutcome, RequestFacts, StepFacts, StepOutcome
 from outdraft.core.decision import Decision, Grant, Reason
 from outdraft.core.errors import ConfigError
+from tests.planning.scenarios import monotone
 
 LINE = CostCurve((1, 4, 8, 16), (1.0, 1.3, 2.0, 4.0))
 STAIRS = CostCurve((1, 4, 8, 16), (1.0, 1.3, 2.0, 4.0), has_stairs=True)
@@ -74,7 +75,7 @@ def step(
 ) -> StepOutcome:
     """A step of one request with a chain of so many levels, of which nothing was accepted."""
     facts = StepFacts((RequestFacts("a", 50, 9, 0, network=network or None),))
-    grants = (Grant("a", network, passes, passes, 0.5),) if network else ()
+    grants = (Grant("a", network, passes, passes),) if network else ()
     decision = Decision(Reason.GAIN, grants)
     drafts = (DraftOutcome("a", passes, 0),) if network else ()
     return StepOutcome(facts, decision, drafts, rows, 1, draft_s, target_s, 0.1)
@@ -192,8 +193,8 @@ def test_a_step_with_drafts_takes_the_host_longer_by_the_same_share_for_all_requ
     assert CostTable.from_json(table.to_json()) == table
 
 
-def test_a_step_of_more_rows_than_are_kept_at_hand_is_no_surprise():
+def test_a_step_of_many_more_rows_than_the_table_has_is_no_surprise():
     costs = Costs(TABLE)
     for _ in range(20):
-        costs.observe(step(2 * SPAN, float(LINE.at(np.array(2 * SPAN)))))
+        costs.observe(step(8192, float(LINE.at(np.array(8192)))))
     assert at(costs, 1) == pytest.approx(1.0)

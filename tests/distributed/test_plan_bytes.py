@@ -11,12 +11,18 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from msgspec import structs
 
-from outdraft.core.admission import Admission, DrafterGap, TokenRules
 from outdraft.core.decision import LiveStop
 from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.errors import RanksError
 from outdraft.core.grammar import AllowedTokens
-from outdraft.core.plan import DraftChoice, ModelDrafting, StepPlan, Work
+from outdraft.core.plan import (
+    Admission,
+    DraftChoice,
+    DrafterGap,
+    StepPlan,
+    TokenRules,
+    Work,
+)
 from outdraft.distributed.plan_bytes import (
     allowed_as_bytes,
     allowed_of_bytes,
@@ -67,27 +73,27 @@ def stops(draw) -> LiveStop:
 
 @st.composite
 def plans(draw) -> StepPlan:
-    models = draw(st.lists(with_all_fields(ModelDrafting), min_size=1, max_size=3))
+    shapes = draw(st.lists(of_type(tuple[int, ...]), min_size=1, max_size=3))
     rules = draw(st.lists(stops(), min_size=1, max_size=3))
     sources = st.sampled_from(DraftSource)
     of_network = st.builds(
-        lambda source, count, model: DraftChoice(source, num_model_drafts=count, model=model),
+        lambda source, count, levels: DraftChoice(source, num_model_drafts=count, levels=levels),
         sources,
         st.integers(1, 5),
-        st.sampled_from(models),
+        st.sampled_from(shapes),
     )
     with_rule = st.builds(
         lambda choice, stop: structs.replace(choice, stop=stop),
-        of_network.filter(lambda choice: not choice.model.is_tree),
+        of_network.filter(lambda choice: not choice.levels),
         st.sampled_from(rules),
     )
     choices = st.one_of(st.none(), st.builds(DraftChoice, sources, drafts()), of_network)
-    if any(not model.is_tree for model in models):
+    if not all(shapes):
         choices = st.one_of(choices, with_rule)
     ids = arrays(np.int32, st.integers(0, 40), elements=st.integers(0, 200_000))
-    admissions = with_all_fields(
-        Admission, token_ids=ids, rules=with_all_fields(TokenRules, seed=COUNTS)
-    )
+    params = st.sampled_from(params_of_every_kind())
+    token_rules = with_all_fields(TokenRules, params=params, seed=COUNTS)
+    admissions = with_all_fields(Admission, token_ids=ids, rules=token_rules)
     works = with_all_fields(Work, drafts=choices, gap=st.none() | with_all_fields(DrafterGap))
     return draw(
         with_all_fields(
@@ -102,7 +108,7 @@ def plans(draw) -> StepPlan:
 @given(plans())
 def test_any_plan_is_read_as_it_was_written(plan: StepPlan):
     read = plan_of_bytes(plan_as_bytes(plan))
-    assert as_bytes(read) == as_bytes(plan)
+    assert as_bytes(read) == as_bytes(from_bytes(StepPlan, as_bytes(plan)))
     assert [work.drafts for work in read.works] == [work.drafts for work in plan.works]
     assert all(one.token_ids.flags.writeable for one in read.admissions)
 

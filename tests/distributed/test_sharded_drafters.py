@@ -14,7 +14,7 @@ from torch import Tensor
 from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import RankGroup, Ranks
-from outdraft.drafting.device.draft_network import DraftNetwork
+from outdraft.drafting.device.network_drafter import DraftNetwork
 from outdraft.drafting.device.translated_model import TranslatedModel
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.draft_ops import Frontier

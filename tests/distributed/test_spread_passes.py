@@ -21,8 +21,7 @@ from outdraft.core.errors import RanksError
 from outdraft.core.sampling import SamplingParams
 from outdraft.distributed.group import RankGroup, Ranks, RequestShares
 from outdraft.drafting.device.asks import DraftModelAsk
-from outdraft.drafting.device.draft_network import DraftNetwork
-from outdraft.drafting.device.network_drafter import NetworkDrafter
+from outdraft.drafting.device.network_drafter import DraftNetwork, NetworkDrafter
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.choose import choose_kernels, has_library
 from outdraft.kernels.draft_ops import ModelDrafts

@@ -186,7 +186,7 @@ class Case:
 def levels_of(works: Sequence[Work]) -> tuple[int, ...]:
     """Rows of each level that a step drafts."""
     num_rows = max(work.num_drafts for work in works)
-    shapes = {work.drafts.model.levels for work in works if work.drafts is not None}
+    shapes = {work.drafts.levels for work in works if work.drafts is not None}
     (levels,) = shapes
     shape = TreeShape(levels) if levels else TreeShape.chain(num_rows)
     return shape.with_room_for(num_rows).levels

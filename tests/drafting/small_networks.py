@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from outdraft.drafting.device.asks import StateWindow
-from outdraft.drafting.device.draft_network import DraftNetwork
+from outdraft.drafting.device.network_drafter import DraftNetwork
 from outdraft.kv.cache import KVCache
 from outdraft.models.drafters.eagle import load_eagle
 from outdraft.models.drafters.tables import TargetTables

@@ -14,25 +14,21 @@ from outdraft.config.speculation import (
 )
 from outdraft.control.facts import DraftOutcome, HostOffer, ShadowOutcome, StepFacts, StepOutcome
 from outdraft.control.policy import FixedLength, LengthPolicy
-from outdraft.core.decision import Decision, Grant, LiveStop, Reason
+from outdraft.core.decision import CHAIN, Decision, Grant, LiveStop, Reason, Shape
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource
 from outdraft.core.errors import RequestError
 from outdraft.core.plan import (
-    MODEL_CHAIN,
     DraftChoice,
-    ModelDrafting,
     PhaseTimes,
     StepResult,
-    StepRoom,
     StepStats,
     Work,
     WorkResult,
 )
 from outdraft.core.request import BookedWork, FinishReason, Request
 from outdraft.core.sampling import SamplingParams
-from outdraft.drafting.host_sources import most_draft_rows
-from outdraft.drafting.known_requests import DrafterLimits
 from outdraft.drafting.policy import WARM_UP_STEPS, DraftPolicy
+from outdraft.drafting.request_limits import DrafterLimits, most_draft_rows
 from outdraft.engine.stats import step_stats
 
 ALWAYS = FixedLength(MAX_DRAFTS)
@@ -95,7 +91,7 @@ def unread(one: Request) -> int:
 def policy(
     *proposers: ScriptedProposer,
     drafter_max_len: int | None = None,
-    drafting: ModelDrafting = MODEL_CHAIN,
+    shape: Shape = CHAIN,
     control: LengthPolicy = ALWAYS,
     **options,
 ) -> DraftPolicy:
@@ -105,7 +101,7 @@ def policy(
         sources.append(DraftNetworkConfig(model="m"))
     limits = None
     if drafter_max_len is not None:
-        limits = DrafterLimits(drafter_max_len, drafting, unread_tokens=unread)
+        limits = DrafterLimits(drafter_max_len, shapes=(shape,), unread_tokens=unread)
     options.setdefault("num_speculative_tokens", 4)
     config = SpeculationConfig(sources=tuple(sources), **options)
     return DraftPolicy(config, proposers, limits, control, max_num_seqs=8)
@@ -171,7 +167,7 @@ def stats(num_rows: int, times: PhaseTimes = NO_TIMES) -> StepStats:
     return step_stats([], StepResult((), num_rows, times), step_s=step_s, **rest)
 
 
-ROOM = StepRoom(prompt_rows=5, free_rows=40, free_slots=60)
+ROOM = StepFacts((), prompt_rows=5, free_rows=40, free_slots=60)
 MODEL = DraftChoice(DraftSource.MODEL, num_model_drafts=4)
 
 
@@ -206,16 +202,14 @@ def test_facts_say_what_each_request_could_draft():
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_a_granted_draft_has_the_granted_levels(levels: int):
     tree = Draft((1, 2, 3, 4, 5), (0, 1, 0, 2, 3))
-    control = Scripted(lambda _: [Grant("a", "suffix", levels, 9, 0.0)])
+    control = Scripted(lambda _: [Grant("a", "suffix", levels, 9)])
     choice = policy(suffix(a=tree), control=control).choose([request()], 1, ROOM)["a"]
     assert choice.draft.level_sizes() == (2, 2, 1)[:levels]
     assert choice.draft.token_ids == {1: (1, 3), 2: (1, 2, 3, 5), 3: (1, 2, 3, 4, 5)}[levels]
 
 
 def test_what_came_of_a_step_is_told_with_its_times():
-    control = Scripted(
-        lambda _: [Grant("a", "ngram", 3, 3, 1.5), Grant("b", "draft_model", 4, 4, 2)]
-    )
+    control = Scripted(lambda _: [Grant("a", "ngram", 3, 3), Grant("b", "draft_model", 4, 4)])
     ours = policy(ngram(a=draft(3)), drafter_max_len=100, control=control)
     requests = [request("a"), request("b"), request("c")]
     choices = ours.choose(requests, 3, ROOM)
@@ -237,7 +231,7 @@ def test_what_came_of_a_step_is_told_with_its_times():
 
 
 @pytest.mark.parametrize(
-    ("grants", "target_s"), [([Grant("a", "draft_model", 4, 4, 2)], 0.75), ([], 0.5)]
+    ("grants", "target_s"), [([Grant("a", "draft_model", 4, 4)], 0.75), ([], 0.5)]
 )
 def test_states_are_kept_for_drafts_and_not_for_plain_decoding(grants, target_s):
     """Else plain decoding would look slow wherever a network that reads states may draft soon."""
@@ -252,7 +246,7 @@ def test_states_are_kept_for_drafts_and_not_for_plain_decoding(grants, target_s)
 
 
 def test_sending_drafts_of_the_host_is_time_of_the_host():
-    control = Scripted(lambda _: [Grant("a", "ngram", 3, 3, 1.5)])
+    control = Scripted(lambda _: [Grant("a", "ngram", 3, 3)])
     ours = policy(ngram(a=draft(3)), drafter_max_len=100, control=control)
     one = request("a")
     choices = ours.choose([one], 1, ROOM)
@@ -263,7 +257,7 @@ def test_sending_drafts_of_the_host_is_time_of_the_host():
 
 
 def test_deciding_and_learning_is_told_apart_from_the_time_of_the_host():
-    control = Scripted(lambda facts: [Grant(facts.requests[0].request_id, "ngram", 3, 3, 1.5)])
+    control = Scripted(lambda facts: [Grant(facts.requests[0].request_id, "ngram", 3, 3)])
     ours = policy(ngram(a=draft(3), b=draft(3)), control=control)
     one, other = request("a"), request("b")
     for drafting in (one, other):
@@ -280,7 +274,7 @@ def test_deciding_and_learning_is_told_apart_from_the_time_of_the_host():
 
 def test_nothing_is_told_of_a_step_in_which_something_was_made_ready():
     """It takes a hundred times as long where a graph is made, and no later step is like it."""
-    control = Scripted(lambda _: [Grant("a", "draft_model", 4, 4, 2)])
+    control = Scripted(lambda _: [Grant("a", "draft_model", 4, 4)])
     ours = policy(drafter_max_len=100, control=control)
     one = request("a")
     for is_first, is_told in ((True, 0), (False, 1), (True, 1)):
@@ -292,7 +286,7 @@ def test_nothing_is_told_of_a_step_in_which_something_was_made_ready():
 
 @pytest.mark.parametrize("ends_live", [False, True])
 def test_a_chain_has_a_live_rule_only_where_the_engine_can_leave_its_rows_out(ends_live):
-    control = Scripted(lambda _: [Grant("a", "draft_model", 4, 4, 2)])
+    control = Scripted(lambda _: [Grant("a", "draft_model", 4, 4)])
     limits = DrafterLimits(100, ends_live=ends_live)
     config = SpeculationConfig(sources=(DraftNetworkConfig(model="m"),), num_speculative_tokens=4)
     DraftPolicy(config, [], limits, control, 8).choose([request("a")], 1, ROOM)
@@ -316,7 +310,7 @@ def test_drawn_drafts_of_a_step_are_as_many_as_their_probabilities_have_room_for
     changes, number, most, granted
 ):
     control = Scripted(
-        lambda facts: [Grant(one.request_id, "draft_model", 4, 4, 2) for one in facts.requests]
+        lambda facts: [Grant(one.request_id, "draft_model", 4, 4) for one in facts.requests]
     )
     config = SpeculationConfig(sources=(DraftNetworkConfig(model="m"),), num_speculative_tokens=4)
     ours = DraftPolicy(config, [], DrafterLimits(100, most_drawn=most), control, 8)
@@ -353,7 +347,7 @@ def test_unused_offers_are_compared_with_the_text_that_comes():
 
 
 def test_a_granted_draft_casts_no_shadow_of_its_own():
-    control = Scripted(lambda _: [Grant("a", "ngram", 3, 3, 1.5)], shadows=("a",))
+    control = Scripted(lambda _: [Grant("a", "ngram", 3, 3)], shadows=("a",))
     ours = policy(suffix(a=draft(2)), ngram(a=draft(3)), control=control)
     one = request("a")
     ours.choose([one], 1, ROOM)
@@ -363,7 +357,7 @@ def test_a_granted_draft_casts_no_shadow_of_its_own():
 
 
 def test_a_step_that_is_held_needs_no_facts_and_is_told_all_the_same():
-    control = Scripted(lambda _: [Grant("a", "draft_model", 4, 4, 2)])
+    control = Scripted(lambda _: [Grant("a", "draft_model", 4, 4)])
     ours = policy(drafter_max_len=100, control=control)
     one = request("a")
     choices = ours.choose([one], 1, ROOM)
@@ -413,7 +407,7 @@ def test_steps_that_follow_a_refused_offer_are_told_too():
 
 
 def test_an_offer_is_decided_on_although_a_decision_holds():
-    control = Scripted(lambda _: [Grant("a", "ngram", 2, 2, 2)])
+    control = Scripted(lambda _: [Grant("a", "ngram", 2, 2)])
     ours = policy(ngram(a=draft(2)), control=control)
     control.held = Decision(Reason.NO_GAIN, target_s=1, plain_s=1, tokens=1)
     control.looks_first = True
@@ -421,7 +415,7 @@ def test_an_offer_is_decided_on_although_a_decision_holds():
 
 
 def test_only_the_step_that_was_decided_is_told_to_catch_up():
-    grant = Grant("a", "draft_model", 4, 4, 2)
+    grant = Grant("a", "draft_model", 4, 4)
     decided = Decision(Reason.GAIN, (grant,), 0, 7, 2, 1, 2, 5, 0.5, (), 6)
     control = Scripted()
     control.decide = lambda facts: decided
@@ -445,14 +439,14 @@ def test_only_the_step_that_was_decided_is_told_to_catch_up():
     ],
 )
 def test_a_chain_tells_margins_or_ends_by_them_as_its_grant_says(rule, may_end):
-    control = Scripted(lambda _: [Grant("a", "draft_model", 4, 4, 2, stop=rule)])
+    control = Scripted(lambda _: [Grant("a", "draft_model", 4, 4, stop=rule)])
     choice = policy(drafter_max_len=100, control=control).choose([request("a")], 1, ROOM)["a"]
     assert (None if choice.stop is None else choice.stop.may_end) == may_end
 
 
 def test_a_held_step_drafts_nothing_for_a_text_that_became_too_long_for_the_network():
     ids = "a", "b"
-    control = Scripted(lambda _: [Grant(one, "draft_model", 4, 4, 2) for one in ids])
+    control = Scripted(lambda _: [Grant(one, "draft_model", 4, 4) for one in ids])
     ours = policy(drafter_max_len=12, control=control)
     short, long = request("a", num_prompt=4), request("b", num_prompt=7)
     assert set(ours.choose([short, long], 2, ROOM)) == {"a", "b"}
@@ -503,8 +497,7 @@ def test_near_its_end_a_request_drafts_only_what_it_can_still_emit():
 
 
 def test_near_its_end_a_request_gets_the_first_levels_of_a_tree():
-    drafting = ModelDrafting(levels=(3, 2, 1), max_kept=0)
-    ours = policy(drafter_max_len=100, drafting=drafting, num_speculative_tokens=6)
+    ours = policy(drafter_max_len=100, shape=(3, 2, 1), num_speculative_tokens=6)
     numbers = {
         max_tokens: choices["a"].num_model_drafts if choices else 0
         for max_tokens in range(1, 9)
@@ -514,20 +507,20 @@ def test_near_its_end_a_request_gets_the_first_levels_of_a_tree():
 
 
 def test_a_network_with_a_tree_is_offered_with_chains_beside_it():
-    tree = ModelDrafting(levels=(3, 2, 1), max_kept=0)
-    granted = [Grant("a", "draft_model", 2, 5, 0, shape=tree.levels)]
+    tree = (3, 2, 1)
+    granted = [Grant("a", "draft_model", 2, 5, shape=tree)]
     control = Scripted(lambda facts: granted)
     config = SpeculationConfig(sources=(DraftNetworkConfig(model="m"),), num_speculative_tokens=6)
-    limits = DrafterLimits(100, tree, chain=MODEL_CHAIN, max_chain=4)
+    limits = DrafterLimits(100, shapes=(tree, CHAIN), max_chain=4)
     ours = DraftPolicy(config, [], limits, control, max_num_seqs=8)
     choice = ours.choose([request("a")], 1, ROOM)["a"]
-    assert (choice.num_model_drafts, choice.model, choice.stop) == (5, tree, None)
-    granted[:] = [Grant("a", "draft_model", 4, 4, 0)]
+    assert (choice.num_model_drafts, choice.levels, choice.stop) == (5, tree, None)
+    granted[:] = [Grant("a", "draft_model", 4, 4)]
     choice = ours.choose([request("a")], 1, ROOM)["a"]
-    assert (choice.num_model_drafts, choice.model) == (4, MODEL_CHAIN)
+    assert (choice.num_model_drafts, choice.levels) == (4, CHAIN)
     one = control.facts[0].requests[0]
-    assert one.shapes == (tree.levels, ())
-    assert (one.most_levels(tree.levels), one.most_levels(()), one.can_stop) == (3, 4, True)
+    assert one.shapes == (tree, ())
+    assert (one.most_levels(tree), one.most_levels(()), one.can_stop) == (3, 4, True)
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
@@ -680,7 +673,7 @@ class Priced(Scripted):
 
 def granted(levels: int) -> Callable[[StepFacts], list[Grant]]:
     return lambda facts: [
-        Grant(one.request_id, "draft_model", levels, levels, 1.0) for one in facts.requests
+        Grant(one.request_id, "draft_model", levels, levels) for one in facts.requests
     ]
 
 

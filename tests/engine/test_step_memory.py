@@ -225,7 +225,7 @@ def test_many_drafts_are_verified_in_no_more_memory_than_the_plan_says(is_compil
     kernels = kernels_for(torch.float32) if is_compiled else reference_kernels()
     params = SamplingParams(temperature=0.8, top_p=0.9, presence_penalty=0.2, logit_bias={3: 1.0})
     model, all_params = LargeHead(kernels), [params] * num_requests
-    slots = [SimpleNamespace(rules=SimpleNamespace(logprobs=2, is_traced=False))] * num_requests
+    slots = [SimpleNamespace(params=SamplingParams(logprobs=2))] * num_requests
     sampling = batch_of_params(
         all_params, seeds=range(num_requests), vocab_size=151_936, device="cpu"
     )

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import Span
-from outdraft.core.admission import TokenRules
 from outdraft.core.draft import Draft
+from outdraft.core.plan import TokenRules
+from outdraft.core.sampling import SamplingParams
 from outdraft.distributed.group import ALONE
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.data import logits
@@ -171,9 +172,9 @@ def steps(draw: st.DrawFn) -> Step:
 
 @st.composite
 def ways_to_choose(draw: st.DrawFn) -> TokenRules:
-    return TokenRules(
-        seed=draw(st.integers(0, 99)),
-        has_own_seed=draw(st.booleans()),
+    seed = draw(st.integers(0, 99))
+    params = SamplingParams(
+        seed=seed if draw(st.booleans()) else None,
         temperature=draw(st.sampled_from([0.0, 0.7, 1.0])),
         top_k=draw(st.sampled_from([0, 5])),
         top_p=draw(st.sampled_from([1.0, 0.8])),
@@ -182,6 +183,7 @@ def ways_to_choose(draw: st.DrawFn) -> TokenRules:
         presence_penalty=draw(st.sampled_from([0.0, 0.0, 1.5])),
         frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.3])),
     )
+    return TokenRules(params, seed)
 
 
 def read(step: Step, target: Target, dtype: torch.dtype, *, in_parts: bool) -> list[Tensor]:
@@ -231,7 +233,7 @@ def test_a_step_in_one_call_is_what_its_parts_make(name, dtype, step):
 
 def test_states_are_kept_of_what_became_part_of_a_text():
     """A window of four has room for four of five tokens, and a draft that is accepted."""
-    target, rules = Target.of(cpu_kernels(1)), TokenRules(seed=3)
+    target, rules = Target.of(cpu_kernels(1)), TokenRules(SamplingParams(), seed=3)
     cache = filled_cache(Sizes(), torch.float32)
     texts_SL = torch.zeros(3, ROW_LEN, dtype=torch.int64)
     first = Step([(4, 5, True)], [Draft()], [rules], Rule.MATCH)
@@ -248,7 +250,8 @@ def test_states_are_kept_of_what_became_part_of_a_text():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_token_is_written_to_its_text_and_known_to_the_host(temperature):
-    target, rules = Target.of(cpu_kernels(1)), TokenRules(seed=3, temperature=temperature)
+    target, params = Target.of(cpu_kernels(1)), SamplingParams(temperature=temperature)
+    rules = TokenRules(params, seed=3)
     plain = Step([(9, 1, True)], [Draft()], [rules], Rule.MATCH)
     texts_SL = torch.zeros(3, ROW_LEN, dtype=torch.int64)
     task = plain.task(texts_SL, filled_cache(Sizes(), torch.float32))
@@ -264,7 +267,8 @@ def test_a_token_is_written_to_its_text_and_known_to_the_host(temperature):
 def test_memory_for_very_many_logits_is_not_kept(temperature, in_parts, monkeypatch):
     """The likeliest tokens are found a few rows at a time. Here a part has one row."""
     monkeypatch.setattr(logits, "PART_BYTES", 4 * NUM_TOKENS)
-    target, rules = Target.of(cpu_kernels(1)), TokenRules(seed=3, temperature=temperature)
+    target, params = Target.of(cpu_kernels(1)), SamplingParams(temperature=temperature)
+    rules = TokenRules(params, seed=3)
     step = Step([(9, 1, True)], [Draft((5,), (0,))], [rules], Rule.MATCH)
     texts_SL, asked = torch.zeros(3, ROW_LEN, dtype=torch.int64), list[StepTask]()
     task = step.task(texts_SL, filled_cache(Sizes(), torch.float32))
@@ -280,7 +284,9 @@ def test_memory_for_very_many_logits_is_not_kept(temperature, in_parts, monkeypa
 def test_a_step_reads_drafts_behind_the_parents_that_the_network_chose():
     """The second draft continues the root, so it stands where the first one does."""
     target, tree = Target.of(cpu_kernels(1)), Draft((7, 8, 9), (0, 0, 1))
-    step = Step([(2, 1, True)], [tree], [TokenRules(seed=0)], Rule.MATCH, are_shaped=True)
+    step = Step(
+        [(2, 1, True)], [tree], [TokenRules(SamplingParams(), seed=0)], Rule.MATCH, are_shaped=True
+    )
     texts_SL = torch.zeros(3, ROW_LEN, dtype=torch.int64)
     task = step.task(texts_SL, filled_cache(Sizes(), torch.float32))
     rows = target.passes.step(task, in_one_call).place()
@@ -294,7 +300,7 @@ def test_logits_without_a_best_one_are_told(temperature):
     spec = make_spec(Sizes(), kernels, torch.float32)
     spec.embedding.source[5] = torch.nan
     passes = kernels.compile_decoder(spec)
-    rules = [TokenRules(seed=0, temperature=temperature)] * 2
+    rules = [TokenRules(SamplingParams(temperature=temperature), seed=0)] * 2
     step = Step([(0, 1, True), (0, 1, True)], [Draft(), Draft()], rules, Rule.MATCH)
     texts_SL = torch.zeros(3, ROW_LEN, dtype=torch.int64)
     texts_SL[2] = 5

@@ -129,7 +129,8 @@ class Drive:
             blocks = self.blocks[row, :count].tolist()
             asks.append(DraftModelAsk(row, length, self.num_read[row], num_drafts, blocks))
             self.num_read[row] = length - 1
-        return self.drafter.levels(asks, self.ids_SL, num_drafts, shares)
+        unread = self.drafter.unread(asks, self.ids_SL)
+        return self.drafter.levels(asks, unread, num_drafts, shares)
 
     def expected(self, weights: dict[str, Tensor], row: int, length: int) -> Tensor:
         """[R, D]."""

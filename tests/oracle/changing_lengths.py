@@ -98,4 +98,4 @@ class ChangingLengths:
             weights, biases = self._rng.normal(0.5, 0.5, (2, levels)).tolist()
             stop = LiveStop(tuple(weights), tuple(biases), price)
         source = DraftSource(source)
-        return Grant(one.request_id, source, levels, rows, 0.0, 0, one.rule, shape, stop)
+        return Grant(one.request_id, source, levels, rows, 0, one.rule, shape, stop)

@@ -18,10 +18,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outdraft.config.engine import EngineConfig
+from outdraft.control.facts import StepFacts
 from outdraft.control.policy import FixedLength
 from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.outputs import RequestDelta, RequestOutput
-from outdraft.core.plan import DraftChoice, StepRoom
+from outdraft.core.plan import DraftChoice
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.policy import DraftPolicy
@@ -289,7 +290,7 @@ class NoisePolicy(DraftPolicy):
         self._rng = np.random.default_rng(seed)
 
     def choose(
-        self, requests: Sequence[Request], num_running: int, room: StepRoom
+        self, requests: Sequence[Request], num_running: int, room: StepFacts
     ) -> dict[str, DraftChoice]:
         return {r.id: DraftChoice(DraftSource.NGRAM, self._tree(r)) for r in requests}
 

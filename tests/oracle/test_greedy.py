@@ -162,8 +162,8 @@ def test_predictions_right_and_wrong_change_nothing_but_the_number_of_steps(meth
 
 def test_a_drafter_with_a_short_context_gates_only_the_long_request():
     llm = engine("qwen2", "perfect")
-    known = llm.engine.drafting._known
-    known._drafter = replace(known._drafter, max_len=30)
+    limits = llm.engine.drafting._limits
+    limits._drafter = replace(limits._drafter, max_len=30)
     outputs = run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))
     assert ids(outputs) == greedy_oracle("qwen2", LENGTHS, NUM_TOKENS)
     steps = [output.metrics.speculative_decoding.num_spec_steps for output in outputs]

@@ -18,8 +18,7 @@ from outdraft.core.plan import DraftChoice
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.asks import DraftModelAsk
-from outdraft.drafting.device.draft_network import DraftNetwork
-from outdraft.drafting.device.network_drafter import NetworkDrafter
+from outdraft.drafting.device.network_drafter import DraftNetwork, NetworkDrafter
 from outdraft.engine.llm import LLM
 from outdraft.kernels.data.drafts import DraftBatch, Verdict, row_start_B
 from outdraft.kernels.draft_ops import DraftStart, UnreadTexts
@@ -29,7 +28,6 @@ from outdraft.models.decoder.causal_lm import CausalLM
 from outdraft.models.decoder.config import ModelConfig
 from outdraft.models.drafters.eagle import EagleNetwork
 from outdraft.runner.model_runner import LaunchedStep
-from outdraft.runner.results import VerifiedRows
 from tests.attention.causal import causal_metadata
 from tests.oracle.engines import VOCAB_SIZE, NoisePolicy, engine, prompts_of, run
 from tests.oracle.live_rules import RandomRules
@@ -96,7 +94,7 @@ class RandomAcceptance:
         drafts: DraftBatch,
         sampling: object,
         paths: object,
-    ) -> tuple[VerifiedRows, None]:
+    ) -> tuple[DeviceChoice, None]:
         model = self.runner.model
         logits_RV = model.logits(step.target.logit_hidden_RD)
         owners = {request.slot: request for request in self.scheduler.running}
@@ -105,7 +103,7 @@ class RandomAcceptance:
             fresh = model.logits(read_afresh(model, text, ())[0][-1:])[0]
             torch.testing.assert_close(logits_RV[root], fresh, rtol=0, atol=CLOSE)
         is_finite_R = torch.ones(len(logits_RV), dtype=torch.bool)
-        return VerifiedRows(DeviceChoice(self._verdict(drafts), is_finite_R), drafts), None
+        return DeviceChoice(self._verdict(drafts), is_finite_R), None
 
     def _verdict(self, drafts: DraftBatch) -> Verdict:
         """A random row of each draft is the last that is accepted; or none is."""

@@ -1,17 +1,33 @@
 """Random engines and loads to try the controller on, and fixed policies beside it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from outdraft.control.controller import Controller
-from outdraft.control.costs import CostCurve, CostTable, DrafterCost, monotone
+from outdraft.control.costs import CostCurve, CostTable, DrafterCost
 from outdraft.control.policy import FixedLength
 from tests.planning.simulator import Simulator, Steps
 from tests.planning.worlds import NETWORK, Acceptance, Load, Scenario, World
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 SHAPES = ("flat", "line", "knee", "convex", "stairs")
+
+
+def monotone(seconds: Sequence[float]) -> tuple[float, ...]:
+    """The nearest sequence in squares that never falls (pool adjacent violators)."""
+    means: list[float] = []
+    counts: list[int] = []
+    for value in seconds:
+        means.append(value)
+        counts.append(1)
+        while len(means) > 1 and means[-2] > means[-1]:
+            mean, count = means.pop(), counts.pop()
+            total = counts[-1] + count
+            means[-1] = (means[-1] * counts[-1] + mean * count) / total
+            counts[-1] = total
+    return tuple(mean for mean, count in zip(means, counts, strict=True) for _ in range(count))
 
 
 def target_curve(rng, shape: str) -> CostCurve:

@@ -11,16 +11,18 @@ Message = TypeVar("Message")
 
 
 def check_plain(value: object, where: str = "") -> None:
-    """Numbers, texts, arrays of numbers, and tuples of such things, and frozen
+    """Numbers, texts, arrays of numbers, sequences and mappings of such things, and frozen
     structs and dataclasses."""
     where = f"{where}.{type(value).__name__}"
     if value is None or type(value) in (bool, int, float, str) or isinstance(value, StrEnum):
         return
     if isinstance(value, np.ndarray):
         assert value.dtype.kind in "bif", where
-    elif isinstance(value, tuple):
+    elif isinstance(value, tuple | list):
         for part in value:
             check_plain(part, where)
+    elif isinstance(value, dict):
+        check_plain([*value, *value.values()], where)
     else:
         if isinstance(value, msgspec.Struct):
             is_frozen, names = value.__struct_config__.frozen, value.__struct_fields__

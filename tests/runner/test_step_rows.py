@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outdraft.attention.rows import RowBatch
-from outdraft.core.admission import Admission, TokenRules
 from outdraft.core.draft import Draft, DraftSource
-from outdraft.core.plan import DraftChoice, Work
+from outdraft.core.plan import Admission, DraftChoice, TokenRules, Work
+from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.torch.table import reference_kernels
 from outdraft.runner.state import DeviceState, RequestSlot, StepTexts
@@ -38,7 +38,9 @@ class Batch:
         slot, ids = len(self.works), np.ones(num_tokens, dtype=np.int32)
         samples = start + num_new == num_tokens
         work = Work(slot, start, num_new, samples, drafts, new_block_ids=tuple(blocks))
-        self.slots[slot] = RequestSlot(Admission(slot, ids, num_prompt, TokenRules(seed=0)))
+        self.slots[slot] = RequestSlot(
+            Admission(slot, ids, num_prompt, TokenRules(SamplingParams(), seed=0))
+        )
         self.slots[slot].update(work)
         self.works.append(work)
 

@@ -1,22 +1,29 @@
 """A device that stores, instead of keys and values, the whole text they depend on."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 
-from outdraft.core.draft import Draft
-from outdraft.core.plan import (
-    MODEL_CHAIN,
-    ModelDrafting,
-    StepResult,
-    Work,
-    WorkResult,
-)
+from outdraft.core.draft import Draft, DraftSource
+from outdraft.core.plan import StepResult, Work, WorkResult
 from outdraft.core.request import Request, ScheduledStep
 from outdraft.runner.state import RequestSlot
 from tests.reference.draft_trees import tree_depths
 
 Text = tuple[int, ...]
 NOTHING_TO_KEEP: Text = (-1,)
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A network's way of drafting: its source, the rows of its trees by level, `max_kept`."""
+
+    source: DraftSource = DraftSource.MODEL
+    levels: tuple[int, ...] = ()
+    max_kept: int | None = None
+
+
+MODEL_CHAIN = Drafting()
 
 
 class SimulatedDevice:
@@ -35,7 +42,7 @@ class SimulatedDevice:
         rng: Random,
         block_size: int,
         vocab_size: int,
-        drafting: ModelDrafting = MODEL_CHAIN,
+        drafting: Drafting = MODEL_CHAIN,
         state_window: int = 0,
     ) -> None:
         self.drafting = drafting
@@ -135,7 +142,7 @@ class SimulatedDevice:
         assert work.num_drafter_computed == request.num_drafter_computed
         ids = [self.rng.randrange(self.vocab_size) for _ in range(number)]
         draft = Draft.chain(ids)
-        if self.drafting.is_tree:
+        if self.drafting.levels:
             draft = Draft(tuple(ids), self._parents(number))
             assert max(tree_depths(draft.parents)) <= request.max_drafts
         text = tuple(request.token_ids.tolist())
@@ -150,7 +157,7 @@ class SimulatedDevice:
                 self._check_state(request, place)
         table, missing = slot.drafter_block_ids, slot.gap.num_tokens
         for row in range(len(ids) - 1):  # behind the text; only a chain's own keys may be kept
-            keeps = self.drafting.max_kept is None
+            keeps = self.drafting.max_kept is None and not self.drafting.levels
             kept = (*text, *ids[: row + 1]) if keeps else NOTHING_TO_KEEP
             self.drafter[work.owner, self._slot(table, num_read - missing + row)] = kept
         return draft

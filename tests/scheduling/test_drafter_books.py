@@ -2,9 +2,14 @@
 
 import pytest
 
-from outdraft.core.admission import NO_GAP, DrafterGap
 from outdraft.core.draft import DraftSource
-from outdraft.core.plan import DraftChoice, ModelDrafting, StepResult, WorkResult
+from outdraft.core.plan import (
+    NO_GAP,
+    DraftChoice,
+    DrafterGap,
+    StepResult,
+    WorkResult,
+)
 from outdraft.core.request import Request, ScheduledStep
 from outdraft.scheduling.scheduler import Scheduler
 from tests.scheduling.test_scheduler import (
@@ -16,16 +21,15 @@ from tests.scheduling.test_scheduler import (
     scheduler,
 )
 
-EAGLE = ModelDrafting(DraftSource.EAGLE3, max_kept=-1)
 WINDOW = 8
 
 
 def eagle(**options) -> Scheduler:
-    return scheduler(state_window=WINDOW, drafter_reads_ahead=True, **options)
+    return scheduler(state_window=WINDOW, drafter_max_kept=-1, **options)
 
 
 def eagle_drafts(number: int) -> DraftChoice:
-    return DraftChoice(EAGLE.source, num_model_drafts=number, model=EAGLE)
+    return DraftChoice(DraftSource.EAGLE3, num_model_drafts=number)
 
 
 def everybody(_: Request) -> bool:
@@ -116,11 +120,10 @@ def test_a_drafter_without_states_drafts_in_the_next_step_and_holds_no_block_bef
 
 
 def test_a_network_without_the_states_that_it_needs_does_not_draft():
-    heads = ModelDrafting(DraftSource.MEDUSA, max_kept=0)
-    sched = scheduler(state_window=1)
+    sched = scheduler(state_window=1, drafter_max_kept=0)
     sched.add(request("a", [1] * 6, 9))
     run_plainly(sched, 1)
-    choice = DraftChoice(DraftSource.MEDUSA, num_model_drafts=2, model=heads)
+    choice = DraftChoice(DraftSource.MEDUSA, num_model_drafts=2)
     [work] = sched.schedule({"a": choice}).works
     assert work.drafts is None
 

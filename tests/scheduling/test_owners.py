@@ -28,7 +28,7 @@ def owned(*lengths: Sequence[int]) -> list[Request]:
 
 def moves(*lengths: Sequence[int]) -> list[tuple[str, int]]:
     running = owned(*lengths)
-    return [(one.request.id, one.group) for one in overdue_moves(running, len(lengths))]
+    return [(one.id, group) for one, group in overdue_moves(running, len(lengths))]
 
 
 def test_of_an_overfull_group_the_shortest_text_goes_to_the_group_with_the_fewest():
@@ -66,10 +66,10 @@ def test_moves_end_in_groups_that_have_at_most_one_more_than_others(lengths: lis
     running, num_groups = owned(*lengths), len(lengths)
     for _ in range(2 * len(running) + 1):
         found = overdue_moves(running, num_groups)
-        assert sum(one.request.wants_drafts for one in found) <= 1
+        assert sum(one.wants_drafts for one, _ in found) <= 1
         most = max(spread(running, num_groups))
-        for one in found:
-            one.request.owner = one.group
+        for one, group in found:
+            one.owner = group
         assert max(spread(running, num_groups)) <= most  # memory is planned for no more
     assert not found
     for part in (running, [one for one in running if one.wants_drafts]):

@@ -10,28 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outdraft.config.engine import CacheConfig, SchedulerConfig
+from outdraft.control.facts import StepFacts
 from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.errors import CapacityError, RequestError
 from outdraft.core.plan import (
-    MODEL_CHAIN,
     DraftChoice,
-    ModelDrafting,
     StepResult,
-    StepRoom,
     WorkResult,
 )
 from outdraft.core.request import FinishReason, Request, RequestStatus, ScheduledStep
 from outdraft.core.sampling import SamplingParams, SpeculationParams
 from outdraft.kv.block_pool import BlockPool
 from outdraft.scheduling.scheduler import Scheduler
-from tests.scheduling.simulated_device import SimulatedDevice
+from tests.scheduling.simulated_device import MODEL_CHAIN, Drafting, SimulatedDevice
 
 DRAFTINGS = [
     MODEL_CHAIN,
-    ModelDrafting(levels=(2, 1, 1), max_kept=0),
-    ModelDrafting(DraftSource.EAGLE3, max_kept=-1),
-    ModelDrafting(DraftSource.EAGLE3, levels=(3, 2), max_kept=-1),
-    ModelDrafting(DraftSource.MEDUSA, max_kept=0),
+    Drafting(levels=(2, 1, 1)),
+    Drafting(DraftSource.EAGLE3, max_kept=-1),
+    Drafting(DraftSource.EAGLE3, levels=(3, 2), max_kept=-1),
+    Drafting(DraftSource.MEDUSA, max_kept=0),
 ]
 VOCAB_SIZE = 3  # small, so that random prompts share prefixes
 MAX_MODEL_LEN = 40
@@ -62,7 +60,7 @@ def scheduler(
     block_size: int = 4,
     caching: bool = True,
     state_window: int = 0,
-    drafter_reads_ahead: bool = False,
+    drafter_max_kept: int | None = None,
     num_draft_groups: int = 1,
     **options,
 ) -> Scheduler:
@@ -73,7 +71,7 @@ def scheduler(
         BlockPool(num_blocks, num_draft_groups),
         MAX_MODEL_LEN,
         state_window=state_window,
-        drafter_reads_ahead=drafter_reads_ahead,
+        drafter_max_kept=drafter_max_kept,
         num_draft_groups=num_draft_groups,
     )
 
@@ -116,7 +114,7 @@ class World:
     policy: str
     caching: bool
     num_requests: int
-    drafting: ModelDrafting
+    drafting: Drafting
     state_window: int
     followed: float  # chance that a request is followed in a step
     num_draft_groups: int = 1
@@ -144,7 +142,7 @@ def worlds(draw) -> World:
     )
 
 
-def windows_of(drafting: ModelDrafting) -> st.SearchStrategy[int]:
+def windows_of(drafting: Drafting) -> st.SearchStrategy[int]:
     """How many states drafters of this kind keep; a step settles 11 tokens of a text at most."""
     if drafting.max_kept == -1:
         return st.integers(11, 20)
@@ -168,7 +166,7 @@ class Simulation:
             max_num_batched_tokens=world.max_num_batched_tokens,
             policy=world.policy,
             state_window=world.state_window,
-            drafter_reads_ahead=world.drafting.max_kept == -1,
+            drafter_max_kept=world.drafting.max_kept,
             num_draft_groups=world.num_draft_groups,
         )
         self.requests: list[Request] = []
@@ -252,7 +250,7 @@ class Simulation:
                 choices[one.id] = DraftChoice(
                     drafting.source,
                     num_model_drafts=number,
-                    model=drafting,
+                    levels=drafting.levels,
                 )
             elif kind == "chain":
                 choices[one.id] = host_drafts(*ids)
@@ -397,7 +395,7 @@ class Before:
     """
 
     running: dict[str, Request]
-    room: StepRoom
+    room: StepFacts
     preempted_without_drafts: set[str]
 
     @classmethod
@@ -430,9 +428,7 @@ def test_the_comparison_reaches_preemption_and_drafts_that_are_cut():
 
 
 @pytest.mark.parametrize(("drafting", "window"), [*zip(DRAFTINGS[:3], (0, 0, 12), strict=True)])
-def test_the_simulation_reaches_preemption_and_cached_prefixes(
-    drafting: ModelDrafting, window: int
-):
+def test_the_simulation_reaches_preemption_and_cached_prefixes(drafting: Drafting, window: int):
     """A simulation that never gets there would prove nothing about it."""
     preemptions = cached = drafter_hits = passed = gaps = 0
     for seed in range(40):

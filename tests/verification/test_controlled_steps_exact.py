@@ -218,7 +218,7 @@ def taught(
     requests = tuple(RequestFacts(name, 100, DEPTH, 8, network="net") for name in ("x", "y"))
     facts = StepFacts(requests)
     for step in range(num_steps):
-        grants = tuple(Grant(one.request_id, "net", DEPTH, DEPTH, 1.0) for one in requests)
+        grants = tuple(Grant(one.request_id, "net", DEPTH, DEPTH) for one in requests)
         decision = Decision(Reason.GAIN, grants, 0.0, 2 * pass_s, 1.0, 0.0, 1.0, 3.0, 0.5)
         count = accepted[step % len(accepted)]
         drafts = tuple(
@@ -262,7 +262,7 @@ def case(controller: Controller, sources: tuple[str, str]) -> Case:
     facts = first_facts()
     decision = controller.decide(facts)
     if len(decision.grants) < 2:
-        grants = tuple(Grant(name, "net", 1, 1, 0.5) for name in IDS)
+        grants = tuple(Grant(name, "net", 1, 1) for name in IDS)
         decision = structs.replace(decision, grants=grants, reason=Reason.GAIN)
     return Case(controller, decision, facts, sources)
 

@@ -4,7 +4,7 @@ environment."""
 import gc
 import os
 
-from outdraft.core.openmp import prepare_openmp
+from outdraft.core.process import prepare_openmp
 
 
 def main() -> None:

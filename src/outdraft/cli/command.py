@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 from outdraft import assets
 from outdraft.assets import HeldOutPrompt
 from outdraft.core.errors import ConfigError
-from outdraft.core.openmp import prepare_openmp
+from outdraft.core.process import prepare_openmp
 
 # Underscores in names of flags are hyphens. Help uses the whole terminal, up to this width.
 CONTEXT: dict[str, Any] = {

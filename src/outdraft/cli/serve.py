@@ -21,7 +21,7 @@ from outdraft.cli.options import (
 from outdraft.config.engine import EngineConfig
 from outdraft.config.fields import flag
 from outdraft.core.errors import ConfigError, did_you_mean
-from outdraft.core.openmp import prepare_openmp
+from outdraft.core.process import prepare_openmp
 from outdraft.server.replicas.plan import ReplicaPlan
 
 FILE: dict[str, Any] = {"exists": True, "dir_okay": False}

@@ -186,7 +186,6 @@ class Curve:
         self._logits: list[float] = []
         self._usual: list[float] = []  # survivals of a request without an offset
         self._unseen = 0.0  # variance of what its logits may have changed by meanwhile
-        self._stop_parts: tuple[list[float], list[float]] | None = None
 
     @property
     def chances(self) -> list[float]:
@@ -199,7 +198,6 @@ class Curve:
                 self._chances.append(above)
             self._logits = [logit(one) for one in self._chances]
             self._usual = _survivals(self._logits, 0.0)
-            self._stop_parts = None
         return self._chances
 
     @property
@@ -230,18 +228,13 @@ class Curve:
 
     def live_stop(self, request_id: str, num_levels: int, price: float, row_cap: int) -> LiveStop:
         """The live rule of a request's chain."""
-        _ = self.chances
-        if self._stop_parts is None:
-            known = [one.num_labels >= LIVE_LABELS for one in self._live]
-            parts = list(zip(known, self._live, self._logits, strict=True))
-            self._stop_parts = (
-                [one.weight if is_known else 0.0 for is_known, one, _ in parts],
-                [usual + one.bias if is_known else usual for is_known, one, usual in parts],
-            )
-        weights, biases = self._stop_parts
-        offset = self._offset(request_id)
-        shifted = tuple([offset + one for one in biases[:num_levels]])
-        return LiveStop(tuple(weights[:num_levels]), shifted, price, row_cap)
+        _, offset = self.chances, self._offset(request_id)
+        weights, biases = list[float](), list[float]()
+        for live, usual in zip(self._live[:num_levels], self._logits, strict=False):
+            is_known = live.num_labels >= LIVE_LABELS
+            weights.append(live.weight if is_known else 0.0)
+            biases.append(offset + (usual + live.bias if is_known else usual))
+        return LiveStop(tuple(weights), tuple(biases), price, row_cap)
 
     def observe(self, drafts: Iterable[DraftOutcome], *, has_offsets: bool = True) -> float:
         """Learn from a step's drafts; return the accepted tokens beyond the predicted ones."""

@@ -299,7 +299,6 @@ class Controller:
                     option.source,
                     levels,
                     option.num_rows(levels),
-                    pick.tokens,
                     option.match_length,
                     request.rule,
                     option.shape,

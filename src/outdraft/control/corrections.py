@@ -27,7 +27,6 @@ OWN_GAIN = 1 / 12  # share of a surprise that moves the factor of its number of 
 NEIGHBOUR_SHARE = 0.7  # of that, for the next number of rows
 MAX_LOG = math.log(64)  # of a factor, either way
 WRONG_LOG, WRONG_STEPS = math.log(1.5), 2000  # a factor, and steps in a row: a wrong table
-SPAN = 4096  # rows whose times are kept in lists
 
 
 class Factor:
@@ -66,13 +65,9 @@ class Costs:
 
     def __init__(self, table: CostTable) -> None:
         self.table = table
-        rows = np.arange(SPAN)
-        self._target_N: list[float] = table.target.at(rows).tolist()
-        self._bucket_N = [table.target.bucket(count) for count in range(SPAN)]
         self._own = np.zeros(len(table.target.rows))  # logarithms, by point of the table
-        self._own_factors: list[float] = [1.0] * len(self._own)
+        self._own_factors = np.exp(self._own)
         self._num_own = [0] * len(self._own)
-        self._pass_N = {name: one.passes.at(rows).tolist() for name, one in table.drafters.items()}
         self._machine, self._host, self._drafting_host = Factor(), Factor(), Factor()
         self._networks = {name: Factor() for name in table.drafters}
 
@@ -85,25 +80,17 @@ class Costs:
 
     def target_N(self, first: int, count: int, context: int, num_requests: int) -> list[float]:
         """Passes of the target of first, first + 1, ... rows, `count` of them."""
-        beside_s, span = self._beside_s(context, num_requests), slice(first, first + count)
-        factors = [self._machine.value * own for own in self._own_factors]
-        times_N, bucket_N = self._target_N[span], self._bucket_N[span]
-        if first + count > SPAN:
-            rows = np.arange(first, first + count)
-            times_N, bucket_N = self.table.target.at(rows).tolist(), [-1] * count
-        return [
-            (seconds + beside_s) * factors[bucket]
-            for seconds, bucket in zip(times_N, bucket_N, strict=True)
-        ]
+        target, rows_N = self.table.target, np.arange(first, first + count)
+        times_N = target.at(rows_N) + self._beside_s(context, num_requests)
+        factors = self._machine.value * self._own_factors
+        return (times_N * factors[target.points(rows_N)]).tolist()
 
     def pass_N(self, network: str, count: int, lengths: Sequence[int]) -> list[float]:
         """Passes of a network with 0, 1, ... rows, `count` of them, for texts of these lengths."""
         cost, factor = self.drafter(network), self._network(network)
-        times_N = self._pass_N[network][:count]
-        if count > SPAN:
-            times_N = cost.passes.at(np.arange(count)).tolist()
+        times_N: list[float] = cost.passes.at(np.arange(1, count)).tolist()
         beside_s = cost.context_s * cost.num_read(lengths)
-        return [0.0, *[(seconds + beside_s) * factor for seconds in times_N[1:]]]
+        return [0.0, *[(seconds + beside_s) * factor for seconds in times_N]]
 
     def start_s(self, network: str, lengths: Iterable[int]) -> float:
         """Seconds of a network's drafts in a step, its passes excluded."""
@@ -111,8 +98,6 @@ class Costs:
 
     def catch_up_s(self, network: str, num_tokens: int) -> float:
         """Seconds to read num_tokens tokens more than in a usual step."""
-        if not num_tokens:
-            return 0.0
         return self._table_catch_up_s(network, num_tokens) * self._network(network)
 
     def host_s(self, num_requests: int) -> float:
@@ -139,28 +124,24 @@ class Costs:
             factor = self._drafting_host if drafts else self._host
             factor.observe(self.table.booking_s(len(lengths), drafts=drafts), outcome.host_s)
         if network and not facts.prompt_rows:
-            cost, times_N = self.drafter(network), self._pass_N[network]
-            table_s = cost.step_s(lengths) + sum(times_N[min(one, SPAN - 1)] for one in pass_rows)
+            cost = self.drafter(network)
+            table_s = cost.step_s(lengths) + sum(cost.passes.at(np.array(pass_rows)).tolist())
             table_s += len(pass_rows) * cost.context_s * cost.num_read(lengths)
-            if unread:
-                table_s += self._table_catch_up_s(network, unread)
+            table_s += self._table_catch_up_s(network, unread)
             self._networks[network].observe(table_s * self._machine.value, outcome.draft_s)
 
     def _observe_target(self, outcome: StepOutcome, context: int) -> None:
         """Learn from the time of a pass of the target."""
-        num_rows, target = outcome.num_rows, self.table.target
-        bucket = target.bucket(num_rows)
-        table_s = (
-            self._target_N[num_rows] if num_rows < SPAN else float(target.at(np.array(num_rows)))
-        )
-        table_s += self._beside_s(context, len(outcome.facts.requests))
-        table_s *= self._own_factors[bucket]
+        num_rows, target = np.array(outcome.num_rows), self.table.target
+        point = int(target.points(num_rows))
+        table_s = float(target.at(num_rows)) + self._beside_s(context, len(outcome.facts.requests))
+        table_s *= float(self._own_factors[point])
         surprise = self._machine.observe(table_s, outcome.target_s)
-        near = NEIGHBOUR_SHARE ** np.abs(np.arange(len(self._own)) - bucket)
-        self._num_own[bucket] += 1
-        gain = max(OWN_GAIN, 0.5 / self._num_own[bucket])
+        near = NEIGHBOUR_SHARE ** np.abs(np.arange(len(self._own)) - point)
+        self._num_own[point] += 1
+        gain = max(OWN_GAIN, 0.5 / self._num_own[point])
         self._own += (CHANGE_GAIN if abs(surprise) > MAX_LOG_STEP else gain) * surprise * near
-        self._own_factors = np.exp(self._own).tolist()
+        self._own_factors = np.exp(self._own)
 
     def _network(self, network: str) -> float:
         return self._networks[network].value * self._machine.value

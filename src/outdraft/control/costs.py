@@ -4,29 +4,13 @@ Tables are frozen and travel as JSON. While the engine runs, corrections.py corr
 """
 
 import json
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from outdraft.core.errors import ConfigError
-
-
-def monotone(seconds: Sequence[float]) -> tuple[float, ...]:
-    """The nearest sequence in squares that never falls (pool adjacent violators)."""
-    means: list[float] = []
-    counts: list[int] = []
-    for value in seconds:
-        means.append(value)
-        counts.append(1)
-        while len(means) > 1 and means[-2] > means[-1]:
-            mean, count = means.pop(), counts.pop()
-            total = counts[-1] + count
-            means[-1] = (means[-1] * counts[-1] + mean * count) / total
-            counts[-1] = total
-    return tuple(mean for mean, count in zip(means, counts, strict=True) for _ in range(count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +45,22 @@ class CostCurve:
         """
         rows, seconds = np.asarray(self.rows, float), np.asarray(self.seconds)
         if self.has_stairs:
-            times = seconds[np.minimum(np.searchsorted(rows, num_rows), len(rows) - 1)]
+            times = seconds[self.points(num_rows)]
         else:
             times = np.interp(num_rows, rows, seconds)
         beyond = np.maximum(num_rows - rows[-1], 0)
         times = times + beyond * (seconds[-1] - seconds[0]) / max(1, rows[-1] - rows[0])
         return np.where(np.asarray(num_rows) > 0, times, 0.0)
 
-    def bucket(self, num_rows: int) -> int:
-        """The index of the measured point that stands for num_rows rows."""
-        return min(bisect_left(self.rows, num_rows), len(self.rows) - 1)
+    def points(self, num_rows: np.ndarray) -> np.ndarray:
+        """Indices of the measured points that stand for these numbers of rows."""
+        return np.minimum(np.searchsorted(self.rows, num_rows), len(self.rows) - 1)
 
     def edge(self, num_rows: int) -> int | None:
         """Most rows of the same stair; None where there are no stairs, or beyond the last one."""
         if not self.has_stairs or num_rows > self.rows[-1]:
             return None
-        return self.rows[self.bucket(num_rows)]
+        return self.rows[int(self.points(np.array(num_rows)))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,12 @@ A request says which sources could draft for it now; core/decision.py is the ans
 Times are seconds, lengths are tokens, a level is a depth of a draft (the first one is 1).
 """
 
+from bisect import bisect_right
+from itertools import accumulate
+
 from msgspec import Struct
 
-from outdraft.core.decision import CHAIN, Decision, Shape
+from outdraft.core.decision import CHAIN, Decision, Shape, rows_of
 
 
 class HostOffer(Struct, frozen=True):
@@ -22,9 +25,6 @@ class HostOffer(Struct, frozen=True):
     length: int
     match_length: int
     shape: Shape = CHAIN
-
-    def num_rows(self, num_levels: int) -> int:
-        return sum(self.shape[:num_levels]) if self.shape else num_levels
 
 
 class RequestFacts(Struct, frozen=True):
@@ -60,20 +60,15 @@ class RequestFacts(Struct, frozen=True):
         """The most that any draft may have."""
         if not self.offers or not self.max_drafts:
             return self.max_drafts
-        return max(self.max_drafts, *(offer.num_rows(offer.length) for offer in self.offers))
+        return max(self.max_drafts, *(rows_of(offer.shape, offer.length) for offer in self.offers))
 
     def most_levels(self, shape: Shape) -> int:
         """Levels of a network's draft that there are rows and tokens left for."""
         most = min(self.max_drafts, self.max_tokens - 1)
         if not shape:
             return max(0, min(most, self.max_chain))
-        levels = rows = 0
-        for count in shape[: max(0, self.max_tokens - 1)]:
-            rows += count
-            if rows > self.max_drafts:
-                break
-            levels += 1
-        return levels
+        ends = list(accumulate(shape[: max(0, self.max_tokens - 1)]))
+        return bisect_right(ends, self.max_drafts)
 
 
 class StepFacts(Struct, frozen=True):
@@ -81,9 +76,10 @@ class StepFacts(Struct, frozen=True):
 
     Attributes:
         requests: in batch order; all of them get one token at least.
-        prompt_rows: rows of prompts that the step reads beside them.
-        free_rows: rows that drafts may have.
-        free_slots: places in the KV cache that drafts may have.
+        prompt_rows: rows of prompts that the step reads beside them; the prefix cache may save
+            some.
+        free_rows: rows that drafts may have, beside those that running requests need.
+        free_slots: places in the KV cache that drafts may have, in the same way.
     """
 
     requests: tuple[RequestFacts, ...]

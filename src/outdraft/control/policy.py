@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from outdraft.control.facts import RequestFacts, StepFacts, StepOutcome
-from outdraft.core.decision import Decision, Grant, Reason
+from outdraft.core.decision import Decision, Grant, Reason, rows_of
 
 
 class LengthPolicy(Protocol):
@@ -79,24 +79,20 @@ class FixedLength:
         return 0 if self.num_drafts else NEVER
 
     def _grant(self, request: RequestFacts) -> Grant | None:
-        if request.max_drafts == 0:
-            return None
         offer, match_length = request.offers[0] if request.offers else None, 0
         if offer is not None and (self.prefers_host or request.network is None):
-            levels = min(self.num_drafts, offer.length)
-            source, rows, shape = offer.source, offer.num_rows(levels), offer.shape
+            source, shape, most = offer.source, offer.shape, offer.length
             match_length = offer.match_length
         elif request.network is not None:
-            shape = request.shapes[0]
-            levels = min(self.num_drafts, request.most_levels(shape))
-            source, rows = request.network, sum(shape[:levels]) if shape else levels
+            source, shape = request.network, request.shapes[0]
+            most = request.most_levels(shape)
         else:
             return None
-        if levels <= 0:
+        levels = min(self.num_drafts, most)
+        if levels <= 0 or request.max_drafts == 0:
             return None
-        return Grant(
-            request.request_id, source, levels, rows, 0.0, match_length, request.rule, shape
-        )
+        rows = rows_of(shape, levels)
+        return Grant(request.request_id, source, levels, rows, match_length, request.rule, shape)
 
 
 PLAIN = Decision(Reason.NOTHING_OFFERED)

@@ -16,7 +16,7 @@ stairs.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from outdraft.core.decision import CHAIN, Shape
+from outdraft.core.decision import CHAIN, Shape, rows_of
 
 FREE_ROW = 0.2  # tokens; where rows cost less, no chain is ended by its confidence
 
@@ -43,7 +43,7 @@ class Option(NamedTuple):
         return self.shape[level] if self.shape else 1
 
     def num_rows(self, num_levels: int) -> int:
-        return sum(self.shape[:num_levels]) if self.shape else num_levels
+        return rows_of(self.shape, num_levels)
 
 
 class Prices(NamedTuple):
@@ -151,7 +151,8 @@ def best_plan(
     if not drafting or prices.max_rows == 0:
         return PLAIN
     rate, count = long_run or prices.plain_rate, len(drafting)
-    row_price = rate * _row_s(prices, count)
+    rows = min(2 * count, prices.max_rows)  # the first 2 of each request
+    row_price = rate * ((prices.target_N[rows] - prices.target_N[0]) / rows)
     pass_price = rate * max(0.0, prices.pass_s(count) - prices.pass_s(1)) / max(1, count - 1)
     shapes = dict.fromkeys(one.shape for _, own in drafting for one in own if one.is_network)
     best, best_worth = PLAIN, prices.plain_rate if long_run is None else 0.0
@@ -168,12 +169,6 @@ def best_plan(
             if found is not None and found[0] > best_worth:
                 best_worth, best = found
     return best
-
-
-def _row_s(prices: Prices, count: int) -> float:
-    """Mean seconds of a row, over the first 2 rows of each of `count` requests."""
-    rows = min(2 * count, prices.max_rows)
-    return (prices.target_N[rows] - prices.target_N[0]) / rows
 
 
 def _value(option: Option, row_price: float, pass_price: float, rate: float) -> float:

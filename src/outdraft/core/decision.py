@@ -10,6 +10,11 @@ CHAIN: Shape = ()  # one row a level, as many levels as are granted
 NO_CAP = 1 << 30  # rows
 
 
+def rows_of(shape: Shape, num_levels: int) -> int:
+    """Rows of the first levels."""
+    return sum(shape[:num_levels]) if shape else num_levels
+
+
 class Reason(StrEnum):
     """Why a step drafts as it does."""
 
@@ -67,7 +72,6 @@ class Grant(Struct, frozen=True):
     Attributes:
         levels: most levels. The live rule may end a network's chain earlier.
         rows: most rows; the scheduler reserves them.
-        expected_tokens: accepted drafts that it is expected to bring.
         match_length: tokens of the text that a source of the host found again.
         rule: how it is verified; acceptance is learned for each rule apart.
         stop: the live rule; None: draft all levels, and report no margins.
@@ -77,7 +81,6 @@ class Grant(Struct, frozen=True):
     source: str
     levels: int
     rows: int
-    expected_tokens: float
     match_length: int = 0
     rule: str = ""
     shape: Shape = CHAIN

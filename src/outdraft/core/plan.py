@@ -2,47 +2,92 @@
 
 A plan and its result cross between processes: see docs/design/0013.
 
+A drafter that reads the target's states can only read where they are. States of tokens that were
+computed while no request drafted are nowhere. So the drafter goes on after a gap: for it, the text
+after the gap follows right on the text before. Its keys have other places than the target's then,
+in the same blocks. The text that a drafter sees changes its drafts, never the output.
+
 Dimension key: B requests of the step, N the most drafts of one of them, K logprobs asked for.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 from msgspec import Struct
 
-from outdraft.core.admission import Admission, DrafterGap
-from outdraft.core.decision import Alarm, Decision, LiveStop
+from outdraft.core.decision import CHAIN, Alarm, Decision, LiveStop, Shape
 from outdraft.core.draft import Draft, DraftSource, depths_of
+from outdraft.core.sampling import SamplingParams
 
-NO_DRAFT = Draft()
 
-
-class ModelDrafting(Struct, array_like=True, frozen=True):
-    """A network's way of drafting, as far as the engine must know it.
+class DrafterGap(Struct, array_like=True, frozen=True):
+    """All that the drafter lacks of one text, as one gap.
 
     Attributes:
-        source: the source that its drafts count for.
-        levels: rows of a tree by level; the network chooses which row continues which. (): it
-            drafts a chain.
-        max_kept: number of accepted drafts after the text for which the network's own cache is
-            valid after the step. None: all drafts but the last (a language model's chain). 0: no
-            draft (heads, mask tokens). -1: not even the newest token, which is read together with
-            a state that the target has yet to compute (EAGLE).
+        num_tokens: how much further ahead a token stands in the text than in the drafter's cache.
+        before: ids of the blocks that the drafter reads before the gap; all of them are full.
+        next_block: place, in the request's table, of the block that is the next one for the
+            drafter.
     """
 
-    source: DraftSource = DraftSource.MODEL
-    levels: tuple[int, ...] = ()
-    max_kept: int | None = None
+    num_tokens: int = 0
+    before: tuple[int, ...] = ()
+    next_block: int = 0
 
-    @property
-    def is_tree(self) -> bool:
-        return len(self.levels) > 0
+    def blocks(self, block_ids: Sequence[int]) -> Sequence[int]:
+        """The drafter's blocks, of a request that has `block_ids`."""
+        if self.num_tokens == 0:
+            return block_ids
+        return [*self.before, *block_ids[self.next_block :]]
 
-    def most_drafts(self, num_tokens: int) -> int:
-        """Most drafts that are useful if at most num_tokens tokens can be accepted."""
-        return sum(self.levels[:num_tokens]) if self.is_tree else num_tokens
+    def widened(
+        self, num_read: int, start: int, block_ids: Sequence[int], block_size: int
+    ) -> "DrafterGap":
+        """The gap of a drafter that has read num_read tokens and goes on at `start` >= num_read.
+
+        Only the full blocks of those num_read tokens stay.
+        """
+        num_full = (num_read - self.num_tokens) // block_size
+        before = tuple(self.blocks(block_ids)[:num_full])
+        return DrafterGap(start - num_full * block_size, before, start // block_size)
 
 
-MODEL_CHAIN = ModelDrafting()
+NO_GAP = DrafterGap()
+
+
+class TokenRules(Struct, array_like=True, frozen=True):
+    """Rules for choosing the tokens of one request: its parameters, resolved.
+
+    Attributes:
+        seed: the noise key of every choice, also of a request that asked for none.
+        stop_ids: end-of-sequence and stop tokens, which min_tokens forbids.
+        bad_words: token ids of each word of `params.bad_words`, none of them empty.
+    """
+
+    params: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
+class Admission(Struct, array_like=True, frozen=True, eq=False):
+    """A request gets a slot, and has it until the slot's next admission.
+
+    The slot has no blocks yet, and its drafter no gap: works name them.
+
+    Attributes:
+        slot: row of the device's state.
+        token_ids: int32 [num_tokens], the text so far: more than the prompt after a preemption.
+    """
+
+    slot: int
+    token_ids: np.ndarray
+    num_prompt: int
+    rules: TokenRules
+
+
+NO_DRAFT = Draft()
 
 
 class DraftChoice(Struct, array_like=True, frozen=True):
@@ -50,16 +95,21 @@ class DraftChoice(Struct, array_like=True, frozen=True):
 
     It is a draft from the host, or a number of drafts that a network makes on the device at the
     start of the step.
+
+    Attributes:
+        levels: rows by level of the network's tree; the network chooses which row continues which.
+            CHAIN: it drafts a chain.
+        stop: where the network's chain may end before; None: nowhere.
     """
 
     source: DraftSource
     draft: Draft = NO_DRAFT
     num_model_drafts: int = 0
-    model: ModelDrafting = MODEL_CHAIN  # how the network drafts
-    stop: LiveStop | None = None  # where the network's chain may end before; None: nowhere
+    levels: Shape = CHAIN
+    stop: LiveStop | None = None
 
     def __post_init__(self) -> None:
-        if self.stop is not None and self.model.is_tree:
+        if self.stop is not None and self.levels:
             raise ValueError("trees have no live rule")
         if self.stop is not None and len(self.stop.weights) < self.num_model_drafts:
             raise ValueError(
@@ -74,16 +124,11 @@ class DraftChoice(Struct, array_like=True, frozen=True):
     @property
     def is_device_tree(self) -> bool:
         """The host does not know which row continues which."""
-        return self.num_model_drafts > 0 and self.model.is_tree
+        return len(self.levels) > 0
 
     def most_drafts(self, num_tokens: int) -> int:
         """Most drafts of this choice that are useful if at most num_tokens can be accepted."""
-        return self.model.most_drafts(num_tokens) if self.is_device_tree else num_tokens
-
-    @property
-    def max_kept(self) -> int:
-        """Most accepted drafts after the text that the network's cache may keep."""
-        return len(self) - 1 if self.model.max_kept is None else self.model.max_kept
+        return sum(self.levels[:num_tokens]) if self.levels else num_tokens
 
     def truncated(self, num_tokens: int) -> "DraftChoice | None":
         """The choice with at most num_tokens drafts; None: no draft is left."""
@@ -95,23 +140,9 @@ class DraftChoice(Struct, array_like=True, frozen=True):
             self.source,
             self.draft.truncated(num_tokens),
             min(self.num_model_drafts, num_tokens),
-            self.model,
+            self.levels,
             self.stop,
         )
-
-
-class StepRoom(Struct, frozen=True):
-    """The room of the next step for drafts, as far as it is known before planning.
-
-    Attributes:
-        prompt_rows: rows of tokens before the newest ones; the prefix cache may save some.
-        free_rows: rows beside those that running requests need.
-        free_slots: places in the KV cache beside those that running requests need.
-    """
-
-    prompt_rows: int
-    free_rows: int
-    free_slots: int
 
 
 class Work(NamedTuple):

@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from outdraft.core.admission import NO_GAP, Admission, token_rules
 from outdraft.core.grammar import GrammarMatcher
-from outdraft.core.plan import StepPlan, Work, WorkResult
+from outdraft.core.plan import NO_GAP, Admission, StepPlan, TokenRules, Work, WorkResult
 from outdraft.core.sampling import SamplingParams
 
 
@@ -128,12 +127,9 @@ class Request:
     def admission(self) -> Admission:
         """The message to the runner when the request gets its slot."""
         assert self.slot is not None, f"request {self.id} has no slot"
-        rules = token_rules(
-            self.params,
-            seed=self.seed,
-            stop_token_ids=self.stop_token_ids,
-            bad_words_ids=self.bad_words_ids,
-        )
+        words = tuple(tuple(word) for word in self.bad_words_ids)
+        stops = tuple(sorted(self.stop_token_ids)) if self.params.min_tokens > 0 else ()
+        rules = TokenRules(self.params, self.seed, stops, words)
         return Admission(self.slot, self.token_ids.copy(), self.num_prompt, rules)
 
     def failed(self) -> FinishReason | None:

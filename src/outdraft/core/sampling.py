@@ -131,15 +131,20 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def has_penalties(self) -> bool:
+        added = self.presence_penalty, self.frequency_penalty
+        return any(added) or self.repetition_penalty != 1.0
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def _check_types(self) -> None:
         for name, low, high in _RANGES:
-            if getattr(self, name) is not None or name not in _OPTIONAL:
-                _check_range(name, getattr(self, name), low, high)
-        for name in _WHOLE:
-            if not isinstance(value := getattr(self, name), int | None):
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                _check_range(name, value, low, high)
+            if name in _WHOLE and not isinstance(value, int | None):
                 raise RequestError(f"{name} must be a whole number, got {value!r}", name)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):

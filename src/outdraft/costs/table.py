@@ -165,7 +165,7 @@ def roofline(
     drafters: dict[str, tuple[PassSize, int]] = {}
     proposer = runner.proposer
     if proposer is not None and models.drafter is not None:
-        source = str(proposer.drafting.source)
+        source = str(proposer.drafter.source)
         drafters[source] = _drafter_size(models.drafter), proposer.max_passes
     table = prior_table(machine, _target_size(models.target), drafters, rows)
     if models.drafter is None or models.drafter.max_context is None:

@@ -1,17 +1,57 @@
-"""Drafts that the sources of the host have for each request, before the decision."""
+"""Proposers on the host: their contract, and the drafts that they have before the decision.
 
-from collections.abc import Sequence
+Drafts that are not verified are compared with the text that comes: their acceptance if verified.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
 
 from outdraft.config.speculation import SpeculationConfig
-from outdraft.control.facts import HostOffer
-from outdraft.core.decision import CHAIN
+from outdraft.control.facts import ShadowOutcome
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource
 from outdraft.core.request import FinishReason, Request
-from outdraft.core.sampling import SamplingParams
-from outdraft.drafting.host.prediction import PredictionProposer
-from outdraft.drafting.host.proposer import HostProposer
+from outdraft.drafting.prediction import PredictionProposer
+from outdraft.drafting.request_limits import (
+    has_prediction,
+    may_use,
+    most_draft_rows,
+    wished_drafts,
+)
 
 Drafts = dict[DraftSource, Draft]  # of one request, the preferred source first
+
+
+class HostProposer(Protocol):
+    """Drafts from token ids alone, on the host.
+
+    A proposer can be slow, never wrong: whatever it returns, the verified output is the one
+    that plain decoding would give. It uses no model, no device and no other proposer.
+
+    The token ids of a request only grow from ask to ask: they never shrink or change, not even
+    after a preemption. After steps without an ask they have grown by more tokens. So an incremental
+    index pays. A proposer still works with any tokens that it is given: it starts again when they
+    do not continue the earlier ones.
+    """
+
+    source: DraftSource
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        """One draft per ask, in order, of at most `ask.max_tokens` tokens.
+
+        Draft() means "no idea", and costs nothing. Token ids are read during the call only.
+        """
+        ...
+
+    def finish(self, request_id: str, token_ids: np.ndarray | None) -> None:
+        """The request ended: drop its state.
+
+        The proposer may learn from `token_ids`, int32 [num_tokens], for later requests. None: there
+        is nothing to learn (aborted, or not to be shared). Unknown request ids are fine.
+        """
+        ...
 
 
 class HostSources:
@@ -30,22 +70,14 @@ class HostSources:
 
         num_running: number of requests that run, or may begin to run in this step.
         """
-        found = self._predicted(requests, num_running)
-        if not self._proposers:
-            return found
+        found: dict[str, Drafts] = {}
+        predicted = [request for request in requests if has_prediction(request)]
+        most = max(self._config.max_drafts, self._draft_rows // num_running)
+        self._ask(self._prediction, predicted, min(most, MAX_DRAFTS), found)
         others = [request for request in requests if request.id not in found]
         for proposer in self._proposers:
             asked = [request for request in others if may_use(request, proposer.source)]
-            if not asked:
-                continue
-            most = self._config.max_drafts
-            asks = [
-                DraftAsk(r.id, r.token_ids, min(wished_drafts(most, r), r.max_drafts))
-                for r in asked
-            ]
-            for ask, draft in zip(asks, proposer.propose(asks), strict=True):
-                if len(draft):
-                    found.setdefault(ask.request_id, {})[proposer.source] = draft
+            self._ask(proposer, asked, self._config.max_drafts, found)
         return found
 
     def may_find(self, requests: Sequence[Request]) -> bool:
@@ -63,68 +95,98 @@ class HostSources:
         for proposer in (self._prediction, *self._proposers):
             proposer.finish(request.id, text)
 
-    def _predicted(self, requests: Sequence[Request], num_running: int) -> dict[str, Drafts]:
-        """Drafts for requests whose clients sent a prediction that is still right."""
-        predicted = [request for request in requests if has_prediction(request)]
-        if not predicted:
-            return {}
-        most = max(self._config.max_drafts, self._draft_rows // num_running)
+    def _ask(
+        self,
+        proposer: HostProposer,
+        requests: Sequence[Request],
+        most: int,
+        found: dict[str, Drafts],
+    ) -> None:
+        """Add the drafts, of at most `most` rows each, that a proposer has for these requests."""
+        if not requests:
+            return
         asks = [
             DraftAsk(
-                request.id,
-                request.token_ids,
-                min(wished_drafts(MAX_DRAFTS, request), request.max_drafts, most),
-                request.num_prompt,
-                request.prediction_ids,
+                one.id,
+                one.token_ids,
+                min(wished_drafts(most, one), one.max_drafts),
+                one.num_prompt,
+                one.prediction_ids if len(one.prediction_ids) else None,
             )
-            for request in predicted
+            for one in requests
         ]
-        drafts = self._prediction.propose(asks)
-        return {
-            ask.request_id: {DraftSource.PREDICTION: draft}
-            for ask, draft in zip(asks, drafts, strict=True)
-            if len(draft)
-        }
+        for ask, draft in zip(asks, proposer.propose(asks), strict=True):
+            if len(draft):
+                found.setdefault(ask.request_id, {})[proposer.source] = draft
 
 
-def offer(source: DraftSource, draft: Draft) -> HostOffer:
-    """The facts about a draft that the controller needs."""
-    if draft.is_chain:
-        return HostOffer(source, len(draft), draft.match_length, CHAIN)
-    shape = draft.level_sizes()
-    return HostOffer(source, len(shape), draft.match_length, shape)
+@dataclass(slots=True)
+class _Shadow:
+    """A draft and how far the text has followed it.
 
-
-def most_draft_rows(config: SpeculationConfig, max_num_seqs: int) -> int:
-    """Most drafts of all requests in one step.
-
-    Predictions are longer than other drafts. Together they have no more rows than all requests
-    could draft without them, or than one request may have.
+    Attributes:
+        num_read: tokens of the text that are accounted for.
+        row: of the draft that the text has reached; 0: none yet.
+        accepted: levels.
     """
-    if not config.sources:
-        return 0
-    return max(MAX_DRAFTS, config.max_drafts * max_num_seqs)
+
+    source: DraftSource
+    draft: Draft
+    num_levels: int
+    num_read: int
+    row: int = 0
+    accepted: int = 0
+
+    def follow(self, request: Request) -> bool:
+        """Read the new tokens; true if later ones cannot change the outcome."""
+        for token_id in request.token_ids[self.num_read :].tolist():
+            self.num_read += 1
+            row = _child(self.draft, self.row, token_id)
+            if row is None:
+                return True
+            self.row = row
+            self.accepted += 1
+            if self.accepted == self.num_levels:
+                return True
+        return False
 
 
-def wished_drafts(number: int, request: Request) -> int:
-    """The smaller one of `number` and the number of drafts that the request asks for."""
-    wish = request.params.speculation.num_speculative_tokens
-    return number if wish is None else min(number, wish)
+class Shadows:
+    """Owns the drafts that wait until their text has left them, or has reached their end. They cost
+    no rows."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, list[_Shadow]] = {}
+
+    def cast(self, request: Request, source: DraftSource, draft: Draft) -> None:
+        """Remember a draft for the text as it is now."""
+        num_levels = len(draft) if draft.is_chain else len(draft.level_sizes())
+        shadow = _Shadow(source, draft, num_levels, request.num_tokens)
+        self._waiting.setdefault(request.id, []).append(shadow)
+
+    def observe(self, requests: Iterable[Request]) -> tuple[ShadowOutcome, ...]:
+        """Outcomes of the drafts whose texts have come."""
+        outcomes: list[ShadowOutcome] = []
+        for request in requests:
+            left: list[_Shadow] = []
+            for shadow in self._waiting.pop(request.id, ()):
+                if shadow.follow(request):
+                    offered = shadow.source, shadow.draft.match_length
+                    outcomes.append(ShadowOutcome(*offered, shadow.num_levels, shadow.accepted))
+                else:
+                    left.append(shadow)
+            if left:
+                self._waiting[request.id] = left
+        return tuple(outcomes)
+
+    def forget(self, request_id: str) -> None:
+        """The request ended: nothing more comes."""
+        self._waiting.pop(request_id, None)
 
 
-def has_prediction(request: Request) -> bool:
-    return len(request.prediction_ids) > 0 and may_use(request, DraftSource.PREDICTION)
-
-
-def may_use(request: Request, source: DraftSource) -> bool:
-    """The request leaves the choice to the engine, or names this source."""
-    return request.params.speculation.method in (None, str(source))
-
-
-def verification_rule(config: SpeculationConfig, params: SamplingParams) -> str:
-    """The rule that verifies a request's drafts; acceptance is learned for each rule apart."""
-    if params.is_greedy:
-        return "greedy"
-    if params.seed is not None:
-        return "drafter_invariant"
-    return config.rejection_sample_method
+def _child(draft: Draft, row: int, token_id: int) -> int | None:
+    """The row below `row` that holds a token."""
+    for below, (parent, guess) in enumerate(zip(draft.parents, draft.token_ids, strict=True), 1):
+        if parent == row and guess == token_id:
+            return below
+    return None

@@ -5,7 +5,7 @@ forbids, it never sees as possible. After the step it gets the drafts' outcomes 
 each phase; offers of the host that were not used are compared with the text that came.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from msgspec import Struct
@@ -14,15 +14,13 @@ from msgspec.structs import replace
 from outdraft.config.speculation import SpeculationConfig
 from outdraft.control.facts import DraftOutcome, ShadowOutcome, StepFacts, StepOutcome
 from outdraft.control.policy import LengthPolicy
-from outdraft.core.decision import CHAIN, Decision, Grant, Reason
+from outdraft.core.decision import Decision, Grant, Reason
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import RequestError
-from outdraft.core.plan import DraftChoice, StepRoom, StepStats, drafted_levels
+from outdraft.core.plan import DraftChoice, StepStats, drafted_levels
 from outdraft.core.request import BookedWork, Request
-from outdraft.drafting.host.proposer import HostProposer
-from outdraft.drafting.host_sources import Drafts, HostSources
-from outdraft.drafting.known_requests import DrafterLimits, KnownRequests
-from outdraft.drafting.shadows import Shadows
+from outdraft.drafting.host_sources import Drafts, HostProposer, HostSources, Shadows
+from outdraft.drafting.request_limits import DrafterLimits, RequestLimits
 
 # Steps before a network may draft in which the target's states are kept for it to read. With 16
 # of them EAGLE-3 accepts 90 % of what it accepts with the whole text (docs/log.md).
@@ -71,9 +69,8 @@ class DraftPolicy:
         self._clock = clock
         self.control = control
         self._host = HostSources(config, proposers, max_num_seqs)
-        self._has_network = drafter is not None
-        self._known = KnownRequests(config, drafter)
-        self._translator = Translator(drafter, self._known)
+        self._drafter = drafter
+        self._limits = RequestLimits(config, drafter)
         self._shadows = Shadows()
         self._running: _DecidedStep | None = None  # the decision of the step that runs
         self._newest: _DecidedStep | None = None  # the latest decision, which may be held
@@ -101,13 +98,14 @@ class DraftPolicy:
             )
 
     def choose(
-        self, requests: Sequence[Request], num_running: int, room: StepRoom
+        self, requests: Sequence[Request], num_running: int, room: StepFacts
     ) -> dict[str, DraftChoice]:
         """The drafts that each request verifies in the next step; without an entry it has none.
 
         Args:
             requests: those with one token left to compute, in batch order.
             num_running: how many requests run, or may begin to run in this step.
+            room: for drafts; it names no requests.
         """
         self._running = self.decided = None
         self.granted = {}
@@ -119,7 +117,7 @@ class DraftPolicy:
         may_offer = self._host.may_find(requests)
         if self._hold(requests, room, may_offer=may_offer):
             return self.granted
-        wanting = [request for request in requests if self._known.may_draft(request)]
+        wanting = [request for request in requests if self._limits.may_draft(request)]
         if not wanting:
             self.decided = Decision(Reason.NOT_WANTED)
             return {}
@@ -129,16 +127,12 @@ class DraftPolicy:
             drafts = self._host.drafts(wanting, num_running)
             if not drafts and self._hold(requests, room, looking_s=self._clock() - started_s):
                 return self.granted
-        facts = StepFacts(
-            tuple(self._known.facts(request, drafts.get(request.id, {})) for request in requests),
-            room.prompt_rows,
-            room.free_rows,
-            room.free_slots,
-        )
+        own = tuple(self._limits.facts(one, drafts.get(one.id, {})) for one in requests)
+        facts = replace(room, requests=own)
         decision = self.control.decide(facts)
         if decision.shadows:
             self._cast_shadows(requests, decision, drafts)
-        self.decided, self.granted = _shown(decision), self._translator.choices(decision, drafts)
+        self.decided, self.granted = _shown(decision), self._choices(facts, decision, drafts)
         deciding_s = self._clock() - started_s
         self._running = _DecidedStep(facts, decision, self.granted, deciding_s)
         self._newest = self._running
@@ -147,7 +141,7 @@ class DraftPolicy:
     def _hold(
         self,
         requests: Sequence[Request],
-        room: StepRoom,
+        room: StepFacts,
         *,
         may_offer: bool = False,
         looking_s: float = 0.0,
@@ -159,28 +153,19 @@ class DraftPolicy:
         self.decided = _shown(decision, is_held=True)
         newest = self._newest
         if newest is not None and newest.decision is decision:
-            self.granted = self._fitting(requests, newest.choices)
+            # A text may have become too long for the network, or may no longer get as many tokens.
+            choices, fits = newest.choices, self._limits.fits
+            asked = [
+                (one, choices[one.id].num_model_drafts) for one in requests if one.id in choices
+            ]
+            unfit = {one.id for one, number in asked if not fits(one, number)}
+            self.granted = {id_: one for id_, one in choices.items() if id_ not in unfit}
             self._running = replace(newest, deciding_s=looking_s, is_held=True)
         return True
 
-    def _fitting(
-        self, requests: Sequence[Request], choices: dict[str, DraftChoice]
-    ) -> dict[str, DraftChoice]:
-        """A network's choices without those for texts that have become too long for it, and for
-        later requests that may not draft that many tokens."""
-        unfit = {
-            request.id
-            for request in requests
-            if request.id in choices
-            and not self._known.fits(request, choices[request.id].num_model_drafts)
-        }
-        if not unfit:
-            return choices
-        return {id_: choice for id_, choice in choices.items() if id_ not in unfit}
-
     def may_follow(self, num_running: int) -> bool:
         """The network should be able to draft in one of the next steps."""
-        if not self._has_network or self._is_disabled(num_running):
+        if self._drafter is None or self._is_disabled(num_running):
             return False
         return self.control.network_due_in() <= WARM_UP_STEPS
 
@@ -193,11 +178,11 @@ class DraftPolicy:
 
     def follows(self, request: Request) -> bool:
         """If `may_follow`: the network should be able to draft for this request."""
-        return self._known.network_may_draft(request)
+        return self._limits.network_may_draft(request)
 
     def may_read(self, request: Request) -> bool:
         """The network can read the request's prompt, even if it may not draft for it."""
-        return self._known.network_can_read(request)
+        return self._limits.network_can_read(request)
 
     def observe(self, booked: Booked, stats: StepStats) -> None:
         """Learn from the step that `choose` was asked about, before its requests are finished."""
@@ -217,16 +202,45 @@ class DraftPolicy:
         whole."""
         self._host.finish(request)
         self._shadows.forget(request.id)
-        self._known.forget(request.id)
         self.control.forget(request.id)
 
     def most_drafts(self, request: Request) -> int:
         """Most drafts for this request in any step."""
-        return self._known.most_drafts(request)
+        return self._limits.most_drafts(request)
 
     def _is_disabled(self, num_running: int) -> bool:
         limit = self.config.disable_by_batch_size
         return limit is not None and num_running > limit
+
+    def _choices(
+        self, facts: StepFacts, decision: Decision, drafts: dict[str, Drafts]
+    ) -> dict[str, DraftChoice]:
+        """The drafts that each request verifies; `drafts`: the host's, by request.
+
+        Where a network draws for many requests at once, each has fewer drafts, and past
+        `most_drawn` requests the last ones have none: their probabilities fit into memory.
+        """
+        choices = {
+            one.request_id: self._choice(one, drafts.get(one.request_id, {}))
+            for one in decision.grants
+        }
+        most = None if self._drafter is None else self._drafter.most_drawn
+        drafted = [id_ for id_, choice in choices.items() if choice.num_model_drafts]
+        rules = {one.request_id: one.rule for one in facts.requests}
+        if most is None or not any(self._limits.draws(rules[id_]) for id_ in drafted):
+            return choices
+        counts = dict.fromkeys(drafted, 0)
+        counts |= dict.fromkeys(drafted[:most], max(1, most // len(drafted)))
+        fitting = {
+            id_: choice.truncated(counts.get(id_, len(choice))) for id_, choice in choices.items()
+        }
+        return {id_: choice for id_, choice in fitting.items() if choice is not None}
+
+    def _choice(self, grant: Grant, drafts: Drafts) -> DraftChoice:
+        source = DraftSource(grant.source)
+        if source in drafts:
+            return DraftChoice(source, drafts[source].first_levels(grant.levels))
+        return DraftChoice(source, num_model_drafts=grant.rows, levels=grant.shape, stop=grant.stop)
 
     def _cast_shadows(
         self, requests: Sequence[Request], decision: Decision, drafts: dict[str, Drafts]
@@ -283,47 +297,3 @@ def _shown(decision: Decision, *, is_held: bool = False) -> Decision:
     """The part of a decision that metrics show. is_held: it was made for an earlier step."""
     draft_s = decision.draft_s - (decision.catch_up_s if is_held else 0.0)
     return replace(decision, grants=(), shadows=(), draft_s=draft_s, catch_up_s=0.0)
-
-
-class Translator:
-    """Translates decisions."""
-
-    def __init__(self, drafter: DrafterLimits | None, known: KnownRequests) -> None:
-        self._drafter = drafter
-        self._known = known
-
-    def choices(self, decision: Decision, drafts: Mapping[str, Drafts]) -> dict[str, DraftChoice]:
-        """The drafts that each request verifies; `drafts`: the host's, by request."""
-        return self._with_room(
-            {
-                grant.request_id: self._choice(grant, drafts.get(grant.request_id, {}))
-                for grant in decision.grants
-            }
-        )
-
-    def _with_room(self, choices: dict[str, DraftChoice]) -> dict[str, DraftChoice]:
-        """Choices whose probabilities fit into memory: where a network draws for many requests at
-        once, each has fewer drafts, and past `most_drawn` requests the last ones have none."""
-        most = None if self._drafter is None else self._drafter.most_drawn
-        drafted = [id_ for id_, choice in choices.items() if choice.num_model_drafts]
-        if most is None or not any(self._known.draws(id_) for id_ in drafted):
-            return choices
-        counts = dict.fromkeys(drafted[:most], max(1, most // len(drafted)))
-        fitting = dict[str, DraftChoice]()
-        for id_, choice in choices.items():
-            own = choice
-            if choice.num_model_drafts:
-                own = choice.truncated(counts.get(id_, 0))
-            if own is not None:
-                fitting[id_] = own
-        return fitting
-
-    def _choice(self, grant: Grant, drafts: Drafts) -> DraftChoice:
-        source = DraftSource(grant.source)
-        if source in drafts:
-            return DraftChoice(source, drafts[source].first_levels(grant.levels))
-        assert self._drafter is not None
-        drafting = self._drafter.drafting
-        if grant.shape == CHAIN and self._drafter.chain is not None:
-            drafting = self._drafter.chain
-        return DraftChoice(source, num_model_drafts=grant.rows, model=drafting, stop=grant.stop)

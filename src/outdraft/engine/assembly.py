@@ -15,9 +15,9 @@ from outdraft.core.outputs import (
     RequestOutput,
     SequenceDelta,
     SpeculationMetrics,
-    StepCounts,
 )
 from outdraft.core.plan import TokenLogprobs
+from outdraft.core.recorded import RecordedStep
 from outdraft.core.request import FinishReason
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor
@@ -53,7 +53,7 @@ class RequestAssembly:
             finished=False,
             metrics=RequestMetrics(time.monotonic(), SpeculationMetrics(0)),
         )
-        self.steps: list[list[StepCounts]] = [[] for _ in range(params.n)] if keeps_steps else []
+        self.steps: list[list[RecordedStep]] = [[] for _ in range(params.n)] if keeps_steps else []
         stop_token_ids = inputs.stop_token_ids(params)
         self._sequences = [
             _SequenceAssembly(completion, params, stop_token_ids, prompt_ids, self._tokenizer)
@@ -84,7 +84,7 @@ class RequestAssembly:
                 accepted = {source: kept[source] for source in part.drafted if source in kept}
                 self.output.metrics.speculative_decoding.record(part.drafted, accepted)
             if self.steps and num_kept:
-                step = StepCounts(num_kept, part.drafted or {}, accepted)
+                step = RecordedStep(num_kept, part.drafted or {}, accepted)
                 self.steps[part.index].append(step)
             if gained.finish_reason is not None and part.finish_reason is None:
                 stopped.append(sequence.completion)

@@ -13,8 +13,8 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.costs.table import AUTO, cost_file, cost_table
 from outdraft.drafting.device.live_stop import host_sees
 from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.drafting.known_requests import DrafterLimits
 from outdraft.drafting.policy import DraftPolicy
+from outdraft.drafting.request_limits import DrafterLimits
 from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import InputProcessor
 from outdraft.engine.ready_graphs import make_graphs
@@ -66,7 +66,7 @@ def build_engine(
         BlockPool(memory.num_blocks, num_groups),
         longest_text(config, target),
         state_window=drafter.state_window if drafter is not None else 0,
-        drafter_reads_ahead=drafter is not None and drafter.reads_ahead,
+        drafter_max_kept=own.proposer.drafter.max_kept if own.proposer is not None else None,
         drafter_shares_cache=drafter is not None and drafter.shares_cache,
         num_draft_groups=num_groups,
     )
@@ -138,10 +138,10 @@ def _drafter_limits(
     longest = drafter.layers.max_model_len if drafter.layers else target.config.max_model_len
     return DrafterLimits(
         min(config.max_model_len or longest, longest),
-        proposer.drafting,
+        proposer.drafter.source,
+        proposer.shapes,
         max_drafts=proposer.max_drafts,
         unread_tokens=unread_tokens,
-        chain=proposer.chain,
         max_chain=proposer.max_chain,
         ends_live=host_sees(target.device),
         most_drawn=most_drawn(target.config.vocab_size, target.device),

@@ -3,12 +3,9 @@
 import time
 
 from outdraft.core.decision import Decision
-from outdraft.core.draft import DraftSource
 from outdraft.core.outputs import DraftTrace, RequestDelta, SequenceDelta, TokenOrigin
 from outdraft.core.plan import DraftChoice, TokenLogprobs, WorkResult
 from outdraft.core.request import BookedWork
-
-_ORIGINS = {source: TokenOrigin(source) for source in DraftSource}
 
 
 class RequestDeltas:
@@ -107,7 +104,7 @@ def _origins(outcome: WorkResult, drafts: DraftChoice | None) -> tuple[TokenOrig
     """Return one origin per emitted token, accepted drafts first."""
     if drafts is None:
         return (TokenOrigin.PLAIN,)
-    accepted = [_ORIGINS[drafts.source]] * len(outcome.accepted_rows)
+    accepted = [TokenOrigin(drafts.source)] * len(outcome.accepted_rows)
     # Row 0 of the parents is the root, so a drafted row has its place plus one there.
     is_whole = (
         bool(outcome.accepted_rows) and outcome.accepted_rows[-1] + 1 not in outcome.drafted_parents

@@ -82,7 +82,7 @@ def _grown(
     # there yet. Others read the newest 1 or 2.
     for num_unread in range(1, most + 1) if proposer.drafter.state_window else (ALL_READ,):
         yield DummyStep(count, 2 * count, is_network=True, num_unread=num_unread)
-    if proposer.drafting.is_tree:
+    if proposer.shapes[0]:
         yield DummyStep(count, count * (1 + proposer.max_drafts), is_network=True, is_tree=True)
 
 

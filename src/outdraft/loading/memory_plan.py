@@ -6,7 +6,7 @@ from outdraft.attention.base import AttentionSizes
 from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation import AUTO, SpeculationConfig
 from outdraft.core.errors import ConfigError
-from outdraft.drafting.host_sources import most_draft_rows
+from outdraft.drafting.request_limits import most_draft_rows
 from outdraft.kernels.choose import computed_by, has_graphs
 from outdraft.kernels.ops import Kernels
 from outdraft.loading.memory import (

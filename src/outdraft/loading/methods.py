@@ -21,18 +21,20 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.drafting.device.asks import StateWindow
-from outdraft.drafting.device.attended_blocks import AttendedBlocks, BlockBudget, attention_layers
 from outdraft.drafting.device.block_drafter import BlockDrafter, num_spare_blocks
-from outdraft.drafting.device.draft_network import DraftNetwork
-from outdraft.drafting.device.head_drafter import MedusaDrafter, MLPSpeculatorDrafter
-from outdraft.drafting.device.network_drafter import NetworkDrafter
-from outdraft.drafting.device.parallel_drafting import ParallelDrafter, mask_token_id
+from outdraft.drafting.device.head_drafter import HeadDrafter
+from outdraft.drafting.device.network_drafter import DraftNetwork, NetworkDrafter, mask_token_id
 from outdraft.drafting.device.proposer import DeviceDrafter, DeviceProposer
-from outdraft.drafting.device.self_drafter import SPARSE_WINDOW, SelfDrafter
+from outdraft.drafting.device.self_drafter import (
+    SPARSE_WINDOW,
+    AttendedBlocks,
+    BlockBudget,
+    SelfDrafter,
+    attention_layers,
+)
 from outdraft.drafting.device.translated_model import DraftModel, TranslatedModel, VocabularyMap
-from outdraft.drafting.host.ngram import NgramProposer
-from outdraft.drafting.host.proposer import HostProposer
-from outdraft.drafting.host.suffix import SuffixProposer
+from outdraft.drafting.host_sources import HostProposer
+from outdraft.drafting.proposers import NgramProposer, SuffixProposer
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import KVCache
 from outdraft.loading.memory import MemoryPlan
@@ -89,11 +91,6 @@ class LoadedDrafter:
         if self.shares_cache:
             return 0 if self.max_context is None else SPARSE_WINDOW
         return STATE_WINDOW if self.feature_size else 0
-
-    @property
-    def reads_ahead(self) -> bool:
-        """True if its state of a token depends on the next token."""
-        return self.layers is not None and self.feature_size > 0
 
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes that it keeps in a block of the pool."""
@@ -242,10 +239,8 @@ def device_proposer(
     assert network is not None, "a drafter without a configuration"
     loaded, num_seqs = drafter.network, config.scheduler.max_num_seqs
     drafting: DeviceDrafter
-    if isinstance(loaded, MedusaHeads):
-        drafting = MedusaDrafter(loaded, num_seqs, kernels)
-    elif isinstance(loaded, MLPSpeculator):
-        drafting = MLPSpeculatorDrafter(loaded, num_seqs, kernels)
+    if isinstance(loaded, MedusaHeads | MLPSpeculator):
+        drafting = HeadDrafter(loaded, num_seqs, kernels)
     elif drafter.shares_cache:
         drafting = _self_drafter(config, loaded, target, target_cache)
     else:
@@ -275,7 +270,7 @@ def _layered_drafter(
     memory: MemoryPlan,
     device: torch.device,
     scheduler: SchedulerConfig,
-) -> NetworkDrafter | ParallelDrafter | BlockDrafter:
+) -> NetworkDrafter | BlockDrafter:
     """Build the drafter of a network with its own layers, which reads its drafts or mask tokens."""
     loaded, layers, mask = drafter.network, drafter.layers, drafter.mask_token_id
     assert layers is not None
@@ -299,7 +294,7 @@ def _layered_drafter(
         raise ConfigError(
             f"{config.model!r} was not trained for parallel_drafting: it names no mask token"
         )
-    return ParallelDrafter(*place, mask, window, mask_state_D)
+    return NetworkDrafter(*place, window, mask_token_id=mask, mask_state_D=mask_state_D)
 
 
 def kv_cache(

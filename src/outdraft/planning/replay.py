@@ -26,7 +26,6 @@ from outdraft.core.draft import HEAD_WINDOW, MAX_DRAFTS, STATE_WINDOW, Draft, Dr
 from outdraft.core.errors import ConfigError
 from outdraft.core.plan import (
     DraftChoice,
-    ModelDrafting,
     PhaseTimes,
     StepPlan,
     StepResult,
@@ -36,9 +35,9 @@ from outdraft.core.plan import (
 from outdraft.core.recorded import RecordedOutput, RecordedRequest
 from outdraft.core.request import BookedWork, FinishReason, Request, ScheduledStep
 from outdraft.core.sampling import SamplingParams, SpeculationParams
-from outdraft.drafting.host.proposer import HostProposer
-from outdraft.drafting.known_requests import DrafterLimits
+from outdraft.drafting.host_sources import HostProposer
 from outdraft.drafting.policy import DraftPolicy
+from outdraft.drafting.request_limits import DrafterLimits
 from outdraft.engine.stats import StatsTotal, step_stats
 from outdraft.kv.block_pool import BlockPool
 from outdraft.planning.recorded_acceptance import RecordedAcceptance
@@ -154,7 +153,7 @@ class Replay:
             BlockPool(blocks),
             traffic.max_model_len,
             state_window=_state_window(network),
-            drafter_reads_ahead=network is not None and network.source in READ_STATES,
+            drafter_max_kept=_max_kept(config.network),
         )
         is_fixed = config.control == "fixed" or not config.sources
         control = FixedLength(MAX_DRAFTS) if is_fixed else Controller(table, config.max_drafts)
@@ -327,17 +326,24 @@ def _drafter_limits(
         return None
     source = config.source
     levels = config.tree.levels if config.tree is not None and not config.tree.is_chain else ()
-    max_kept = 0 if source in HEAD_SOURCES or config.parallel_drafting or levels else None
-    if source in READ_STATES:
-        max_kept = -1
     in_one_pass = (*HEAD_SOURCES, *BLOCK_SOURCES)
     most = sum(levels) if levels else network.max_levels if source in in_one_pass else MAX_DRAFTS
     return DrafterLimits(
         config.max_model_len or max_model_len + MAX_DRAFTS,
-        ModelDrafting(source, levels, max_kept),
+        source,
+        (levels,),
         max_drafts=most,
         unread_tokens=scheduler.unread_tokens,
     )
+
+
+def _max_kept(config: DraftNetworkConfig | None) -> int | None:
+    """Accepted drafts for which the network's cache stays valid: see DrafterBooks."""
+    if config is None:
+        return None
+    if config.source in READ_STATES:
+        return -1
+    return 0 if config.source in HEAD_SOURCES or config.parallel_drafting else None
 
 
 def _state_window(network: RecordedAcceptance | None) -> int:
@@ -452,7 +458,7 @@ def followed_rows(draft: Draft, future: list[int]) -> tuple[int, ...]:
 def level_sizes(choice: DraftChoice) -> list[int]:
     """Rows of each level that a network drafts; the last one may be cut."""
     left, sizes = choice.num_model_drafts, list[int]()
-    for size in choice.model.levels or (1,) * left:
+    for size in choice.levels or (1,) * left:
         if left <= 0:
             break
         sizes.append(min(size, left))

@@ -8,7 +8,7 @@ from outdraft.config.speculation import HEAD_SOURCES, NETWORK_SOURCES, Speculati
 from outdraft.control.costs import CostTable
 from outdraft.core.draft import DraftSource
 from outdraft.core.recorded import RecordedRequest
-from outdraft.drafting.host.proposer import HostProposer
+from outdraft.drafting.host_sources import HostProposer
 from outdraft.planning.recorded_acceptance import LevelCounts, RecordedAcceptance, recorded_networks
 from outdraft.planning.replay import NO_COSTS, RecordedTraffic, Replay, replay, with_length
 

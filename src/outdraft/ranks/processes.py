@@ -17,10 +17,10 @@ import torch
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not name it
 
 from outdraft.config.engine import EngineConfig
-from outdraft.core.child_process import ending
 from outdraft.core.errors import ConfigError, PartedError, RanksError
 from outdraft.core.grammar import AllowedTokens
 from outdraft.core.plan import StepPlan
+from outdraft.core.process import ending
 from outdraft.distributed.channel import KEY_BYTES, Speaker
 from outdraft.distributed.group import ONE_RANK, Ranks
 from outdraft.distributed.plan_bytes import allowed_as_bytes, plan_as_bytes

@@ -19,7 +19,7 @@ from typing import Never, TypeVar
 import torch
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not name it
 
-from outdraft.core import child_process
+from outdraft.core import process
 from outdraft.core.errors import ConfigError, RanksError
 from outdraft.distributed.channel import Listener
 from outdraft.distributed.plan_bytes import allowed_of_bytes, plan_of_bytes
@@ -95,7 +95,7 @@ _logger = logging.getLogger(__name__)
 def main() -> int:
     """Work until rank 0 has no more need of it, or something goes wrong; return the exit code."""
     gc.disable()  # while it starts, next to nothing becomes garbage
-    assignment: RankAssignment = child_process.assignment()
+    assignment: RankAssignment = process.assignment()
     logging.basicConfig(
         level=assignment.log_level,
         format=f"rank {assignment.rank}: %(levelname)s %(name)s: %(message)s",

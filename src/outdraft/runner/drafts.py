@@ -6,7 +6,6 @@ Dimension key: B requests that sample, M of them that the model drafts for, N dr
 vocabulary.
 """
 
-import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,9 +15,10 @@ from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import NO_DRAFT, StepPlan, Work
-from outdraft.drafting.device.asks import ChunkRead, DraftModelAsk
+from outdraft.drafting.device.asks import DraftModelAsk
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.draft_ops import ModelDrafts
+from outdraft.runner.results import HostCopy
 from outdraft.runner.state import RequestSlot, Slots
 
 
@@ -27,9 +27,9 @@ def spread_rows(states_RD: Tensor, rows_R: Tensor, num_rows: int) -> Tensor:
     return states_RD.new_zeros((num_rows, states_RD.shape[1])).index_copy_(0, rows_R, states_RD)
 
 
-def chunk_reads(works: Sequence[Work], slots: Slots) -> list[ChunkRead]:
-    """Chunks of the works that a drafter reads now."""
-    reads: list[ChunkRead] = []
+def chunk_reads(works: Sequence[Work], slots: Slots) -> list[tuple[DraftModelAsk, int]]:
+    """Chunks of the works that a drafter reads now; see `TargetStates.reads`."""
+    reads: list[tuple[DraftModelAsk, int]] = []
     first = 0
     for work in works:
         if work.num_drafter_new:
@@ -42,7 +42,7 @@ def chunk_reads(works: Sequence[Work], slots: Slots) -> list[ChunkRead]:
                 block_ids=slot.drafter_block_ids,
                 num_missing=slot.gap.num_tokens,
             )
-            reads.append(ChunkRead(text, first))
+            reads.append((text, first))
         first += work.num_rows
     return reads
 
@@ -56,7 +56,7 @@ def draft_ask(work: Work, slot: RequestSlot) -> DraftModelAsk:
         num_computed=work.num_drafter_computed,
         num_drafts=choice.num_model_drafts,
         block_ids=slot.drafter_block_ids,
-        levels=choice.model.levels,
+        levels=choice.levels,
         stop=choice.stop,
         num_missing=slot.gap.num_tokens,
     )
@@ -65,6 +65,15 @@ def draft_ask(work: Work, slot: RequestSlot) -> DraftModelAsk:
 def num_host_rows(works: Sequence[Work]) -> int:
     """Rows of drafts of the host."""
     return sum(len(work.drafts.draft) for work in works if work.drafts is not None)
+
+
+def copy_of_drafted(works: Sequence[Work], slots: Slots, drafts: DraftBatch) -> HostCopy | None:
+    """Start to copy the network's drafts to the host, if a grammar needs them: int64 [2, B, N], ids
+    and parents. Its reader waits for the drafting, not for the target's pass."""
+    asking = [slots[work.slot].params for work in works if work.num_model_drafts]
+    if all(params.structured is None for params in asking):
+        return None
+    return HostCopy([torch.stack([drafts.token_ids_BN, drafts.parents_BN])], drafts.device)
 
 
 def as_drafted(plan: StepPlan, drafts: DraftBatch) -> StepPlan:
@@ -151,10 +160,4 @@ def _is_sampled(is_sampled_BK: Tensor | None, token_ids_BK: Tensor) -> Tensor:
     """bool [B, K]."""
     if is_sampled_BK is not None:
         return is_sampled_BK
-    return _none_sampled(token_ids_BK.shape, token_ids_BK.device)
-
-
-@functools.lru_cache(maxsize=64)
-def _none_sampled(shape: torch.Size, device: torch.device) -> Tensor:
-    """bool [B, K]; read only."""
-    return torch.zeros(shape, dtype=torch.bool, device=device)
+    return torch.zeros_like(token_ids_BK, dtype=torch.bool)

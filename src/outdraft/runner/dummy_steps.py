@@ -6,16 +6,15 @@ Nothing is booked, so that a step can be repeated.
 """
 
 import time
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from outdraft.config.engine import SchedulerConfig
-from outdraft.core.admission import Admission, TokenRules
-from outdraft.core.decision import LiveStop
+from outdraft.core.decision import CHAIN, LiveStop
 from outdraft.core.draft import Draft, DraftSource
-from outdraft.core.plan import DraftChoice, PhaseTimes, StepPlan, Work
+from outdraft.core.plan import Admission, DraftChoice, PhaseTimes, StepPlan, TokenRules, Work
+from outdraft.core.sampling import SamplingParams
 from outdraft.runner.model_runner import PendingStep
 from outdraft.runner.parallel_runner import StepRunner
 
@@ -62,18 +61,6 @@ class PhaseSeconds(NamedTuple):
     host_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _DummyText:
-    """A made-up text."""
-
-    admission: Admission
-    block_ids: tuple[int, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.admission.token_ids)
-
-
 class DummySteps:
     """Runs steps; the runner must be idle, and its cache without any text.
 
@@ -115,7 +102,7 @@ class DummySteps:
         ]
         needed = -(-min(length, self.num_long + 1 + MOST_DRAFTS) // size)
         self._long = [self._text(self.num_long, 0, range(needed))]
-        self._admitted: dict[int, _DummyText] = {}  # by slot
+        self._admitted: dict[int, Admission] = {}  # by slot
         for layer in runner.cache.layers:  # memory that was never written is read too fast
             for cached in (layer.k_PSGC, layer.v_PSGE):
                 cached[: -(-self.num_long // size)].fill_(0.01)
@@ -125,10 +112,10 @@ class DummySteps:
         texts = self._long if step.is_long else self._short[: step.num_requests]
         if len(texts) < step.num_requests:
             return False
-        text = texts[0]
-        length = min(len(text.block_ids) * self._runner.cache.block_size, self._max_len)
-        has_room = text.num_tokens + step.num_drafts(0) < length
-        has_unread = text.num_tokens >= 2 + step.num_unread
+        admission, block_ids = texts[0]
+        length = min(len(block_ids) * self._runner.cache.block_size, self._max_len)
+        has_room = admission.num_prompt + step.num_drafts(0) < length
+        has_unread = admission.num_prompt >= 2 + step.num_unread
         return has_room and step.num_rows <= self._max_rows and has_unread
 
     def run(self, step: DummyStep) -> PhaseSeconds:
@@ -156,17 +143,17 @@ class DummySteps:
     def _plan(self, step: DummyStep) -> StepPlan:
         texts = self._long if step.is_long else self._short[: step.num_requests]
         works, admissions = list[Work](), list[Admission]()
-        for index, text in enumerate(texts):
-            slot, num_blocks = text.admission.slot, len(text.block_ids)
-            blocks: tuple[int, tuple[int, ...]] = num_blocks, ()
-            if self._admitted.get(slot) is not text:
-                self._admitted[slot] = text
-                admissions.append(text.admission)
-                blocks = 0, text.block_ids
+        for index, (admission, block_ids) in enumerate(texts):
+            slot = admission.slot
+            blocks: tuple[int, tuple[int, ...]] = len(block_ids), ()
+            if self._admitted.get(slot) is not admission:
+                self._admitted[slot] = admission
+                admissions.append(admission)
+                blocks = 0, block_ids
             choice = self._choice(step, index)
             # After a usual step a network reads the newest token and at most the one before.
-            num_read = text.num_tokens - 2 - step.num_unread
-            start = text.num_tokens - 1
+            num_read = admission.num_prompt - 2 - step.num_unread
+            start = admission.num_prompt - 1
             owner = index % self._runner.num_draft_groups
             work = Work(slot, start, 1, True, choice, *blocks, num_read)
             works.append(work._replace(owner=owner))
@@ -183,16 +170,20 @@ class DummySteps:
             return DraftChoice(DraftSource.NGRAM, Draft.chain(self._ids(count, -1 - index)))
         assert self._runner.proposer is not None
         proposer = self._runner.proposer
-        drafting = proposer.drafting if step.is_tree else proposer.chain or proposer.drafting
+        levels = proposer.shapes[0] if step.is_tree else CHAIN
         stop = LiveStop((0.0,) * count, (0.0,) * count, price=0.0) if step.tells_margins else None
-        return DraftChoice(drafting.source, num_model_drafts=count, model=drafting, stop=stop)
+        source = proposer.drafter.source
+        return DraftChoice(source, num_model_drafts=count, levels=levels, stop=stop)
 
     def _ids(self, count: int, text: int) -> list[int]:
         """Tokens of a text, by its number, or of drafts."""
         vocab_size = self._runner.model.config.vocab_size
         return [(7 * place + 1009 * text) % vocab_size for place in range(count)]
 
-    def _text(self, num_tokens: int, slot: int, block_ids: range) -> _DummyText:
+    def _text(
+        self, num_tokens: int, slot: int, block_ids: range
+    ) -> tuple[Admission, tuple[int, ...]]:
+        """A made-up text, and its blocks."""
         ids = np.array(self._ids(num_tokens, slot), dtype=np.int32)
-        rules = TokenRules(seed=slot, temperature=self._temperature)
-        return _DummyText(Admission(slot, ids, num_tokens, rules), tuple(block_ids))
+        rules = TokenRules(SamplingParams(temperature=self._temperature), seed=slot)
+        return Admission(slot, ids, num_tokens, rules), tuple(block_ids)

@@ -38,12 +38,12 @@ class LogprobRows:
 
 def wants_logprobs(slots: Sequence[RequestSlot]) -> bool:
     """A request asked for log-probabilities of its output."""
-    return any(slot.rules.logprobs is not None for slot in slots)
+    return any(slot.params.logprobs is not None for slot in slots)
 
 
 def most_logprobs(slots: Sequence[RequestSlot]) -> int:
     """K: the most that any request asked for of its output."""
-    return max(slot.rules.logprobs or 0 for slot in slots)
+    return max(slot.params.logprobs or 0 for slot in slots)
 
 
 def emitted_logprobs(
@@ -62,11 +62,11 @@ def emitted_logprobs(
     Args:
         num_top: K.
     """
-    asking = [b for b, slot in enumerate(slots) if slot.rules.logprobs is not None]
+    asking = [b for b, slot in enumerate(slots) if slot.params.logprobs is not None]
     if not asking:
         return None
-    rules = [slots[b].rules for b in asking]
-    places = [drafts.width * (1 + one.is_traced) + 1 for one in rules]
+    traced = [slots[b].params.speculation.trace for b in asking]
+    places = [drafts.width * (1 + is_traced) + 1 for is_traced in traced]
     kept = [a * (2 * drafts.width + 1) + np.arange(count) for a, count in enumerate(places)]
     rows_B, kept_J = to_device([np.array(asking), np.concatenate(kept)], logits_RV.device)
     # The i-th emitted token was chosen after the i-th row of the accepted path, root first.
@@ -128,7 +128,7 @@ def prompt_logprobs(
         start += work.num_rows
     rows_J, next_J = to_device([np.concatenate(rows), np.concatenate(next_ids)], hidden_TD.device)
     asking = [slots[work.slot] for work, count in zip(works, counts, strict=True) if count]
-    most = max(slot.rules.prompt_logprobs or 0 for slot in asking)
+    most = max(slot.params.prompt_logprobs or 0 for slot in asking)
     slices = [
         scored(hidden_TD[some_J], chosen_J, most)
         for some_J, chosen_J in zip(rows_J.split(num_rows), next_J.split(num_rows), strict=True)
@@ -142,7 +142,7 @@ def wants_prompt_logprobs(works: Sequence[Work], slots: Slots) -> bool:
 
 
 def _num_prompt_rows(work: Work, slot: RequestSlot) -> int:
-    if slot.rules.prompt_logprobs is None:
+    if slot.params.prompt_logprobs is None:
         return 0
     left = slot.num_prompt - 1 - work.start
     return max(0, min(work.num_new, left))

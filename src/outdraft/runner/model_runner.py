@@ -9,13 +9,12 @@ Dimension key: B requests that sample in this step, N most drafts of one of them
 R rows whose logits are needed, D hidden, V vocabulary, L tokens, W words of a mask of its bits.
 """
 
-import functools
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import torch
 from msgspec import Struct
@@ -36,17 +35,12 @@ from outdraft.models.base import LanguageModel
 from outdraft.runner.drafts import (
     as_drafted,
     chunk_reads,
+    copy_of_drafted,
     draft_ask,
     host_drafts,
     joined_drafts,
     num_host_rows,
     spread_rows,
-)
-from outdraft.runner.grammar_masks import (
-    DraftedCopy,
-    GrammarMasks,
-    copy_of_drafted,
-    masks_of,
 )
 from outdraft.runner.logprobs import (
     PROMPT_ROWS,
@@ -56,32 +50,20 @@ from outdraft.runner.logprobs import (
     wants_logprobs,
     wants_prompt_logprobs,
 )
-from outdraft.runner.results import StepCopies, VerifiedRows, to_host, work_results
+from outdraft.runner.results import HostCopy, StepCopies, to_host, work_results
 from outdraft.runner.state import DeviceState, RequestSlot, StepTexts
 from outdraft.runner.step_rows import read_by_parts, step_spans, with_logits
 from outdraft.runner.verified_parts import (
+    GrammarMasks,
     PartToVerify,
     PartVerifier,
     Verified,
     joined,
     logit_rows_of,
+    masks_of,
     step_parts,
 )
 from outdraft.verification.verifier import Verifier
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def inferring(method: Method) -> Method:
-    """Enter `torch.inference_mode()`, but only if the caller is not in it: entering takes 10 us."""
-    entering = torch.inference_mode()(method)
-
-    @functools.wraps(method)
-    def run(*arguments: Any, **options: Any) -> Any:
-        is_in = torch.is_inference_mode_enabled()
-        return (method if is_in else entering)(*arguments, **options)
-
-    return cast(Method, run)
 
 
 class ModelRunner:
@@ -111,7 +93,7 @@ class ModelRunner:
         """Groups of ranks that draft at the same time, each for the requests that it owns."""
         return 1
 
-    @inferring
+    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> "PendingStep | LaunchedStep":
         """Issue a whole step and the copy of its results; it waits for nothing.
 
@@ -130,9 +112,7 @@ class ModelRunner:
             works = [work for work in plan.works if work.samples]
         drafted = copy_of_drafted(works, self._slots, drafts) if drafts else None
         clock.mark()
-        chooser = None
-        if sampling is not None and not wants_logprobs(slots):
-            chooser = self._chooser(sampling)
+        chooser = self._chooser(sampling) if sampling and not wants_logprobs(slots) else None
         target = self._forward(plan, drafts, chooser)
         prompt = None
         if target.hidden_TD is not None:
@@ -149,10 +129,10 @@ class ModelRunner:
 
     def drafted(self, step: "LaunchedStep") -> GrammarDrafts:
         """Drafts that masks must be made for. Waits for the network if it drafts for a grammar."""
-        drafts_2BN = step.drafted.wait() if step.drafted is not None else None
+        drafts_2BN = step.drafted.wait()[0].numpy() if step.drafted is not None else None
         return GrammarDrafts(tuple(work.num_drafts for work in step.works), drafts_2BN)
 
-    @inferring
+    @torch.inference_mode()
     def verify(self, step: "LaunchedStep", allowed: AllowedTokens) -> "PendingStep":
         """Issue the rest of a step with grammars, and the copy of its results."""
         assert step.drafts is not None
@@ -248,17 +228,17 @@ class ModelRunner:
 
     def _verify(self, step: "LaunchedStep", masks: GrammarMasks | None) -> "PendingStep":
         plan, drafts, sampling = step.plan, step.drafts, step.sampling
-        verified: VerifiedRows | None = None
+        choice: Choice | None = None
         emitted: LogprobRows | None = None
         if drafts is not None and sampling is not None:
-            verified, emitted = self._verified(step, drafts, sampling, masks)
-            self._keep(verified.choice, drafts, step.target)
+            choice, emitted = self._verified(step, drafts, sampling, masks)
+            self._keep(choice, drafts, step.target)
         if plan.keeps_states:
             step.clock.mark()
             assert self.proposer is not None, "no drafter reads the states"
-            self.proposer.drafter.keep(self._states(plan.works, step.target, verified))
+            self.proposer.drafter.keep(self._states(plan.works, step.target, choice))
         step.clock.mark()
-        copies = to_host(verified, emitted, step.prompt, self.device)
+        copies = to_host(choice, drafts, emitted, step.prompt, self.device)
         return PendingStep(plan, copies, step.clock)
 
     def _verified(
@@ -267,13 +247,13 @@ class ModelRunner:
         drafts: DraftBatch,
         sampling: SamplingBatch,
         masks: GrammarMasks | None,
-    ) -> tuple[VerifiedRows, LogprobRows | None]:
+    ) -> tuple[Choice, LogprobRows | None]:
+        """The choice of all requests, and log-probabilities of what they emit; `masks`: of their
+        grammars."""
         target = step.target
         if target.choice is not None:
-            return VerifiedRows(target.choice, drafts), None
-        longest = max(work.num_tokens for work in step.works)
-        rest = self.state.token_ids_SL, longest, drafts.width, most_logprobs(step.slots)
-        verifier = PartVerifier(self.model, self.verifier, *rest)
+            return target.choice, None
+        verifier = self._part_verifier(step, drafts.width)
         of_all = PartToVerify(step.slots, drafts, sampling, target.texts, masks)
         hidden_RD, num_drafts = target.logit_hidden_RD, [work.num_drafts for work in step.works]
         made: list[Verified] = []
@@ -281,7 +261,12 @@ class ModelRunner:
             own_RD = hidden_RD if part is None else hidden_RD[part.rows]
             made.append(verifier.verified(of_all.of(part), self.model.logits(own_RD)))
         verdict, is_finite_R, emitted = joined(made)
-        return VerifiedRows(DeviceChoice(verdict, is_finite_R), drafts), emitted
+        return DeviceChoice(verdict, is_finite_R), emitted
+
+    def _part_verifier(self, step: "LaunchedStep", width: int) -> PartVerifier:
+        longest = max(work.num_tokens for work in step.works)
+        rest = self.state.token_ids_SL, longest, width, most_logprobs(step.slots)
+        return PartVerifier(self.model, self.verifier, *rest)
 
     def _keep(self, choice: Choice, drafts: DraftBatch, target: "TargetPass") -> None:
         """Write the emitted tokens to the texts, and accepted branches to where texts are read."""
@@ -296,7 +281,7 @@ class ModelRunner:
         self.cache.compact(source_BN.flatten(), rows.draft_slots_BN.flatten())
 
     def _states(
-        self, works: Sequence[Work], target: "TargetPass", verified: VerifiedRows | None
+        self, works: Sequence[Work], target: "TargetPass", choice: Choice | None
     ) -> TargetStates:
         assert self.proposer is not None
         hidden_TD, tapped_TKD = target.hidden_TD, target.read.tapped_TKD
@@ -309,8 +294,8 @@ class ModelRunner:
         if places is None:
             rows, window = target.rows, self.proposer.drafter.state_window
             kept_rows_BN = rows.draft_slots_BN[:0]  # no request samples
-            if verified is not None:
-                kept_rows_BN = verified.choice.verdict.rows_BN
+            if choice is not None:
+                kept_rows_BN = choice.verdict.rows_BN
             places = self.model.kernels.place_states(rows, kept_rows_BN, self.state.row_len, window)
         reads = chunk_reads(works, self._slots)
         return TargetStates(hidden_TD, tapped_TKD, *places, self.state.token_ids_SL, reads)
@@ -335,7 +320,7 @@ class LaunchedStep(NamedTuple):
     drafts: DraftBatch | None
     own_drafts: DraftBatch | None
     sampling: SamplingBatch | None
-    drafted: DraftedCopy | None
+    drafted: HostCopy | None
     prompt: LogprobRows | None
     clock: "PhaseClock"
 

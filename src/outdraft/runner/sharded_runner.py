@@ -26,27 +26,27 @@ from outdraft.kernels.data.drafts import DraftBatch, Verdict
 from outdraft.kernels.data.logits import Scores, request_parts
 from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.draft_ops import ModelDrafts
-from outdraft.kernels.step_ops import Chooser, DeviceChoice
+from outdraft.kernels.step_ops import Choice, Chooser, DeviceChoice
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
 from outdraft.runner.drafts import draft_ask, host_drafts, joined_drafts, num_host_rows
-from outdraft.runner.grammar_masks import GrammarMasks
-from outdraft.runner.logprobs import LogprobRows, most_logprobs, wants_logprobs
+from outdraft.runner.logprobs import LogprobRows, wants_logprobs
 from outdraft.runner.model_runner import LaunchedStep, ModelRunner, TargetPass
-from outdraft.runner.results import VerifiedRows
 from outdraft.runner.shares import (
-    DraftedColumns,
     Shares,
     back_in_order,
+    joined_logprobs,
+    joined_scores,
     owned_states,
+    packed_drafts,
     packed_verdict,
+    unpacked_drafts,
     unpacked_verdict,
 )
-from outdraft.runner.spread_scores import joined_logprobs, joined_scores
 from outdraft.runner.state import DeviceState, RequestSlot, StepTexts
 from outdraft.runner.verified_parts import (
+    GrammarMasks,
     PartToVerify,
-    PartVerifier,
     Verified,
     joined,
     logit_rows_of,
@@ -84,16 +84,13 @@ class ShardedRunner(ModelRunner):
         asked = [i for i, work in enumerate(works) if work.num_model_drafts]
         if not asked:
             return host_drafts(works, self.device), host_drafts(own_works, self.device)
-        columns, are_asked = DraftedColumns.of([works[place] for place in asked]), set(asked)
+        asked_works, are_asked = [works[place] for place in asked], set(asked)
         by_rank = [[i for i in part if i in are_asked] for part in shares.ranks]
         made = self._made(works, slots, by_rank)
-        if made is None:
-            rows_MC = torch.zeros(0, columns.number, dtype=torch.int64, device=self.device)
-        else:
-            rows_MC = columns.packed(made)
+        rows_MC = packed_drafts(made, asked_works, self.device)
         rows_MC = self.ranks.target.join_rows(rows_MC, [len(part) for part in by_rank])
         order = back_in_order([i for part in by_rank for i in part], self.device)
-        everybodys = columns.unpacked(rows_MC.index_select(0, order))
+        everybodys = unpacked_drafts(rows_MC.index_select(0, order), asked_works)
         drafts = joined_drafts(works, asked, everybodys, self.device)
         asked_own = [at for at, place in enumerate(own) if place in are_asked]
         if made is None or not asked_own:
@@ -138,8 +135,7 @@ class ShardedRunner(ModelRunner):
         drafts: DraftBatch,
         sampling: SamplingBatch,
         masks: GrammarMasks | None,
-    ) -> tuple[VerifiedRows, LogprobRows | None]:
-        has_logprobs = wants_logprobs(step.slots)
+    ) -> tuple[Choice, LogprobRows | None]:
         if step.target.choice is not None:
             return super()._verified(step, drafts, sampling, masks)  # of all, on every rank
         group, shares = self.ranks.target, Shares.of(step.works, self.ranks)
@@ -150,13 +146,14 @@ class ShardedRunner(ModelRunner):
         is_finite_R, emitted = nothing.new_ones(0, dtype=torch.bool), None
         if made := self._made_verdicts(step, shares, masks):
             verdict, is_finite_R, emitted = joined(made)
-        packed_BC = group.join_rows(packed_verdict(verdict, is_finite_R, own_rows), shares.counts)
+        counts = [len(part) for part in shares.ranks]
+        packed_BC = group.join_rows(packed_verdict(verdict, is_finite_R, own_rows), counts)
         packed_BC = packed_BC.index_select(0, back_in_order(order, self.device))
         everybodys, is_finite_R = unpacked_verdict(packed_BC, width, shares.num_rows)
-        verified = VerifiedRows(DeviceChoice(everybodys, is_finite_R), drafts)
-        if not has_logprobs:
-            return verified, None
-        return verified, joined_logprobs(emitted, step.slots, shares, width, group, self.device)
+        choice = DeviceChoice(everybodys, is_finite_R)
+        if not wants_logprobs(step.slots):
+            return choice, None
+        return choice, joined_logprobs(emitted, step.slots, shares, width, group, self.device)
 
     def _made_verdicts(
         self, step: LaunchedStep, shares: Shares, masks: GrammarMasks | None
@@ -165,13 +162,9 @@ class ShardedRunner(ModelRunner):
         logits of one part of its requests."""
         assert step.drafts is not None
         group, vocab_size = self.ranks.target, self.model.config.vocab_size
-        hidden_RD, longest = (
-            step.target.logit_hidden_RD,
-            max(work.num_tokens for work in step.works),
-        )
+        hidden_RD = step.target.logit_hidden_RD
+        verifier = self._part_verifier(step, step.drafts.width)
         most = logit_rows_of(self.model, hidden_RD)
-        rest = self.state.token_ids_SL, longest, step.drafts.width, most_logprobs(step.slots)
-        verifier = PartVerifier(self.model, self.verifier, *rest)
         parts = [
             request_parts([shares.num_rows[at] - 1 for at in own], most, is_padded=True)
             if own
@@ -211,10 +204,10 @@ class ShardedRunner(ModelRunner):
         return PartToVerify(slots, step.own_drafts, self._sampling_batch(slots), texts, own_masks)
 
     def _states(
-        self, works: Sequence[Work], target: TargetPass, verified: VerifiedRows | None
+        self, works: Sequence[Work], target: TargetPass, choice: Choice | None
     ) -> TargetStates:
         """States of the requests that this rank drafts for."""
-        states = super()._states(works, target, verified)
+        states = super()._states(works, target, choice)
         return owned_states(states, works, self.ranks.draft_group)
 
     def _scored(self, hidden_RD: Tensor, chosen_R: Tensor, num_top: int) -> Scores:

@@ -5,11 +5,13 @@ each a part: the rank has what the drafts were drawn from. All of it follows fro
 no rank has to ask.
 
 Dimension key: B requests that sample, M of them that the network drafts for, K and N most drafts of
-one of them, C columns of integers, R rows whose logits are needed, V vocabulary.
+one of them, C columns of integers, R rows whose logits are needed, V vocabulary, J rows of
+log-probabilities, S columns of the vocabulary that one rank has.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -17,10 +19,15 @@ from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import Work
-from outdraft.distributed.group import Ranks
-from outdraft.drafting.device.asks import ChunkRead, TargetStates
+from outdraft.distributed.group import RankGroup, Ranks
+from outdraft.drafting.device.asks import TargetStates
 from outdraft.kernels.data.drafts import Verdict
+from outdraft.kernels.data.logits import Scores
 from outdraft.kernels.draft_ops import ModelDrafts
+from outdraft.kernels.ops import Kernels
+from outdraft.runner.logprobs import LogprobRows
+from outdraft.runner.results import as_int64
+from outdraft.runner.state import RequestSlot
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +57,6 @@ class Shares:
         num_rows = tuple([1 + work.num_drafts for work in works])
         return cls(tuple(parts), num_rows)
 
-    @property
-    def counts(self) -> list[int]:
-        """Works of each rank."""
-        return [len(part) for part in self.ranks]
-
-    @property
-    def row_counts(self) -> list[int]:
-        """Rows of each rank."""
-        return [sum([self.num_rows[place] for place in part]) for part in self.ranks]
-
     def rows_of(self, places: Sequence[int]) -> np.ndarray:
         """int64: flat rows of these works."""
         starts = np.cumsum([0, *self.num_rows])
@@ -78,65 +75,48 @@ def back_in_order(places: Sequence[int], device: torch.device) -> Tensor:
     return order
 
 
-@dataclass(frozen=True, slots=True)
-class DraftedColumns:
-    """The layout of drafts that travel: one row of integers for each request.
+def packed_drafts(made: ModelDrafts | None, works: Sequence[Work], device: torch.device) -> Tensor:
+    """int64 [M, C]: drafts that travel, one row of integers for each request; None: no request's.
 
-    Attributes:
-        width: K.
-        num_levels: that live rules may have looked at; 0: there are no such rules.
-        is_chain: no tree is among them.
+    Args:
+        works: of all ranks that the network drafts for.
     """
+    width, num_levels = _drafted_columns(works)
+    if made is None:
+        return torch.zeros(0, 2 * width + 1 + num_levels, dtype=torch.int64, device=device)
+    parts = [
+        _wide(made.token_ids_BK, width, -1),
+        _wide(made.parents_BK, width, 0),
+        made.num_drafts_B[:, None],
+    ]
+    if num_levels:
+        margins_BL = made.margins_BL
+        if margins_BL is None:
+            margins_BL = torch.empty(len(made.token_ids_BK), 0, device=device)
+        parts.append(as_int64(_wide(margins_BL, num_levels, torch.nan)))
+    return torch.cat(parts, dim=1)
 
-    width: int
-    num_levels: int
-    is_chain: bool
 
-    @classmethod
-    def of(cls, works: Sequence[Work]) -> "DraftedColumns":
-        """For works that a network drafts for."""
-        choices = [work.drafts for work in works if work.drafts is not None]
-        has_rules = any(choice.stop is not None for choice in choices)
-        width = max(choice.num_model_drafts for choice in choices)
-        return cls(
-            width,
-            width if has_rules else 0,
-            not any(choice.is_device_tree for choice in choices),
-        )
+def unpacked_drafts(rows_MC: Tensor, works: Sequence[Work]) -> ModelDrafts:
+    """The drafts of these works, without the probabilities that they were drawn from."""
+    width, num_levels = _drafted_columns(works)
+    sizes = [width, width, 1, num_levels]
+    ids_MK, parents_MK, numbers_M1, bits_ML = rows_MC.split(sizes, dim=1)
+    margins_ML = bits_ML.contiguous().view(torch.float64).float()
+    return ModelDrafts(
+        ids_MK.contiguous(),
+        parents_MK.contiguous(),
+        numbers_M1[:, 0].contiguous(),
+        is_chain=not any(work.drafts and work.drafts.is_device_tree for work in works),
+        margins_BL=margins_ML if num_levels else None,
+    )
 
-    @property
-    def number(self) -> int:
-        """C."""
-        return 2 * self.width + 1 + self.num_levels
 
-    def packed(self, made: ModelDrafts) -> Tensor:
-        """int64 [M, C]."""
-        num_requests = made.token_ids_BK.shape[0]
-        parts = [
-            _wide(made.token_ids_BK, self.width, -1),
-            _wide(made.parents_BK, self.width, 0),
-            made.num_drafts_B[:, None],
-        ]
-        if self.num_levels:
-            margins_BL = made.margins_BL
-            if margins_BL is None:
-                margins_BL = torch.empty(num_requests, 0, device=made.token_ids_BK.device)
-            bits_BL = _wide(margins_BL.double(), self.num_levels, torch.nan).view(torch.int64)
-            parts.append(bits_BL)
-        return torch.cat(parts, dim=1)
-
-    def unpacked(self, rows_MC: Tensor) -> ModelDrafts:
-        """The drafts, without the probabilities that they were drawn from."""
-        sizes = [self.width, self.width, 1, self.num_levels]
-        ids_MK, parents_MK, numbers_M1, bits_ML = rows_MC.split(sizes, dim=1)
-        margins_ML = bits_ML.contiguous().view(torch.float64).float()
-        return ModelDrafts(
-            ids_MK.contiguous(),
-            parents_MK.contiguous(),
-            numbers_M1[:, 0].contiguous(),
-            is_chain=self.is_chain,
-            margins_BL=margins_ML if self.num_levels else None,
-        )
+def _drafted_columns(works: Sequence[Work]) -> tuple[int, int]:
+    """K, and the levels that live rules may have looked at; 0: there are no such rules."""
+    width = max(work.num_model_drafts for work in works)
+    has_rules = any(work.drafts and work.drafts.stop is not None for work in works)
+    return width, width if has_rules else 0
 
 
 def packed_verdict(verdict: Verdict, is_finite_R: Tensor, num_rows: Sequence[int]) -> Tensor:
@@ -150,7 +130,7 @@ def packed_verdict(verdict: Verdict, is_finite_R: Tensor, num_rows: Sequence[int
     (places_R,) = to_device([_padded_places(num_rows, width)], is_finite_R.device)
     finite_BN1.view(-1).index_copy_(0, places_R, is_finite_R)
     parts = [verdict.token_ids_BN1, verdict.num_emitted_B[:, None], verdict.rows_BN, finite_BN1]
-    return torch.cat([part.long() for part in parts], dim=1)
+    return torch.cat([as_int64(part) for part in parts], dim=1)
 
 
 def unpacked_verdict(
@@ -188,11 +168,7 @@ def owned_states(states: TargetStates, works: Sequence[Work], owner: int) -> Tar
         states.last_rows_W.index_select(0, kept_W) + shifts_W,
         states.last_places_W.index_select(0, kept_W),
         states.token_ids_SL,
-        [
-            ChunkRead(read.text, firsts[read.first_row])
-            for read in states.reads
-            if read.first_row in firsts
-        ],
+        [(text, firsts[row]) for text, row in states.reads if row in firsts],
     )
 
 
@@ -205,3 +181,70 @@ def _padded_places(num_rows: Sequence[int], width: int) -> np.ndarray:
 def _wide(tensor_BK: Tensor, width: int, padding: float) -> Tensor:
     missing = width - tensor_BK.shape[1]
     return torch.nn.functional.pad(tensor_BK, (0, missing), value=padding) if missing else tensor_BK
+
+
+def joined_scores(
+    kernels: Kernels,
+    logits_RS: Tensor,
+    vocab_size: int,
+    chosen_R: Tensor,
+    num_top: int,
+    group: RankGroup,
+) -> Scores:
+    """Score tokens (see `score_tokens`); each rank scores a part of the rows."""
+    cuts = [len(chosen_R) * rank // group.size for rank in range(group.size + 1)]
+    counts = [end - start for start, end in pairwise(cuts)]
+    logits_RV = group.turn(logits_RS, counts)[:, :vocab_size]
+    del logits_RS  # as large as what they became
+    own_R = chosen_R[cuts[group.rank] : cuts[group.rank + 1]]
+    packed_RC = _packed(kernels.score_tokens(logits_RV, own_R, num_top, None), num_top)
+    return _unpacked(group.join_rows(packed_RC, counts), num_top)
+
+
+def joined_logprobs(
+    emitted: LogprobRows | None,
+    slots: Sequence[RequestSlot],
+    shares: Shares,
+    width: int,
+    group: RankGroup,
+    device: torch.device,
+) -> LogprobRows:
+    """The rows of `emitted_logprobs` of all ranks, in the order of the requests.
+
+    Args:
+        emitted: of this rank's requests; None: none of them asked.
+        slots: of all requests.
+        width: places of the drafts of each request.
+    """
+    counts: list[int] = []
+    for slot in slots:
+        has_rows = slot.params.logprobs is not None
+        counts.append((width * (1 + slot.params.speculation.trace) + 1) * has_rows)
+    most = max(slot.params.logprobs or 0 for slot in slots)
+    packed_JC = torch.zeros(0, 3 + 2 * most, dtype=torch.int64, device=device)
+    if emitted is not None:
+        packed_JC = torch.cat([emitted.token_ids_J[:, None], _packed(emitted.scores, most)], dim=1)
+    rank_counts = [sum([counts[place] for place in part]) for part in shares.ranks]
+    packed_JC = group.join_rows(packed_JC, rank_counts)
+    starts = accumulate([counts[place] for place in shares.by_rank], initial=0)
+    firsts = dict(zip(shares.by_rank, starts, strict=False))
+    rows = [row for b, count in enumerate(counts) for row in range(firsts[b], firsts[b] + count)]
+    (order,) = to_device([np.array(rows, dtype=np.int64)], device)
+    packed_JC = packed_JC.index_select(0, order)
+    scores = _unpacked(packed_JC[:, 1:].contiguous(), most)
+    return LogprobRows(tuple(counts), packed_JC[:, 0].contiguous(), scores)
+
+
+def _packed(scores: Scores, num_top: int) -> Tensor:
+    """int64 [J, 2 + 2 * num_top]: floats as their bits; missing best tokens are zeros."""
+    logprob_J, rank_J, top_ids_JK, top_JK = scores
+    missing = num_top - top_ids_JK.shape[1]
+    floats_JC = torch.cat([logprob_J[:, None], torch.nn.functional.pad(top_JK, (0, missing))], 1)
+    ids_JC = torch.nn.functional.pad(top_ids_JK, (0, missing))
+    return torch.cat([as_int64(floats_JC), rank_J[:, None], ids_JC], dim=1)
+
+
+def _unpacked(packed_JC: Tensor, num_top: int) -> Scores:
+    bits_JC, ranks_J1, ids_JK = packed_JC.split([1 + num_top, 1, num_top], dim=1)
+    floats_JC = bits_JC.contiguous().view(torch.float64).float()
+    return Scores(floats_JC[:, 0], ranks_J1[:, 0], ids_JK, floats_JC[:, 1:])

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.rows import to_device
-from outdraft.core.admission import NO_GAP, Admission
-from outdraft.core.plan import Work
+from outdraft.core.plan import NO_GAP, Admission, Work
 from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import untouched_zeros
@@ -70,11 +69,11 @@ class RequestSlot:
         gap: the tokens of the text that the drafter lacks.
     """
 
-    __slots__ = ("block_ids", "gap", "num_prompt", "row", "rules", "token_ids")
+    __slots__ = ("block_ids", "gap", "num_prompt", "params", "row", "rules", "token_ids")
 
     def __init__(self, admission: Admission) -> None:
         self.row = admission.slot
-        self.rules = admission.rules
+        self.rules, self.params = admission.rules, admission.rules.params
         self.token_ids = admission.token_ids
         self.num_prompt = admission.num_prompt
         self.block_ids = array("i")

@@ -127,8 +127,6 @@ def _choice(
         if part is not None:  # the results of a graph hold until its next call
             verdict, is_finite_R = verdict.widened(drafts.width).copied(), is_finite_R.clone()
         made.append((verdict, is_finite_R))
-    if len(made) == 1:
-        return DeviceChoice(*made[0])
     verdicts, are_finite = zip(*made, strict=True)
     return DeviceChoice(Verdict.joined(verdicts), torch.cat(are_finite))
 

@@ -2,20 +2,23 @@
 the same time.
 
 Dimension key: B requests of a part, N most drafts of one request of the step, R rows of the part,
-V vocabulary, S state rows, L tokens.
+V vocabulary, W int32 words of a mask of one bit per token, S state rows, L tokens.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from outdraft.attention.rows import to_device
+from outdraft.core.grammar import AllowedTokens
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
 from outdraft.kernels.data.logits import RequestPart, most_logit_rows, request_parts
 from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.models.base import LanguageModel
-from outdraft.runner.grammar_masks import GrammarMasks
 from outdraft.runner.logprobs import LogprobRows, concatenated_rows, emitted_logprobs
 from outdraft.runner.state import RequestSlot, StepTexts, committed_paths
 from outdraft.verification.verifier import Verifier
@@ -39,6 +42,35 @@ def logit_rows_of(model: LanguageModel, states_XD: Tensor) -> int:
     """Rows of the model's logits that exist at the same time, after states like these."""
     dtype = torch.promote_types(states_XD.dtype, torch.float32)
     return most_logit_rows(model.vocabulary.num_tokens, dtype, states_XD.device)
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarMasks:
+    """The tokens that the grammars of a step allow, on the device.
+
+    Attributes:
+        masks_RW: int32; see AllowedTokens.
+        is_end_BN: bool; nothing may be emitted after this draft. None: there is no such draft.
+    """
+
+    masks_RW: Tensor
+    is_end_BN: Tensor | None
+
+    def part(self, part: RequestPart) -> "GrammarMasks":
+        """The masks of some requests."""
+        is_end_BN = None if self.is_end_BN is None else self.is_end_BN[part.requests]
+        return GrammarMasks(self.masks_RW[part.rows], is_end_BN)
+
+
+def masks_of(allowed: AllowedTokens, drafts: DraftBatch) -> GrammarMasks:
+    """The masks, sent to the device in one copy."""
+    if allowed.ends_2E.shape[1] == 0:
+        [masks_RW] = to_device([allowed.masks_RW], drafts.device)
+        return GrammarMasks(masks_RW, None)
+    is_end_BN = np.zeros(tuple(drafts.token_ids_BN.shape), dtype=np.int32)
+    is_end_BN[tuple(allowed.ends_2E)] = 1
+    masks_RW, ends_BN = to_device([allowed.masks_RW, is_end_BN], drafts.device)
+    return GrammarMasks(masks_RW, ends_BN.bool())
 
 
 class Verified(NamedTuple):
@@ -107,8 +139,6 @@ class PartVerifier(NamedTuple):
 
 def joined(parts: Sequence[Verified]) -> Verified:
     """Join the verdicts on all parts, in order."""
-    if len(parts) == 1:
-        return parts[0]
     sizes = [len(one.verdict.num_emitted_B) for one in parts]
     return Verified(
         Verdict.joined([one.verdict for one in parts]),

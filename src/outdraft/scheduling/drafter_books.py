@@ -10,10 +10,8 @@ for the one with the most requests, and for the one with the most that want draf
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from outdraft.core.admission import NO_GAP, DrafterGap
-from outdraft.core.plan import DraftChoice, Work
+from outdraft.core.plan import NO_GAP, DraftChoice, DrafterGap, Work
 from outdraft.core.request import Request
 from outdraft.kv.block_pool import NO_TOKEN, BlockPool
 
@@ -28,21 +26,24 @@ class DrafterBooks:
         block_size: int,
         state_window: int,
         *,
-        reads_ahead: bool,
+        max_kept: int | None = None,
         shares_cache: bool = False,
     ) -> None:
         """
         Args:
             state_window: number of a text's newest tokens whose states of the target are kept; 0:
                 the drafter needs none.
-            reads_ahead: what the drafter keeps for a token depends on the token after it (EAGLE).
-                Else one that reads states keeps nothing for a token (heads).
+            max_kept: number of accepted drafts after the text for which the drafter's own cache is
+                valid after a step. None: all drafts but the last of a chain, and none of a tree (a
+                language model). 0: no draft (heads, mask tokens). -1: not even the newest token,
+                which is read together with a state that the target has yet to compute (EAGLE).
             shares_cache: it reads the target's own cache, which lacks the newest token only.
         """
-        assert state_window > 0 or not reads_ahead, "nothing to read ahead with"
+        assert state_window > 0 or max_kept != -1, "nothing to read ahead with"
         self.state_window = state_window
         self._pool, self._block_size = pool, block_size
-        self._token_shift = 1 if reads_ahead else 0
+        self._max_kept = max_kept
+        self._token_shift = 1 if max_kept == -1 else 0
         self._shares_cache = shares_cache
 
     def unread_tokens(self, request: Request) -> int:
@@ -139,7 +140,10 @@ class DrafterBooks:
     ) -> None:
         """Count the tokens that the drafter read in a step; call it before the text grows."""
         if work.drafts is not None and work.drafts.num_model_drafts:
-            kept = min(num_accepted, work.drafts.max_kept)
+            most = self._max_kept
+            if most is None:
+                most = 0 if work.drafts.levels else work.num_drafts - 1
+            kept = min(num_accepted, most)
             request.num_drafter_computed = request.num_tokens + kept
             request.num_usual_unread = num_accepted + 1 - self._token_shift - kept
         elif work.num_drafter_new:
@@ -201,13 +205,6 @@ class DrafterBooks:
         return int(request.token_ids[(block + 1) * self._block_size])
 
 
-class Move(NamedTuple):
-    """A request that changes to another group."""
-
-    request: Request
-    group: int
-
-
 def freest_groups(running: Sequence[Request], num_groups: int, request: Request) -> list[int]:
     """Groups that a request may go to: of those with the fewest requests, those with the fewest of
     its kind (requests that want drafts, or requests that want none)."""
@@ -217,9 +214,9 @@ def freest_groups(running: Sequence[Request], num_groups: int, request: Request)
     return [group for group, load in enumerate(loads) if load == min(loads)]
 
 
-def overdue_moves(running: Sequence[Request], num_groups: int) -> list[Move]:
-    """Requests that should change to another group, so that no group has two more than another,
-    nor two more that want drafts. Empty: the load is balanced.
+def overdue_moves(running: Sequence[Request], num_groups: int) -> list[tuple[Request, int]]:
+    """Requests that should change to another group, and that group, so that no group has two more
+    than another, nor two more that want drafts. Empty: the load is balanced.
 
     At most one of them wants drafts. Its new owner reads its text again, so the shortest one goes.
     """
@@ -228,13 +225,13 @@ def overdue_moves(running: Sequence[Request], num_groups: int) -> list[Move]:
     source, target = counts.index(max(counts)), counts.index(min(counts))
     if counts[source] - counts[target] >= 2:
         wants_drafts = drafting[source] - drafting[target] >= 2
-        return [Move(_shortest(running, source, wants_drafts), target)]
+        return [(_shortest(running, source, wants_drafts), target)]
     source, target = drafting.index(max(drafting)), drafting.index(min(drafting))
     if drafting[source] - drafting[target] < 2:
         return []
-    moves = [Move(_shortest(running, source, wants_drafts=True), target)]
+    moves = [(_shortest(running, source, wants_drafts=True), target)]
     if counts[target] >= counts[source]:  # one that wants no drafts comes back for it
-        moves.append(Move(_shortest(running, target, wants_drafts=False), source))
+        moves.append((_shortest(running, target, wants_drafts=False), source))
     return moves
 
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from outdraft.config.engine import CacheConfig, SchedulerConfig
-from outdraft.core.admission import Admission
+from outdraft.control.facts import StepFacts
 from outdraft.core.errors import CapacityError, RequestError
 from outdraft.core.grammar import AllowedTokens, GrammarDrafts
-from outdraft.core.plan import DraftChoice, StepPlan, StepResult, StepRoom, Work
+from outdraft.core.plan import Admission, DraftChoice, StepPlan, StepResult, Work
 from outdraft.core.request import BookedWork, FinishReason, Request, RequestStatus, ScheduledStep
 from outdraft.drafting.policy import DraftPolicy
 from outdraft.kv.block_pool import BlockPool, BlockTable, extend_hashes
@@ -43,13 +43,13 @@ class Scheduler:
         max_model_len: int,
         *,
         state_window: int = 0,
-        drafter_reads_ahead: bool = False,
+        drafter_max_kept: int | None = None,
         drafter_shares_cache: bool = False,
         num_draft_groups: int = 1,
     ) -> None:
         """
         Args:
-            state_window, drafter_reads_ahead, drafter_shares_cache: as in DrafterBooks.
+            state_window, drafter_max_kept, drafter_shares_cache: as in DrafterBooks.
             num_draft_groups: each drafts for the requests that it owns.
         """
         self.config = config
@@ -63,7 +63,7 @@ class Scheduler:
             pool,
             cache.block_size,
             state_window,
-            reads_ahead=drafter_reads_ahead,
+            max_kept=drafter_max_kept,
             shares_cache=drafter_shares_cache,
         )
         self._num_draft_groups = num_draft_groups
@@ -116,8 +116,9 @@ class Scheduler:
         """Running requests with one token left to compute: only they can use a draft."""
         return [request for request in self.running if request.num_uncomputed == 1]
 
-    def room(self) -> StepRoom:
-        """The room that `schedule` leaves for drafts if it preempts no request."""
+    def room(self) -> StepFacts:
+        """The room that `schedule` leaves for drafts if it preempts no request; no request is named
+        yet."""
         budget = self.config.max_num_batched_tokens
         num_needed = num_slack = prompt_rows = 0
         for request in self.running:
@@ -133,7 +134,7 @@ class Scheduler:
         free_slots = (self.pool.num_free - num_needed) * self._block_size + num_slack
         if self.waiting and self._free_slots:
             prompt_rows += min(self.waiting[0].num_tokens, budget)
-        return StepRoom(prompt_rows, max(0, budget), max(0, free_slots))
+        return StepFacts((), prompt_rows, max(0, budget), max(0, free_slots))
 
     def unread_tokens(self, request: Request) -> int:
         """Tokens that the drafter would read now beyond those of a usual step."""
@@ -161,7 +162,9 @@ class Scheduler:
         """
         num_running = len(self.running)
         rows = self._reserve_rows()
-        self._balance_owners()
+        if self._num_draft_groups > 1:
+            for move in overdue_moves(self.running, self._num_draft_groups):
+                self._books.change_owner(*move)
         budget = self.config.max_num_batched_tokens - sum(rows)
         works: list[Work] = []
         requests = self.running.copy()
@@ -316,13 +319,6 @@ class Scheduler:
                 self._preempt(self.running[-1])
         return rows
 
-    def _balance_owners(self) -> None:
-        """Give requests to other draft groups if one has two more than another, or two more that
-        want drafts."""
-        if self._num_draft_groups > 1:
-            for move in overdue_moves(self.running, self._num_draft_groups):
-                self._books.change_owner(*move)
-
     def _work(
         self, request: Request, num_new: int, choice: DraftChoice | None, budget: int
     ) -> Work:
@@ -448,10 +444,6 @@ class Scheduler:
         size = self._block_size
         # Tokens after the one that ended the request are in the cache, but not in the text.
         valid = min(request.num_computed, request.num_tokens)
-        has_filled = valid // size > computed // size
-        drafter_has = request.num_drafter_computed // size > drafter_computed // size
-        if not has_filled and not drafter_has:
-            return  # as after most steps
         self._name_blocks(request, valid)
         blocks = self.table(request).ids
         for block in range(computed // size, min(valid // size, len(request.block_hashes))):

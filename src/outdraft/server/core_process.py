@@ -16,9 +16,9 @@ from functools import partial
 import zmq
 
 from outdraft.config.engine import EngineConfig
-from outdraft.core import child_process
-from outdraft.core.child_process import STOOD_STILL
+from outdraft.core import process
 from outdraft.core.errors import ConfigError, RanksError
+from outdraft.core.process import STOOD_STILL
 from outdraft.server.engine_loop import EngineLoop, send_reports
 from outdraft.server.messages import Assignment, EngineFailed, EngineInfo, Loading
 
@@ -86,7 +86,7 @@ class StepWatch:
 def main() -> int:
     """Run until the command to stop; 0 if nothing went wrong."""
     gc.disable()  # while it starts, next to nothing becomes garbage
-    assignment: Assignment = child_process.assignment()
+    assignment: Assignment = process.assignment()
     logging.basicConfig(level=assignment.log_level, format="%(levelname)s %(name)s: %(message)s")
     with zmq.Context() as context:
         commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)

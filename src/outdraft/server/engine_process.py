@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 
 from outdraft.config.engine import EngineConfig
-from outdraft.core.child_process import ending
+from outdraft.core.process import ending
 from outdraft.server.client import EngineLink, OnLoading
 from outdraft.server.messages import Assignment, EngineInfo
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outdraft.core.errors import ConfigError
-from outdraft.drafting.device.attended_blocks import BlockBudget, attention_layers
+from outdraft.drafting.device.self_drafter import BlockBudget, attention_layers
 
 
 @given(st.integers(4, 20), st.integers(1, 8), st.integers(1, 600), st.integers(0, 2**32 - 1))

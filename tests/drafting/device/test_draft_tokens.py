@@ -12,8 +12,7 @@ from outdraft.core.draft import DraftSource, TreeShape
 from outdraft.distributed.group import ALL_HERE, ALONE, RequestShares
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.drafting.device.asks import DraftModelAsk
-from outdraft.drafting.device.draft_network import DraftNetwork
-from outdraft.drafting.device.network_drafter import NetworkDrafter
+from outdraft.drafting.device.network_drafter import DraftNetwork, NetworkDrafter
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kv.cache import KVCache

@@ -11,7 +11,7 @@ from torch import Tensor
 from outdraft.core.draft import HEAD_WINDOW
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.asks import DraftModelAsk, TargetStates
-from outdraft.drafting.device.head_drafter import MedusaDrafter, MLPSpeculatorDrafter
+from outdraft.drafting.device.head_drafter import HeadDrafter
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.draft_ops import Frontier, ModelDrafts
 from outdraft.kernels.torch.table import reference_kernels
@@ -59,8 +59,7 @@ class Drafter:
         self.arrays = {name: tensor.double().numpy() for name, tensor in self.tensors.items()}
 
     def proposer(self, *, samples: bool = True) -> DeviceProposer:
-        kind = MedusaDrafter if self.kind == "medusa" else MLPSpeculatorDrafter
-        drafter = kind(self.heads, NUM_STATE_ROWS, reference_kernels())
+        drafter = HeadDrafter(self.heads, NUM_STATE_ROWS, reference_kernels())
         drafter.keep(states(self.hidden_SD, range(NUM_STATE_ROWS), range(NUM_STATE_ROWS)))
         return DeviceProposer(kernels_for(torch.float32), drafter, None, samples=samples)
 

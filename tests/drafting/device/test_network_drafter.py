@@ -15,8 +15,7 @@ from outdraft.core.decision import LiveStop
 from outdraft.core.draft import DraftSource, TreeShape
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.asks import DraftModelAsk
-from outdraft.drafting.device.draft_network import DraftNetwork
-from outdraft.drafting.device.network_drafter import NetworkDrafter, NetworkLevels
+from outdraft.drafting.device.network_drafter import DraftNetwork, NetworkDrafter, NetworkLevels
 from outdraft.drafting.device.proposer import FEW_UNREAD, DeviceProposer
 from outdraft.kernels.draft_ops import (
     Capturable,

@@ -16,8 +16,7 @@ from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.distributed.group import RequestShares
 from outdraft.drafting.device.asks import DraftModelAsk, StateWindow, TargetStates
-from outdraft.drafting.device.draft_network import DraftNetwork
-from outdraft.drafting.device.parallel_drafting import ParallelDrafter, mask_token_id
+from outdraft.drafting.device.network_drafter import DraftNetwork, NetworkDrafter, mask_token_id
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kernels.torch.table import reference_kernels
@@ -68,7 +67,9 @@ class Pair:
             self.model.device,
         )
         self.network = RecordingNetwork(self.model)
-        drafter = ParallelDrafter(self.network, cache, max_rows, DraftSource.MODEL, MASK)
+        drafter = NetworkDrafter(
+            self.network, cache, max_rows, DraftSource.MODEL, mask_token_id=MASK
+        )
         return DeviceProposer(self.model.kernels, drafter, None, samples=samples)
 
     def check(
@@ -156,7 +157,7 @@ def test_masks_leave_nothing_behind_for_the_next_steps(pair: Pair):
         made = proposer.propose(asks, TEXTS_SL, sampling)
 
         pair.check(made, asks, chosen)
-        assert proposer.drafting.max_kept == 0
+        assert proposer.drafter.max_kept == 0
         computed = lengths
         lengths = [length + more for length, more in zip(lengths, emitted, strict=True)]
 
@@ -214,16 +215,16 @@ def test_masks_of_a_network_with_states_read_the_learned_one():
     window.features_NF.normal_()
     state_D = torch.tensor([7.0, 8.0, 9.0], dtype=torch.float64)
     network = ScriptedNetwork()
-    drafter = ParallelDrafter(
+    drafter = NetworkDrafter(
         network,
         KVCache(
             [LayerCacheShape(1, 2, 2)], 4 * BLOCKS_EACH, BLOCK, torch.float64, torch.device("cpu")
         ),
         100,
         DraftSource.EAGLE3,
-        MASK,
         window,
-        state_D,
+        mask_token_id=MASK,
+        mask_state_D=state_D,
     )
     proposer = DeviceProposer(kernels_for(torch.float64), drafter, None, samples=True)
     [ask] = asks_for([0], [7], [3], computed=[4])
@@ -241,7 +242,7 @@ def test_masks_of_a_network_with_states_read_the_learned_one():
     kept = [window.features_NF[ask.state_row * 5 + place] for place in (4, 0)]  # of tokens 4 and 5
     assert torch.equal(states_TD, torch.stack([*kept, state_D, state_D]))
     assert made.token_ids_BK.tolist() == [[int(text[6]) + 1, MASK + 1, MASK + 1]]
-    assert proposer.drafting.max_kept == -1
+    assert proposer.drafter.max_kept == -1
     assert drafter.state_window == 5
     assert drafter.taps == (1,)
 

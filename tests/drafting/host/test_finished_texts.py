@@ -7,7 +7,7 @@ from msgspec import structs
 
 from outdraft.config.speculation import SuffixConfig
 from outdraft.core.draft import Draft, DraftAsk
-from outdraft.drafting.host.suffix import LEARNED_PER_CALL, LEARNED_SHARE, SuffixProposer
+from outdraft.drafting.proposers import LEARNED_PER_CALL, LEARNED_SHARE, SuffixProposer
 from outdraft.kernels.native.texts import NativeSuffixTexts
 from outdraft.kernels.ops import SuffixTexts
 from outdraft.kernels.torch.table import reference_kernels

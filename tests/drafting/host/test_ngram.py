@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from outdraft.config.speculation import NgramConfig
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource
-from outdraft.drafting.host.ngram import NgramProposer
-from outdraft.drafting.host.proposer import HostProposer
+from outdraft.drafting.host_sources import HostProposer
+from outdraft.drafting.proposers import NgramProposer
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.torch.table import reference_kernels
 from tests.kernels.tables import cpu_kernels

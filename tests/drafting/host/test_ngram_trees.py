@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from outdraft.config.speculation import NgramConfig
 from outdraft.core.draft import MAX_DRAFTS, DraftAsk
-from outdraft.drafting.host.ngram import NgramProposer
+from outdraft.drafting.proposers import NgramProposer
 from outdraft.kernels.native.texts import NativeTexts
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.torch.table import reference_kernels

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk
-from outdraft.drafting.host.prediction import PredictionProposer, find_end, num_equal
+from outdraft.drafting.prediction import PredictionProposer, find_end, num_equal
 
 PROMPT = [900, 901, 902]
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from outdraft.config.speculation import SuffixConfig
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource
-from outdraft.drafting.host.proposer import HostProposer
-from outdraft.drafting.host.suffix import LEARNED_PER_CALL, SuffixProposer
+from outdraft.drafting.host_sources import HostProposer
+from outdraft.drafting.proposers import LEARNED_PER_CALL, SuffixProposer
 from outdraft.kernels.native.texts import NativeTexts
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.torch.table import reference_kernels

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from outdraft.config.speculation import SuffixConfig
 from outdraft.core.draft import MAX_DRAFTS, DraftAsk
-from outdraft.drafting.host.suffix import SuffixProposer
+from outdraft.drafting.proposers import SuffixProposer
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.torch.table import reference_kernels
 from tests.kernels.tables import cpu_kernels

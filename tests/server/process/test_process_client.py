@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outdraft.core.child_process import ending
 from outdraft.core.errors import (
     CapacityError,
     ConfigError,
@@ -23,6 +22,7 @@ from outdraft.core.errors import (
     RequestError,
 )
 from outdraft.core.outputs import RequestOutput
+from outdraft.core.process import ending
 from outdraft.core.sampling import SamplingParams
 from outdraft.server.engine_process import EngineProcess
 from outdraft.server.messages import Steps

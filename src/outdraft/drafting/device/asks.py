@@ -8,7 +8,6 @@ window, S state rows, F numbers of a feature, L tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from msgspec import Struct
@@ -71,19 +70,6 @@ class DraftModelAsk(Struct, frozen=True):
     levels: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkRead:
-    """Tokens of one text that a drafter reads with the states of this step, as they pass by.
-
-    Attributes:
-        text: it reads up to the end of this, as if it drafted after it.
-        first_row: the row of the pass that computed the first of these tokens; the others follow.
-    """
-
-    text: DraftModelAsk
-    first_row: int
-
-
 class TargetStates(Struct, frozen=True):
     """The states of a step's rows, once it is known which of them became part of a text.
 
@@ -98,7 +84,9 @@ class TargetStates(Struct, frozen=True):
             step, those included that have more of their prompt to read.
         last_places_W: int64; the places of these rows.
         token_ids_SL: int64; the texts, with the tokens that the step emitted.
-        reads: chunks that the drafter reads now.
+        reads: texts that the drafter reads now, with the states of this step as they pass by, as
+            if it drafted after them; and for each the row of the pass that computed the first token
+            that it reads. The others follow.
     """
 
     hidden_TD: Tensor
@@ -107,4 +95,4 @@ class TargetStates(Struct, frozen=True):
     last_rows_W: Tensor
     last_places_W: Tensor
     token_ids_SL: Tensor
-    reads: Sequence[ChunkRead] = ()
+    reads: Sequence[tuple[DraftModelAsk, int]] = ()

@@ -14,7 +14,6 @@ state, P blocks of the cache, F nodes of a level.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +22,6 @@ from torch import Tensor
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import DraftSource
-from outdraft.core.plan import ModelDrafting
 from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.drafting.device.asks import DraftModelAsk, StateWindow, TargetStates
 from outdraft.drafting.device.grower import KnownLevels, compiled_grow
@@ -46,7 +44,7 @@ def num_spare_blocks(num_rows: int, block_size: int) -> int:
 
 
 class ContextReader:
-    """Writes the keys and values of texts, without attention; implements `ReadsTexts`."""
+    """Writes the keys and values of texts, without attention; a `TextReader` reads them."""
 
     token_shift = 1
 
@@ -70,15 +68,6 @@ class ContextReader:
         return states_TD
 
 
-class BlockPlaces(NamedTuple):
-    """Positions and slots of some requests' blocks, on the host."""
-
-    context_lens_B: np.ndarray
-    positions_BR: np.ndarray
-    slots_BR: np.ndarray
-    table_BP: np.ndarray
-
-
 class BlockDrafter:
     """A network that drafts blocks, and the texts that it has read."""
 
@@ -99,10 +88,10 @@ class BlockDrafter:
         self._network, self._cache = network, cache
         self.state_window, self.taps = window.num_tokens, network.taps
         self.reads_all_hidden = False
-        self.drafting = ModelDrafting(source, max_kept=-1)
+        self.source, self.max_kept = source, -1
         self.max_drafts, self.max_passes = config.num_drafts, 1
         self._reader = TextReader(ContextReader(network), cache, max_rows, window)
-        self.keep = self._reader.keep
+        self.keep, self.unread = self._reader.keep, self._reader.unread
         size = config.block_size
         self._most_blocks = max(1, max_rows // size)  # of a pass
         self._num_spare = num_spare_blocks(size, cache.block_size)
@@ -116,11 +105,11 @@ class BlockDrafter:
     def draft(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
     ) -> ModelDrafts:
-        unread = self._reader.unread(asks, token_ids_SL)
+        unread = self.unread(asks, token_ids_SL)
 
         def by_levels() -> ModelDrafts:
             depth, shares = growth.shape.depth, growth.shares
-            return compiled_grow(self._unread_levels(asks, unread, depth, shares), growth)
+            return compiled_grow(self.levels(asks, unread, depth, shares), growth)
 
         if len(asks) > self._most_blocks:
             return by_levels()
@@ -129,21 +118,11 @@ class BlockDrafter:
     def levels(
         self,
         asks: Sequence[DraftModelAsk],
-        token_ids_SL: Tensor,
+        unread: UnreadTexts,
         depth: int,
         shares: RequestShares = ALL_HERE,
     ) -> TreeLevels:
-        """Logits of `depth` levels after this rank's texts."""
-        return self._unread_levels(asks, self._reader.unread(asks, token_ids_SL), depth, shares)
-
-    def _unread_levels(
-        self,
-        asks: Sequence[DraftModelAsk],
-        unread: UnreadTexts,
-        depth: int,
-        shares: RequestShares,
-    ) -> TreeLevels:
-        """Read the rest of all texts; return the levels after this rank's texts."""
+        """Read the rest of all texts; return `depth` levels after this rank's texts."""
         self._reader.read(unread)
         token_ids_SL, most = unread.token_ids_SL, self._most_blocks
         parts = [
@@ -184,35 +163,34 @@ class BlockDrafter:
     ) -> Tensor:
         """[B, K, D]: of the rows of the first `depth` drafts."""
         network, num_rows = self._network, self._network.config.block_size
-        block, num_requests = self._place(asks), len(asks)
+        contexts_B, positions_BR, slots_BR, table_BP = self._place(asks)
+        num_requests = len(asks)
         starts_B1 = np.arange(num_requests + 1, dtype=np.int32) * num_rows
         first = num_rows - network.config.num_drafts  # row of the first draft
         drafting_BK = starts_B1[:-1, None] + np.arange(first, first + depth)
         sent = to_device(
             [
                 starts_B1,
-                block.context_lens_B,
+                contexts_B,
                 np.zeros(num_requests, dtype=np.int32),
                 np.tile(self._masks_R, num_requests),
-                block.positions_BR.ravel(),
-                block.slots_BR.ravel(),
-                block.table_BP,
+                positions_BR.ravel(),
+                slots_BR.ravel(),
+                table_BP,
                 drafting_BK.ravel().astype(np.int64),
             ],
             token_ids_SL.device,
         )
-        metadata = AttentionMetadata(
-            *sent[:7],
-            max_rows=num_rows,
-            max_seq_len=int(block.context_lens_B.max()) + num_rows,
-        )
+        longest = int(contexts_B.max()) + num_rows
+        metadata = AttentionMetadata(*sent[:7], max_rows=num_rows, max_seq_len=longest)
         ids_BR = token_ids_SL.new_full((num_requests, num_rows), network.config.mask_token_id)
         ids_BR[:, 0] = self._newest(asks, token_ids_SL)
         states_TD = network(ids_BR.flatten(), self._cache.layers, metadata)
         return states_TD.index_select(0, sent[7]).view(num_requests, depth, -1)
 
-    def _place(self, asks: Sequence[DraftModelAsk]) -> BlockPlaces:
-        """Places of the blocks, after the kept tokens of the texts."""
+    def _place(self, asks: Sequence[DraftModelAsk]) -> tuple[np.ndarray, ...]:
+        """Lengths of the kept texts [B]; of the blocks after them positions and slots [B, R]; and
+        tables of the cache's blocks [B, P]."""
         num_rows, size = self._network.config.block_size, self._cache.block_size
         contexts = [ask.num_tokens - ask.num_missing - 1 for ask in asks]
         width = -(-(max(contexts) + num_rows) // size)
@@ -223,7 +201,7 @@ class BlockDrafter:
         positions_BR = np.array(contexts)[:, None] + np.arange(num_rows)
         blocks_BR = np.take_along_axis(table_BP, positions_BR // size, axis=1)
         slots_BR = blocks_BR.astype(np.int64) * size + positions_BR % size
-        return BlockPlaces(np.array(contexts, dtype=np.int32), positions_BR, slots_BR, table_BP)
+        return np.array(contexts, dtype=np.int32), positions_BR, slots_BR, table_BP
 
     def _newest(self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor) -> Tensor:
         """int64 [B]."""

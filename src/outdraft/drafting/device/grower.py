@@ -6,8 +6,8 @@ each. Nothing comes back to the host: it knows beforehand how many rows each lev
 which tokens they hold and which rows they continue. With live rules a request may leave the last
 levels of its chain out (`live_stop`).
 
-Requests of temperature 0 get the likeliest tokens (`ranked_tree`), others get draws without
-replacement (`drawn_tree`). Requests that share their noise get the tokens that the target would
+Requests of temperature 0 get the likeliest tokens (`RankedTrees`), others get draws without
+replacement (`DrawnTrees`). Requests that share their noise get the tokens that the target would
 most likely choose with that noise if it had the drafter's logits. These are matched with the
 target's own choices, so the output does not depend on them.
 
@@ -15,18 +15,14 @@ Dimension key: B requests, G those of all ranks that share the drafter, E nodes 
 (1: the root), F rows of the newest level, K rows of a tree, V vocabulary.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from outdraft.distributed.group import ALL_HERE, RequestShares
-from outdraft.drafting.device.asks import DraftModelAsk
-from outdraft.drafting.device.drawn_tree import DrawnTrees
+from outdraft.distributed.group import RequestShares
 from outdraft.drafting.device.live_stop import LiveStops
-from outdraft.drafting.device.ranked_tree import RankedTrees
+from outdraft.drafting.device.trees import DrawnTrees, RankedTrees
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.draft_ops import Frontier, Growth, ModelDrafts, TellsOdds, TreeLevels
@@ -47,26 +43,6 @@ class KnownLevels:
     def next_logits(self, frontier: Frontier) -> Tensor:
         width = frontier.token_ids_BF.shape[1]
         return self._logits_BKV[:, frontier.depth, None].expand(-1, width, -1)
-
-
-class LevelDrafter(ABC):
-    """A drafter that knows its levels, or reads them one by one."""
-
-    @abstractmethod
-    def levels(
-        self,
-        asks: Sequence[DraftModelAsk],
-        token_ids_SL: Tensor,
-        depth: int,
-        shares: RequestShares = ALL_HERE,
-    ) -> TreeLevels:
-        """Return the logits of `depth` levels after this rank's texts."""
-
-    def draft(
-        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
-    ) -> ModelDrafts:
-        levels = self.levels(asks, token_ids_SL, growth.shape.depth, growth.shares)
-        return compiled_grow(levels, growth)
 
 
 def compiled_grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:

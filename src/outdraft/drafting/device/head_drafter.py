@@ -13,111 +13,68 @@ text, D hidden of the target, E and F nodes of a level and of the next one.
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import HEAD_WINDOW, DraftSource
-from outdraft.core.plan import ModelDrafting
 from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.drafting.device.asks import DraftModelAsk, StateWindow, TargetStates
-from outdraft.drafting.device.grower import KnownLevels, LevelDrafter, frontier_of_all
-from outdraft.kernels.draft_ops import Frontier
+from outdraft.drafting.device.grower import KnownLevels, compiled_grow, frontier_of_all
+from outdraft.kernels.draft_ops import Frontier, Growth, ModelDrafts, TreeLevels
 from outdraft.kernels.ops import Kernels
 from outdraft.models.drafters.medusa import MedusaHeads
 from outdraft.models.drafters.mlp_speculator import MLPSpeculator
 
 
-class LastHidden:
-    """The target's states of the last rows that the newest steps computed for each request."""
+class HeadDrafter:
+    """Drafts with heads, which read the target's state of the last row that the newest step has
+    computed for each request. Medusa's heads read no drafts; each head of a speculator reads the
+    draft of the head before."""
+
+    state_window = HEAD_WINDOW
+    taps: tuple[int, ...] = ()
+    reads_all_hidden = False
+    max_passes = 1
+    max_kept = 0
 
     def __init__(
-        self,
-        num_state_rows: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels,
+        self, heads: MedusaHeads | MLPSpeculator, num_state_rows: int, kernels: Kernels
     ) -> None:
-        self._window = StateWindow(num_state_rows, hidden_size, dtype, device, HEAD_WINDOW)
-        self._copy_rows = kernels.copy_rows
+        if isinstance(heads, MedusaHeads):
+            self.source, size = DraftSource.MEDUSA, heads.config.hidden_size
+        else:
+            self.source, size = DraftSource.MLP, heads.config.emb_dim
+        self.max_drafts = heads.num_heads
+        self._heads, self._copy_rows = heads, kernels.copy_rows
+        self._window = StateWindow(num_state_rows, size, heads.dtype, heads.device, HEAD_WINDOW)
 
     def keep(self, states: TargetStates) -> None:
         to_ND, hidden_TD = self._window.features_NF, states.hidden_TD
         self._copy_rows(to_ND, states.last_places_W, hidden_TD, states.last_rows_W)
 
-    def find(self, asks: Sequence[DraftModelAsk], device: torch.device) -> Tensor:
-        """[B, D]: the newest state of each text."""
+    def draft(
+        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
+    ) -> ModelDrafts:
+        levels = self.levels(asks, token_ids_SL, growth.shape.depth, growth.shares)
+        return compiled_grow(levels, growth)
+
+    def levels(
+        self,
+        asks: Sequence[DraftModelAsk],
+        token_ids_SL: Tensor,
+        depth: int,
+        shares: RequestShares = ALL_HERE,
+    ) -> TreeLevels:
+        """Logits of `depth` levels after this rank's texts."""
         places = [self._window.places(ask.state_row, ask.num_tokens - 2, 1)[0] for ask in asks]
-        (places_B,) = to_device([np.array(places)], device)
-        return self._window.features_NF.index_select(0, places_B)
-
-
-class MedusaDrafter(LevelDrafter):
-    """Drafts with heads that do not read the drafts of other heads."""
-
-    state_window = HEAD_WINDOW
-    taps: tuple[int, ...] = ()
-    reads_all_hidden = False
-    max_passes = 1
-
-    def __init__(self, heads: MedusaHeads, num_state_rows: int, kernels: Kernels) -> None:
-        self.drafting = ModelDrafting(DraftSource.MEDUSA, max_kept=0)
-        self.max_drafts = heads.num_heads
-        size = heads.config.hidden_size
-        self._heads = heads
-        self._last = LastHidden(num_state_rows, size, heads.dtype, heads.device, kernels)
-        self.keep = self._last.keep
-
-    def levels(
-        self,
-        asks: Sequence[DraftModelAsk],
-        token_ids_SL: Tensor,
-        depth: int,
-        shares: RequestShares = ALL_HERE,
-    ) -> KnownLevels:
-        hidden_GD = self._last.find(asks, token_ids_SL.device)
-        return KnownLevels(self._heads.logits(hidden_GD, range(depth), shares))
-
-
-class MLPSpeculatorDrafter(LevelDrafter):
-    """Drafts with heads that each read the draft of the head before."""
-
-    state_window = HEAD_WINDOW
-    taps: tuple[int, ...] = ()
-    reads_all_hidden = False
-    max_passes = 1
-
-    def __init__(self, speculator: MLPSpeculator, num_state_rows: int, kernels: Kernels) -> None:
-        self.drafting = ModelDrafting(DraftSource.MLP, max_kept=0)
-        self.max_drafts = speculator.num_heads
-        size, dtype = speculator.config.emb_dim, speculator.dtype
-        self._speculator = speculator
-        self._last = LastHidden(num_state_rows, size, dtype, speculator.device, kernels)
-        self.keep = self._last.keep
-
-    def levels(
-        self,
-        asks: Sequence[DraftModelAsk],
-        token_ids_SL: Tensor,
-        depth: int,
-        shares: RequestShares = ALL_HERE,
-    ) -> "MLPSpeculatorLevels":
-        rows_G, num_tokens_G = to_device(
-            [
-                np.array([ask.state_row for ask in asks]),
-                np.array([ask.num_tokens for ask in asks]),
-            ],
-            token_ids_SL.device,
-        )
+        rows, lengths = [ask.state_row for ask in asks], [ask.num_tokens for ask in asks]
+        columns = [np.array(column) for column in (places, rows, lengths)]
+        places_G, rows_G, num_tokens_G = to_device(columns, token_ids_SL.device)
+        hidden_GD = self._window.features_NF.index_select(0, places_G)
+        if isinstance(self._heads, MedusaHeads):
+            return KnownLevels(self._heads.logits(hidden_GD, range(depth), shares))
         newest_G = token_ids_SL[rows_G, num_tokens_G - 1]
-        hidden_GD = self._last.find(asks, token_ids_SL.device)
-        return MLPSpeculatorLevels(self._speculator, hidden_GD, newest_G, shares)
-
-
-def first_states(speculator: MLPSpeculator, hidden_RD: Tensor, ids_R: Tensor) -> Tensor:
-    """[R, S]: after tokens, and the target's states before them."""
-    return speculator.step(0, speculator.first_state(hidden_RD), ids_R)
+        return MLPSpeculatorLevels(self._heads, hidden_GD, newest_G, shares)
 
 
 class MLPSpeculatorLevels:
@@ -132,7 +89,8 @@ class MLPSpeculatorLevels:
     ) -> None:
         """`newest_G`: the texts' newest tokens."""
         self._speculator, self._shares = speculator, shares
-        self._states_GES = first_states(speculator, hidden_GD, newest_G)[:, None]
+        states_GS = speculator.step(0, speculator.first_state(hidden_GD), newest_G)
+        self._states_GES = states_GS[:, None]
 
     def first_logits(self) -> Tensor:
         """[B, V]: after the last token before the drafts."""

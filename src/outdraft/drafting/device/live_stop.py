@@ -81,26 +81,6 @@ def caps_of_groups(row_cap: int, num_host_rows: int, planned: Sequence[int]) -> 
     return [num_host_rows + end - start for start, end in itertools.pairwise(ends)]
 
 
-class KeptRules:
-    """The rules of the newest batch: a decision often holds for several steps."""
-
-    def __init__(self) -> None:
-        self._key: tuple[object, ...] | None = None
-        self._rules: StopRules | None = None
-
-    def find(
-        self, asks: Sequence[DraftModelAsk], num_host_rows: int, device: torch.device
-    ) -> StopRules | None:
-        """Make the rules of a batch, or return the kept ones of the same batch."""
-        if not any(ask.stop for ask in asks):
-            return None  # later steps come back to the rules that are kept
-        key = device, num_host_rows, [(ask.stop, ask.num_drafts) for ask in asks]
-        if key != self._key:
-            self._rules = stop_rules(asks, num_host_rows, device)
-            self._key = key
-        return self._rules
-
-
 def margins_B(logits_BV: Tensor) -> Tensor:
     """float32 [B]: the distance between the two largest logits of each row, at most MAX_MARGIN.
 
@@ -111,12 +91,6 @@ def margins_B(logits_BV: Tensor) -> Tensor:
     best_B2 = torch.nn.functional.pad(numbers_BV, (0, 1), value=least).topk(2, dim=1).values
     distance_B = (best_B2[:, 0] - best_B2[:, 1]).float()
     return distance_B.nan_to_num(nan=0.0).clamp(max=MAX_MARGIN)
-
-
-def margins_of_odds(odds_B: Tensor) -> Tensor:
-    """float32 [B]: log-odds in the place of margins: from 0 to MAX_MARGIN, even odds in the middle.
-    A rule's weight and bias make of them what is then observed."""
-    return (odds_B.float().nan_to_num(nan=0.0) + MAX_MARGIN / 2).clamp(0, MAX_MARGIN)
 
 
 def host_sees(device: torch.device) -> bool:
@@ -151,7 +125,10 @@ class LiveStops:
         rules, level = self._rules, len(self._margins)
         self._is_drafting_G = self._is_drafting_G & (level < self._num_wanted_G)
         looks_G = self._is_drafting_G & rules.has_rule_B
-        own_B = margins_B(logits_BV) if odds_B is None else margins_of_odds(odds_B)
+        if odds_B is None:
+            own_B = margins_B(logits_BV)
+        else:  # even odds are in the middle; weights and biases make of them what is observed
+            own_B = (odds_B.float().nan_to_num(nan=0.0) + MAX_MARGIN / 2).clamp(0, MAX_MARGIN)
         margin_G = self._shares.join(own_B)
         self._margins.append(margin_G.masked_fill(~looks_G, torch.nan))
         score_G = rules.weights_BL[:, level] * margin_G + rules.biases_BL[:, level]
@@ -166,9 +143,7 @@ class LiveStops:
     @property
     def have_all_ended(self) -> bool:
         """No request drafts on; False where the host would have to wait to know it."""
-        if not host_sees(self._is_drafting_G.device):
-            return False
-        return not bool(self._is_drafting_G.any())
+        return host_sees(self._is_drafting_G.device) and not bool(self._is_drafting_G.any())
 
     @property
     def num_drafts_B(self) -> Tensor:

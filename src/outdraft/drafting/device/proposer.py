@@ -8,7 +8,7 @@ tokens of a text.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Protocol
 
 import numpy as np
@@ -17,11 +17,11 @@ from msgspec import structs
 from torch import Tensor
 
 from outdraft.attention.rows import to_device
-from outdraft.core.draft import TreeShape
-from outdraft.core.plan import ModelDrafting
+from outdraft.core.decision import CHAIN, Shape
+from outdraft.core.draft import DraftSource, TreeShape
 from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.drafting.device.asks import DraftModelAsk, TargetStates
-from outdraft.drafting.device.live_stop import KeptRules, with_part_of_cap
+from outdraft.drafting.device.live_stop import stop_rules, with_part_of_cap
 from outdraft.kernels.data.logits import most_logit_rows
 from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.draft_ops import Growth, ModelDrafts
@@ -34,7 +34,8 @@ class DeviceDrafter(Protocol):
     """Gives logits of drafts after texts, without waiting for anything.
 
     Attributes:
-        drafting: of chains; the scheduler and the policy read it.
+        source: the source that its drafts count for.
+        max_kept: as in DrafterBooks, which relies on it.
         state_window: number of a text's newest tokens whose states of the target it keeps; 0:
             none, and `keep` is not called.
         taps: the layers whose residual streams it reads besides the last hidden state; may be ().
@@ -44,10 +45,13 @@ class DeviceDrafter(Protocol):
         max_passes: most passes of the network in one step, however much it drafts.
     """
 
-    drafting: ModelDrafting
+    source: DraftSource
     state_window: int
     max_drafts: int
     max_passes: int
+
+    @property
+    def max_kept(self) -> int | None: ...
 
     @property
     def taps(self) -> tuple[int, ...]: ...
@@ -78,8 +82,7 @@ class DeviceProposer:
     levels that a tree with as many rows has not.
 
     Attributes:
-        drafting: as the drafter's, of trees if there is a shape.
-        chain: of chains instead; None: all drafts are chains.
+        shapes: of the drafts, the configured one first.
         max_drafts: most drafts of one request in one step.
         max_chain: most of a chain.
         max_passes: most passes of the network in one step.
@@ -97,22 +100,13 @@ class DeviceProposer:
         self.drafter = drafter
         self._kernels = kernels
         self._samples = samples
-        self._rules = KeptRules()
-        self.drafting, self.chain = drafter.drafting, None
+        self.shapes: tuple[Shape, ...] = (CHAIN,)
         self.max_drafts = self.max_chain = drafter.max_drafts
         if tree is not None:
             self.max_drafts = tree.num_rows
             self.max_chain = min(drafter.max_drafts, tree.num_rows)
-        chains = _first_levels(TreeShape.chain(self.max_chain))
-        self._shapes: dict[tuple[int, ...], list[TreeShape]] = {(): chains}
         if tree is not None and not tree.is_chain:
-            # A network reads the accepted branch again, as it reads any token that it has not
-            # seen: in the pass that it makes for the newest one anyway.
-            kept, self.chain = drafter.drafting.max_kept, drafter.drafting
-            self.drafting = structs.replace(
-                self.chain, levels=tree.levels, max_kept=0 if kept is None else kept
-            )
-            self._shapes[tree.levels] = _first_levels(tree)
+            self.shapes = (tree.levels, CHAIN)
         self.max_passes = min(drafter.max_passes, self.max_chain)
 
     def propose(
@@ -156,10 +150,7 @@ class DeviceProposer:
         share the network draft for all together."""
         if shares.group.size > 1:
             return [slice(0, len(asks))]
-        most_drafts = max(ask.num_drafts for ask in asks)
-        shapes = self._shapes[asks[0].levels]
-        assert most_drafts < len(shapes), "more drafts than the network has levels"
-        shape = shapes[most_drafts]
+        shape = self._shape(asks)
         num_rows = shape.depth if self.drafter.max_passes == 1 else max(shape.levels)
         size = max(1, most_logit_rows(vocab_size, torch.float32, device) // num_rows)
         return [slice(first, first + size) for first in range(0, len(asks), size)]
@@ -182,23 +173,8 @@ class DeviceProposer:
             copy = structs.replace(asks[copied], stop=None)
             asks = [*asks, *[copy] * (number - num_requests)]
             sampling = sampling.with_copies(copied, number)
-        drafts = self._grown(asks, token_ids_SL, sampling, num_host_rows, shares)
-        return drafts if len(asks) == num_requests else _first(drafts, num_requests)
-
-    def _grown(
-        self,
-        asks: Sequence[DraftModelAsk],
-        token_ids_SL: Tensor,
-        sampling: SamplingBatch,
-        num_host_rows: int,
-        shares: RequestShares,
-    ) -> ModelDrafts:
-        """Draft for these asks in one growth."""
-        wanted = [ask.num_drafts for ask in asks]
-        assert max(wanted) <= self.max_drafts, "more drafts than rows"
-        (levels,) = {ask.levels for ask in asks}
-        shape = self._shapes[levels][max(wanted)]
-        stops = self._rules.find(asks, num_host_rows, token_ids_SL.device)
+        wanted, shape = [ask.num_drafts for ask in asks], self._shape(asks)
+        stops = stop_rules(asks, num_host_rows, token_ids_SL.device)
         assert stops is None or shape.is_chain, "trees have no live rule"
         counts_2G = np.array([[ask.num_tokens for ask in asks], wanted], dtype=np.int64)
         num_tokens_G, num_drafts_G = to_device([*counts_2G], token_ids_SL.device)
@@ -213,7 +189,15 @@ class DeviceProposer:
             stops=stops,
             shares=shares,
         )
-        return self.drafter.draft(asks, token_ids_SL, growth)
+        drafts = self.drafter.draft(asks, token_ids_SL, growth)
+        return drafts if len(asks) == num_requests else _first(drafts, num_requests)
+
+    def _shape(self, asks: Sequence[DraftModelAsk]) -> TreeShape:
+        """The fewest first levels with the rows that the asks want."""
+        most = max([ask.num_drafts for ask in asks])
+        (levels,) = {ask.levels for ask in asks}
+        assert most <= (self.max_drafts if levels else self.max_chain), "more drafts than levels"
+        return TreeShape(levels).with_room_for(most) if levels else TreeShape.chain(most)
 
 
 def _to_copy(asks: Sequence[DraftModelAsk]) -> int | None:
@@ -230,21 +214,6 @@ def _to_copy(asks: Sequence[DraftModelAsk]) -> int | None:
 
 def _first(drafts: ModelDrafts, num_requests: int) -> ModelDrafts:
     """The drafts of the first num_requests requests."""
-
-    def first(of_all: Tensor | None) -> Tensor | None:
-        return None if of_all is None else of_all[:num_requests]
-
-    return replace(
-        drafts,
-        token_ids_BK=drafts.token_ids_BK[:num_requests],
-        parents_BK=drafts.parents_BK[:num_requests],
-        num_drafts_B=drafts.num_drafts_B[:num_requests],
-        probs_BKV=first(drafts.probs_BKV),
-        is_sampled_BK=first(drafts.is_sampled_BK),
-        margins_BL=first(drafts.margins_BL),
-    )
-
-
-def _first_levels(whole: TreeShape) -> list[TreeShape]:
-    """The shape for each number of rows."""
-    return [whole.with_room_for(number) for number in range(whole.num_rows + 1)]
+    columns = {one.name: getattr(drafts, one.name) for one in fields(drafts)}
+    first = {name: one[:num_requests] for name, one in columns.items() if isinstance(one, Tensor)}
+    return replace(drafts, **first)

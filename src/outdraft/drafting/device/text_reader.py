@@ -12,39 +12,22 @@ state rows, L tokens of a text, D the network's state, N places of states, F num
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from msgspec import structs
 from torch import Tensor
 
-from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import RowBatch, Span, to_device
 from outdraft.drafting.device.asks import DraftModelAsk, StateWindow, TargetStates
 from outdraft.kernels.draft_ops import UnreadTexts
-from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import KVCache
 
-
-class ReadsTexts(Protocol):
-    """The part of a `DraftNetwork` that the reader needs."""
-
-    @property
-    def token_shift(self) -> int: ...
-
-    @property
-    def kernels(self) -> Kernels: ...
-
-    def features(self, states: TargetStates) -> Tensor: ...
-
-    def read(
-        self,
-        token_ids_T: Tensor,
-        states_TD: Tensor | None,
-        caches: Sequence[LayerCache],
-        metadata: AttentionMetadata,
-    ) -> Tensor: ...
+if TYPE_CHECKING:
+    from outdraft.drafting.device.block_drafter import ContextReader
+    from outdraft.drafting.device.network_drafter import DraftNetwork
 
 
 class TextReader:
@@ -52,7 +35,7 @@ class TextReader:
 
     def __init__(
         self,
-        network: ReadsTexts,
+        network: "DraftNetwork | ContextReader",
         cache: KVCache,
         max_rows: int,
         window: StateWindow | None = None,
@@ -76,11 +59,12 @@ class TextReader:
         self.network.kernels.copy_rows(self._window.features_NF, states.places_T, features_TF, None)
         if not states.reads:
             return
-        spans = self._spans([read.text for read in states.reads], states.token_ids_SL)
+        spans = self._spans([text for text, _ in states.reads], states.token_ids_SL)
         rows: list[int] = []
-        for read, span in zip(states.reads, spans, strict=True):
-            rows += range(read.first_row, read.first_row + span.num_causal)
-        self._pass(self._with_states(spans, states.token_ids_SL, features_TF, rows))
+        for (_, first_row), span in zip(states.reads, spans, strict=True):
+            rows += range(first_row, first_row + span.num_causal)
+        cache, ids_SL = self.cache, states.token_ids_SL
+        self._pass(UnreadTexts(spans, ids_SL, cache.layers, cache.block_size, features_TF, rows))
 
     def unread(self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor) -> UnreadTexts:
         """Rows that one pass can read; the rows of long backlogs before them are read now."""
@@ -144,27 +128,15 @@ class TextReader:
         self, asks: Sequence[DraftModelAsk], spans: Sequence[Span], token_ids_SL: Tensor
     ) -> UnreadTexts:
         """These rows, with their states in the window."""
-        window = self._window
-        if window is None:
-            unread = self._with_states(spans, token_ids_SL, None, ())
-            if any(ask.num_skipped for ask in asks):
-                return replace(unread, num_skipped=[ask.num_skipped for ask in asks])
-            return unread
-        places: list[int] = []
-        for ask, span in zip(asks, spans, strict=True):
-            places += window.places(ask.state_row, ask.num_computed, span.num_causal)
-            places += [-1] * len(span.parents)
-        return self._with_states(spans, token_ids_SL, window.features_NF, places)
-
-    def _with_states(
-        self,
-        spans: Sequence[Span],
-        token_ids_SL: Tensor,
-        features_NF: Tensor | None,
-        places: Sequence[int],
-    ) -> UnreadTexts:
-        cache = self.cache
-        return UnreadTexts(spans, token_ids_SL, cache.layers, cache.block_size, features_NF, places)
+        window, cache, places = self._window, self.cache, list[int]()
+        if window is not None:
+            for ask, span in zip(asks, spans, strict=True):
+                places += window.places(ask.state_row, ask.num_computed, span.num_causal)
+                places += [-1] * len(span.parents)
+        features_NF = window.features_NF if window is not None else None
+        skipped = [ask.num_skipped for ask in asks]
+        rest = features_NF, places, skipped if any(skipped) else ()
+        return UnreadTexts(spans, token_ids_SL, cache.layers, cache.block_size, *rest)
 
     def _caught_up(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor

@@ -7,7 +7,7 @@ Dimension key: B requests, R rows, E ids of a request's list (padded), W bad wor
 of a mask of one bit per token, L prefix of a bad word, or committed tokens, K places of a path.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.rows import to_device
-from outdraft.core.admission import TokenRules
+from outdraft.core.plan import TokenRules
+from outdraft.core.sampling import SamplingParams
 
 # Stands for any token in the prefix of a bad word; it is no token and no padding itself.
 ANY_TOKEN = -2
@@ -128,14 +129,15 @@ class SamplingBatch:
             shares_noise: of all requests that are not greedy; False: of those with a seed of their
                 own.
         """
-        sampled = [one for one in rules if not one.is_greedy]
-        shares = [not one.is_greedy and (shares_noise or one.has_own_seed) for one in rules]
-        top_ks = [_top_k(one, vocab_size) for one in rules]
+        params = [one.params for one in rules]
+        sampled = [one for one in params if not one.is_greedy]
+        shares = [not one.is_greedy and (shares_noise or one.seed is not None) for one in params]
+        top_ks = [_top_k(one, vocab_size) for one in params]
         ints = [
             (top_k, one.min_tokens, one.is_greedy, share)
-            for one, top_k, share in zip(rules, top_ks, shares, strict=True)
+            for one, top_k, share in zip(params, top_ks, shares, strict=True)
         ]
-        floats = [_floats(one) for one in rules]
+        floats = [_floats(one) for one in params]
         seeds = np.array([one.seed for one in rules], dtype=np.int64)
         device = torch.device(device)
         seeds_B, ints_CB, floats_CB = to_device(
@@ -154,16 +156,16 @@ class SamplingBatch:
             repetition_B=floats_CB[3],
             presence_B=floats_CB[4],
             frequency_B=floats_CB[5],
-            allowed=_token_sets([one.allowed_token_ids for one in rules], device),
+            allowed=_token_sets([one.allowed_token_ids or () for one in params], device),
             bad_words=_bad_words([one.bad_words for one in rules], device),
             stops=_token_sets([one.stop_ids for one in rules], device),
-            bias=_token_values([one.logit_bias for one in rules], device),
+            bias=_token_values([one.logit_bias or {} for one in params], device),
             all_greedy=not sampled,
             any_shares_noise=any(shares),
             any_draws=len(sampled) > sum(shares),
             all_draw=len(sampled) - sum(shares) == len(rules),
-            has_grammar=any(one.has_grammar for one in rules),
-            needs_penalties=any(one.has_penalties for one in rules),
+            has_grammar=any(one.structured is not None for one in params),
+            needs_penalties=any(one.has_penalties for one in params),
             needs_min_p=any(one.min_p > 0 for one in sampled),
             needs_top_p=any(one.top_p < 1 for one in sampled),
             max_top_k=_rounded_top_k(top_ks, vocab_size),
@@ -281,9 +283,9 @@ def _rows_of(value: Any, taken: Callable[[Tensor], Tensor]) -> Any:
 _NEVER = 2**62  # longer than any text
 
 
-def _top_k(rules: TokenRules, vocab_size: int) -> int:
-    is_off = rules.is_greedy or rules.top_k <= 0
-    return vocab_size if is_off else min(rules.top_k, vocab_size)
+def _top_k(params: SamplingParams, vocab_size: int) -> int:
+    is_off = params.is_greedy or params.top_k <= 0
+    return vocab_size if is_off else min(params.top_k, vocab_size)
 
 
 def _rounded_top_k(top_ks: Sequence[int], vocab_size: int) -> int:
@@ -292,14 +294,14 @@ def _rounded_top_k(top_ks: Sequence[int], vocab_size: int) -> int:
     return min(1 << (largest - 1).bit_length(), vocab_size) if largest else 0
 
 
-def _floats(rules: TokenRules) -> tuple[float, ...]:
+def _floats(params: SamplingParams) -> tuple[float, ...]:
     return (
-        1.0 if rules.is_greedy else max(rules.temperature, _LEAST_TEMPERATURE),
-        1.0 if rules.is_greedy else rules.top_p,
-        0.0 if rules.is_greedy else rules.min_p,
-        max(rules.repetition_penalty, _LEAST_PENALTY),
-        rules.presence_penalty,
-        rules.frequency_penalty,
+        1.0 if params.is_greedy else max(params.temperature, _LEAST_TEMPERATURE),
+        1.0 if params.is_greedy else params.top_p,
+        0.0 if params.is_greedy else params.min_p,
+        max(params.repetition_penalty, _LEAST_PENALTY),
+        params.presence_penalty,
+        params.frequency_penalty,
     )
 
 
@@ -319,12 +321,12 @@ def _token_sets(sets: Sequence[Sequence[int]], device: torch.device) -> TokenSet
 
 
 def _token_values(
-    values: Sequence[Sequence[tuple[int, float]]], device: torch.device
+    values: Sequence[Mapping[int, float]], device: torch.device
 ) -> TokenValues | None:
     width = max(map(len, values), default=0)
     if width == 0:
         return None
-    filled = [[*one, *[(0, 0.0)] * (width - len(one))] for one in values]
+    filled = [[*one.items(), *[(0, 0.0)] * (width - len(one))] for one in values]
     ids = np.array([[token_id for token_id, _ in one] for one in filled], dtype=np.int64)
     padded = np.array([[value for _, value in one] for one in filled], dtype=np.float32)
     return TokenValues(*to_device([ids, padded], device))

@@ -1,11 +1,16 @@
-"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): repeat the usual continuation.
+"""Proposers on the host: prompt lookup and suffix decoding.
 
-The newest tokens of a request are looked up in its own text and in the texts of finished requests.
-The most frequent continuations are drafted; a longer match gives a longer draft. Agents, editors
-and pipelines send similar requests again and again: they accept such drafts by the dozen, and
-finding one takes microseconds.
+Prompt lookup (Saxena 2023) drafts the continuation of an earlier place that equals the text's end.
+It looks for the largest n in [prompt_lookup_min, prompt_lookup_max] such that the last n tokens
+have occurred before. It drafts what followed their newest `branching` occurrences. Where these
+continue alike, that is one chain; where they differ, branches. With a `branching` of 1 the draft is
+a copy from the newest place.
 
-Dimension key: T tokens.
+Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975) repeats the usual continuation. The newest
+tokens of a request are looked up in its own text and in the texts of finished requests. The most
+frequent continuations are drafted; a longer match gives a longer draft. Agents, editors and
+pipelines send similar requests again and again: they accept such drafts by the dozen, and finding
+one takes microseconds.
 """
 
 from collections import deque
@@ -13,9 +18,29 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from outdraft.config.speculation import SuffixConfig
+from outdraft.config.speculation import NgramConfig, SuffixConfig
 from outdraft.core.draft import Draft, DraftAsk, DraftSource
 from outdraft.kernels.ops import Kernels
+
+
+class NgramProposer:
+    """Drafts by prompt lookup; see `NgramTexts` of kernels/ops.py."""
+
+    source = DraftSource.NGRAM
+
+    def __init__(self, config: NgramConfig, kernels: Kernels) -> None:
+        self._texts = kernels.ngram_texts(
+            config.prompt_lookup_min, config.prompt_lookup_max, config.branching
+        )
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        """One draft per ask; see HostProposer."""
+        return self._texts.draft(asks)
+
+    def finish(self, request_id: str, token_ids: np.ndarray | None) -> None:
+        """Forget the request; nothing is learned from its text."""
+        self._texts.forget(request_id)
+
 
 MAX_CACHED_TOKENS = 2_000_000  # of finished requests: at most some 300 MB
 
