@@ -20,8 +20,7 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine
 from outdraft.engine.engine import Engine
 from outdraft.engine.stats import StatsTotal
-from outdraft.loading.memory import device_memory
-from outdraft.loading.memory_plan import plan_together
+from outdraft.loading.memory import device_memory, plan_together
 from outdraft.loading.models import LoadedModels, load_models, with_drafter
 
 Name = TypeVar("Name", bound=Hashable)

@@ -21,11 +21,11 @@ from outdraft.engine.ready_graphs import make_graphs
 from outdraft.kernels.choose import has_graphs
 from outdraft.kernels.data.logits import most_drawn
 from outdraft.kv.block_pool import BlockPool
-from outdraft.loading.memory import MemoryPlan
-from outdraft.loading.memory_plan import build_runner, drafter_of, longest_text, plan_memory
+from outdraft.loading.memory import MemoryPlan, plan_memory
 from outdraft.loading.methods import LoadedDrafter, host_proposers
-from outdraft.loading.models import LoadedModels, load_models, stage
+from outdraft.loading.models import LoadedModels, build_runner, drafter_of, longest_text, stage
 from outdraft.models.base import LanguageModel
+from outdraft.ranks.launch import load_on_ranks
 from outdraft.runner.parallel_runner import StepRunner
 from outdraft.scheduling.scheduler import Scheduler
 
@@ -45,7 +45,7 @@ def build_engine(
         ConfigError: no such engine can be built, or its memory is not there.
         RanksError: another rank ended.
     """
-    models = models or load_models(config)
+    models = models or load_on_ranks(config)
     if models.processes is not None and memory is not None:
         raise ConfigError("engines that live at once need tensor_parallel_size=1")
     speculation, target, processes = config.speculation, models.target, models.processes
@@ -55,7 +55,7 @@ def build_engine(
     if memory is None:
         with stage("planned the memory"):
             memory = plan_memory(config, models)
-    own = build_runner(config, models, memory)
+    own = build_runner(config, models, memory.num_blocks)
     runner = own if processes is None else processes.runner(own, config, models)
     if has_graphs(models.kernels) and models.ranks.target.size == 1:
         make_graphs(config, runner)

@@ -18,7 +18,8 @@ from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import Prompt, is_one_prompt
 from outdraft.loading.generation_config import default_sampling
 from outdraft.loading.memory import MemoryPlan
-from outdraft.loading.models import LoadedModels, load_models, tokenizer_path
+from outdraft.loading.models import LoadedModels, tokenizer_path
+from outdraft.ranks.launch import load_on_ranks
 from outdraft.text.chat import (
     ChatTemplate,
     ContentFormat,
@@ -48,13 +49,13 @@ class LLM:
         config = EngineConfig.from_options(
             model=model, speculative_config=speculative_config, **options
         )
-        self._start(config, load_models(config))
+        self._start(config, load_on_ranks(config))
 
     @classmethod
     def from_config(cls, config: EngineConfig, models: LoadedModels | None = None) -> "LLM":
         """Build from a whole configuration; `models` shares weights that are loaded already."""
         llm = cls.__new__(cls)
-        llm._start(config, models or load_models(config))
+        llm._start(config, models or load_on_ranks(config))
         return llm
 
     def _start(self, config: EngineConfig, models: LoadedModels) -> None:

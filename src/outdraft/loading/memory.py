@@ -5,16 +5,19 @@ the moment with most live tensors, in plain PyTorch; compiled paths take less. T
 all needed at once, but an allocator keeps the memory that it once had.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 
 import psutil
 import torch
 
-from outdraft.config.engine import CacheConfig, SchedulerConfig
+from outdraft.attention.base import AttentionSizes
+from outdraft.config.engine import CacheConfig, EngineConfig, SchedulerConfig
+from outdraft.config.speculation import AUTO, SpeculationConfig
 from outdraft.core.draft import MAX_DRAFTS, TreeShape
 from outdraft.core.errors import ConfigError
+from outdraft.drafting.host_sources import most_draft_rows
+from outdraft.kernels.choose import computed_by, has_graphs
 from outdraft.kernels.data.graph_sizes import GRAPH_BYTES, GRAPHED_FUNCTIONS, MOST_ROWS
 from outdraft.kernels.data.logits import (
     SCORED_LOGITS,
@@ -23,11 +26,12 @@ from outdraft.kernels.data.logits import (
     most_logit_rows,
 )
 from outdraft.kernels.data.noise import NOISE_NUMBERS
+from outdraft.loading.machine import limited_groups
+from outdraft.loading.methods import LoadedDrafter, cache_bytes
+from outdraft.loading.models import LoadedModels, check_shared, drafter_of, longest_text
 from outdraft.models.shape import ModelShape
 from outdraft.runner.logprobs import PROMPT_ROWS
 
-ROOT = Path("/sys/fs/cgroup")
-MEMBERSHIP = Path("/proc/self/cgroup")
 GPU_SHARE, CPU_SHARE = 0.9, 0.5  # of the memory, unless gpu_memory_utilization says otherwise
 CPU_CACHE_BYTES = 4 << 30  # of the KV cache at most, unless the configuration asks for more
 
@@ -62,66 +66,11 @@ def device_memory(device: torch.device) -> DeviceMemory:
     machine = psutil.virtual_memory()
     groups = list(limited_groups())
     return DeviceMemory(
-        min([machine.total, *(group.limit for group in groups)]),
-        max(0, min([machine.available, *(group.limit - group.used for group in groups)])),
+        min([machine.total, *(limit for limit, _ in groups)]),
+        max(0, min([machine.available, *(limit - used for limit, used in groups)])),
         CPU_SHARE,
         CPU_CACHE_BYTES,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class GroupMemory:
-    """Bytes that a control group may hold, and holds, less those that it can give back."""
-
-    limit: int
-    used: int
-
-
-# Files of the limit and of the used bytes; the entry of memory.stat for those it can give back.
-_Files = tuple[str, str, str]
-_V2 = ("memory.max", "memory.current", "inactive_file")
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-
-
-def limited_groups(root: Path = ROOT, membership: Path = MEMBERSHIP) -> Iterator[GroupMemory]:
-    """Every group of this process that has a limit, the inner ones first; none without groups."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if not controllers:
-            yield from _groups(root, path, _V2)
-        elif "memory" in controllers.split(","):
-            yield from _groups(root / "memory", path, _V1)
-
-
-def _groups(root: Path, path: str, files: _Files) -> Iterator[GroupMemory]:
-    """Read the groups of a path. In a container only the root may be visible."""
-    inner = root / path.strip("/")
-    for folder in (inner, *inner.parents):
-        if not folder.is_relative_to(root):
-            return
-        if (group := _read(folder, files)) is not None:
-            yield group
-
-
-def _read(folder: Path, files: _Files) -> GroupMemory | None:
-    """Read a group; None: it has no limit, or cannot be read."""
-    limit_file, used_file, cached = files
-    try:
-        limit = (folder / limit_file).read_text().strip()
-        used = int((folder / used_file).read_text())
-        entries = dict(
-            line.split() for line in (folder / "memory.stat").read_text().splitlines() if line
-        )
-    except OSError:
-        return None
-    if limit == "max":
-        return None
-    return GroupMemory(int(limit), max(0, used - int(entries.get(cached, 0))))
 
 
 NOISE_BYTES = 90  # for each number where noise is not compiled: 11 int64 and float64 tensors
@@ -340,14 +289,6 @@ def _row_bytes(model: ModelShape, dtype: torch.dtype, num_ranks: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class RankMemory:
-    """Bytes that one of several ranks holds, and more that it could hold if the others could."""
-
-    total: int
-    idle: int
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """The engine's memory in bytes, and the number of KV blocks that fit beside the rest.
 
@@ -358,7 +299,8 @@ class MemoryPlan:
         block_bytes: of one block, the target's and the drafter's layers together.
         cache_limit: most bytes of a cache without a configured size; None: it has one, or the
             device has no such limit.
-        ranks: of all ranks, if there are several; the other numbers are those of the first one.
+        ranks: the plans of all ranks, if there are several, before they agreed on the number of
+            blocks; the other numbers are those of the first one.
     """
 
     numbers: str
@@ -369,7 +311,7 @@ class MemoryPlan:
     num_blocks: int
     block_size: int
     cache_limit: int | None = None
-    ranks: tuple[RankMemory, ...] = ()
+    ranks: tuple["MemoryPlan", ...] = ()
 
     @property
     def total(self) -> int:
@@ -378,16 +320,8 @@ class MemoryPlan:
 
     def agreed(self, others: Sequence["MemoryPlan"]) -> "MemoryPlan":
         """This rank's plan with as many blocks as all ranks have room for."""
-        plans = [self, *others]
-        fewest = min(plan.num_blocks for plan in plans)
-        ranks = tuple(
-            RankMemory(
-                replace(plan, num_blocks=fewest).total,
-                (plan.num_blocks - fewest) * plan.block_bytes,
-            )
-            for plan in plans
-        )
-        return replace(self, num_blocks=fewest, ranks=ranks)
+        plans = self, *others
+        return replace(self, num_blocks=min(plan.num_blocks for plan in plans), ranks=plans)
 
     def table(self) -> list[tuple[str, str]]:
         """Rows of (name, size) for people."""
@@ -410,9 +344,10 @@ class MemoryPlan:
         }
         rows = {name: size for name, size in parts.items() if size > 0}
         rows["total"] = self.total
-        for rank, memory in enumerate(self.ranks):
-            rows[f"rank {rank} in all"] = memory.total
-            rows[f"rank {rank} leaves idle"] = memory.idle
+        for rank, plan in enumerate(self.ranks):
+            held = replace(plan, num_blocks=self.num_blocks).total
+            rows[f"rank {rank} in all"] = held
+            rows[f"rank {rank} leaves idle"] = plan.total - held
         return [(name, _mebibytes(size)) for name, size in rows.items()]
 
     def __str__(self) -> str:
@@ -469,3 +404,166 @@ def num_blocks(
 
 def _mebibytes(count: int) -> str:
     return f"{count / 2**20:,.1f} MiB"
+
+
+def plan_memory(config: EngineConfig, models: LoadedModels) -> MemoryPlan:
+    """Plan a single engine, before anything but its weights is allocated.
+
+    With several ranks it is that of this one. Ranks on CPUs have equal parts of the machine's
+    memory.
+
+    Raises:
+        ConfigError: such an engine cannot be built, or its memory is not there.
+    """
+    memory = device_memory(models.device)
+    if models.device.type == "cpu":
+        memory = memory.part(models.ranks.target.size)
+    return plan_together([(config, models)], memory)[0]
+
+
+def plan_together(
+    engines: Sequence[tuple[EngineConfig, LoadedModels]], memory: DeviceMemory
+) -> list[MemoryPlan]:
+    """Plan engines on one device that exist at the same time and step in turn.
+
+    Weights count once, and so do tensors of steps. The rest is for all in equal parts. An engine
+    with a configured number of blocks or bytes gets that.
+
+    Raises:
+        ConfigError: one of them cannot be built, or there is too little memory for them.
+    """
+    steps = [_step_memory(config, models) for config, models in engines]
+    weights: dict[int, int] = {}
+    for config, models in engines:
+        drafter = drafter_of(config, models)
+        for network in (models.target, *([drafter.network] if drafter else [])):
+            weights[id(network)] = network.memory_bytes
+    number = len(engines)
+    shared = max(step.total - step.kept for step in steps)
+    plans: list[MemoryPlan] = []
+    for (config, models), step in zip(engines, steps, strict=True):
+        target, size = models.target, config.cache.block_size
+        drafter = drafter_of(config, models)
+        block_bytes = cache_bytes(target.shard, size, target.dtype)
+        block_bytes += drafter.bytes_per_block(size) if drafter else 0
+        count = num_blocks(
+            config.cache,
+            block_bytes=block_bytes,
+            useful_tokens=config.scheduler.max_num_seqs * longest_text(config, target),
+            weights=sum(weights.values()) // number,
+            buffers=step.kept + shared // number,
+            memory=memory.part(number),
+        )
+        drafter_weights = drafter.network.memory_bytes if drafter else 0
+        if drafter is not None and drafter.network is target:
+            drafter_weights = 0
+        plans.append(
+            MemoryPlan(
+                target.numbers,
+                target.memory_bytes,
+                drafter_weights,
+                step,
+                block_bytes,
+                count,
+                size,
+                None if config.cache.has_size else memory.part(number).default_cache,
+            )
+        )
+    return plans
+
+
+def _step_memory(config: EngineConfig, models: LoadedModels) -> StepMemory:
+    check_shared(config, models.config)
+    _check_context(config, models)
+    target, speculation = models.target, config.speculation
+    drafter, max_model_len = drafter_of(config, models), longest_text(config, target)
+    vocab_size, network = target.config.vocab_size, speculation.network
+    _check_num_drafts(speculation, drafter, vocab_size)
+    layers = [target.shard]
+    if drafter is not None and drafter.layers is not None:
+        layers.append(drafter.layers)
+    ranks, scheduler, computed = models.ranks, config.scheduler, computed_by(models.kernels)
+
+    def is_compiled(operation: str) -> bool:
+        return not computed[operation].startswith("reference.")
+
+    shape = StepShape(
+        scheduler,
+        max_model_len,
+        num_draft_rows=most_draft_rows(
+            speculation, -(-scheduler.max_num_seqs // ranks.target.size)
+        ),
+        num_sampled=speculation.max_drafts if network is not None and network.samples else 0,
+        dtype=target.dtype,
+        device=models.device,
+        tree=network.tree if network is not None else None,
+        drafter_rows=drafter.block_rows if drafter is not None else 0,
+        noise_is_compiled=is_compiled("gumbel"),
+        penalties_are_compiled=is_compiled("penalize"),
+        num_ranks=ranks.target.size,
+        has_network=network is not None,
+    )
+    states = 0
+    if drafter is not None and drafter.state_window:
+        window = drafter.state_window
+        hidden_size, size = target.config.hidden_size, drafter.feature_size
+        states = state_bytes(shape, hidden_size, drafter.num_taps, size, window)
+        size = config.cache.block_size
+        spare = drafter.spare_blocks(size) * drafter.bytes_per_block(size)
+        states += scheduler.max_num_seqs * spare
+    most = scheduler.max_num_seqs, shape.num_rows, max_model_len
+    attention = max(
+        models.kernels.attention.temporary_bytes(
+            AttentionSizes(*most, one.num_heads, shape, target.dtype)
+        )
+        for one in layers
+        for shape in set(one.cache_shapes)
+    )
+    return StepMemory(
+        texts=text_bytes(shape),
+        activations=activation_bytes(shape, layers),
+        attention=attention,
+        sampling=sampling_bytes(shape, vocab_size),
+        prompt_scores=prompt_score_bytes(shape, vocab_size),
+        draft_probs=draft_prob_bytes(shape, vocab_size),
+        states=states,
+        graphs=graph_bytes(shape, layers, vocab_size) if has_graphs(models.kernels) else 0,
+    )
+
+
+def _check_context(config: EngineConfig, models: LoadedModels) -> None:
+    """Engines that share weights may differ in max_model_len, unless the frequencies of the rotary
+    embedding depend on it."""
+    is_same = config.max_model_len == models.config.max_model_len
+    if models.target.config.depends_on_context and not is_same:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, but the models were loaded for "
+            f"{models.config.max_model_len}, on which their rotary embedding depends"
+        )
+
+
+def _check_num_drafts(
+    config: SpeculationConfig, drafter: LoadedDrafter | None, vocab_size: int
+) -> None:
+    """Raise ConfigError if the network cannot draft that deep. Beside other sources it may: its
+    chains are cut instead."""
+    network = config.network
+    if network is None or drafter is None:
+        return
+    depth, most = config.num_speculative_tokens, drafter.max_drafts
+    if network.tree is not None:
+        depth = network.tree.depth
+        if max(network.tree.levels) > vocab_size:
+            raise ConfigError(
+                f"a level of the tree has {max(network.tree.levels)} rows, but the vocabulary of "
+                f"the target {vocab_size} tokens"
+            )
+    elif depth == AUTO or len(config.sources) > 1:
+        return
+    if depth > most:
+        name = f" {network.model!r}" if network.model else ""
+        what = "drafts" if drafter.layers else f"has {most} heads, so it drafts"
+        raise ConfigError(
+            f"{network.source}{name} {what} no further than "
+            f"{most} tokens ahead: lower num_speculative_tokens or the depth of the tree"
+        )

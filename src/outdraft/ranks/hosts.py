@@ -4,7 +4,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from tempfile import TemporaryDirectory
@@ -31,11 +30,7 @@ class RankProcess(Protocol):
         ...
 
     def kill(self) -> None:
-        """End it, so that `wait` returns; it may have ended."""
-        ...
-
-    def close(self) -> None:
-        """Free what is left of it."""
+        """End it, so that `wait` returns, and free what is left of it; it may have ended."""
         ...
 
 
@@ -83,7 +78,7 @@ class LocalHosts:
 
     def start(self, assignment: RankAssignment) -> "LocalProcess":
         """Start a child of this process."""
-        return LocalProcess(pickle.dumps(assignment), assignment.cores.num_threads, os.environ)
+        return LocalProcess(pickle.dumps(assignment), assignment.cores.num_threads)
 
     def met(self) -> None:
         """Remove the address, which is not needed any more."""
@@ -97,12 +92,12 @@ class LocalHosts:
 class LocalProcess:
     """A rank's process on this machine. It ends when this process does, however that ends."""
 
-    def __init__(self, assignment: bytes, num_threads: int, environ: Mapping[str, str]) -> None:
+    def __init__(self, assignment: bytes, num_threads: int) -> None:
         self._process = subprocess.Popen(
             COMMAND,
             stdin=subprocess.PIPE,
             # OpenMP reads it as a process begins.
-            env={**environ, "OMP_NUM_THREADS": str(num_threads)},
+            env={**os.environ, "OMP_NUM_THREADS": str(num_threads)},
         )
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended: `wait` returns its exit code
@@ -117,9 +112,7 @@ class LocalProcess:
         return self._process.wait()
 
     def kill(self) -> None:
-        self._process.kill()
-
-    def close(self) -> None:
         assert self._process.stdin is not None
+        self._process.kill()
         with suppress(BrokenPipeError):
             self._process.stdin.close()

@@ -2,17 +2,21 @@
 
 While an engine starts, each order of rank 0 has an answer of every rank. Steps have none: ranks
 meet in their groups. A rank's assignment and an engine's configuration are pickled: both come from
-the process that started it.
+the process that started it. Plans are written as rows of their fields, without names: all ranks run
+the same version.
 """
 
-import pickle
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 from msgspec import MsgspecError, Struct
-from msgspec.msgpack import Decoder, encode
+from msgspec.msgpack import Decoder, Encoder
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import RanksError
+from outdraft.core.grammar import AllowedTokens
+from outdraft.core.plan import StepPlan
 from outdraft.loading.machine import Cores
 from outdraft.loading.memory import MemoryPlan
 
@@ -44,25 +48,17 @@ class RankAssignment:
 
 
 class Join(Struct, tag=True, frozen=True):
-    """All ranks are there: meet, and load the models. They answer Loaded."""
+    """All ranks are there: meet, and load the models."""
 
 
 class Prepare(Struct, tag=True, frozen=True):
-    """Plan the memory of an engine of the loaded models. They answer Planned."""
+    """Plan the memory of an engine of the loaded models. The answers have the plans."""
 
     pickled_config: bytes
 
-    @classmethod
-    def of(cls, config: EngineConfig) -> "Prepare":
-        return cls(pickle.dumps(config))
-
-    @property
-    def config(self) -> EngineConfig:
-        return pickle.loads(self.pickled_config)
-
 
 class Build(Struct, tag=True, frozen=True):
-    """Take that memory, with `num_blocks` blocks. They answer Ready."""
+    """Take that memory, with `num_blocks` blocks."""
 
     num_blocks: int
 
@@ -70,38 +66,51 @@ class Build(Struct, tag=True, frozen=True):
 class RunStep(Struct, tag=True, frozen=True):
     """Run a step, up to the place where it needs masks if it does."""
 
-    plan: bytes  # as distributed.plan_bytes writes it
+    plan: StepPlan
 
 
 class Masks(Struct, tag=True, frozen=True):
-    """Run the rest of a step."""
+    """Run the rest of a step, with these AllowedTokens; rows that allow everything are left out.
 
-    allowed: bytes
+    Attributes:
+        shape: of all masks.
+        rows: int32, the others' places.
+        masks: int32, of these rows.
+        ends: int32, `ends_2E`.
+    """
+
+    shape: tuple[int, int]
+    rows: np.ndarray
+    masks: np.ndarray
+    ends: np.ndarray
+
+    @classmethod
+    def of(cls, allowed: AllowedTokens) -> "Masks":
+        masks_RW = allowed.masks_RW
+        rows = np.flatnonzero((masks_RW != -1).any(axis=1)).astype(np.int32)
+        return cls(masks_RW.shape, rows, masks_RW[rows], allowed.ends_2E.astype(np.int32))
+
+    @property
+    def allowed(self) -> AllowedTokens:
+        masks_RW = np.full(self.shape, -1, dtype=np.int32)
+        masks_RW[self.rows] = self.masks.reshape(-1, self.shape[1])
+        return AllowedTokens(masks_RW, self.ends.reshape(2, -1).astype(np.int64))
 
 
 Order = Join | Prepare | Build | RunStep | Masks
-
-
-class Here(Struct, tag=True, frozen=True):
-    """The first message of a rank."""
 
 
 class Working(Struct, tag=True, frozen=True):
     """The answer is on its way: this rank has computed or read since its last message."""
 
 
-class Loaded(Struct, tag=True, frozen=True):
-    """The models are there."""
+class Done(Struct, tag=True, frozen=True):
+    """The order is carried out. The first message of a rank says so of its start.
 
+    plan: the memory of the engine as this rank plans it, before the ranks agree; else None.
+    """
 
-class Planned(Struct, tag=True, frozen=True):
-    """The memory of the engine as this rank plans it, before the ranks agree."""
-
-    plan: MemoryPlan
-
-
-class Ready(Struct, tag=True, frozen=True):
-    """Steps may come."""
+    plan: MemoryPlan | None = None
 
 
 class RankFailed(Struct, tag=True, frozen=True):
@@ -114,20 +123,33 @@ class RankFailed(Struct, tag=True, frozen=True):
     message: str
 
 
-Answer = Here | Working | Loaded | Planned | Ready | RankFailed
+Answer = Working | Done | RankFailed
 
-_orders, _answers = Decoder(Order), Decoder(Answer)
+
+def _array_as_bytes(array: Any) -> bytes:
+    """Write an array of int32, the only kind that messages have."""
+    assert isinstance(array, np.ndarray)
+    assert array.dtype == np.int32
+    return array.tobytes()
+
+
+def _array_of_bytes(_: type, data: bytes) -> np.ndarray:
+    return np.frombuffer(data, np.int32).copy()
+
+
+_encoder = Encoder(enc_hook=_array_as_bytes)
+_orders, _answers = Decoder(Order, dec_hook=_array_of_bytes), Decoder(Answer)
 
 
 def as_bytes(message: Order | Answer) -> bytes:
-    return encode(message)
+    return _encoder.encode(message)
 
 
 def order_of_bytes(data: bytes) -> Order:
     """Decode an order. Raises RanksError: it is none."""
     try:
         return _orders.decode(data)
-    except MsgspecError as error:
+    except (MsgspecError, TypeError, ValueError) as error:
         raise RanksError(f"an order cannot be read: {error}") from error
 
 

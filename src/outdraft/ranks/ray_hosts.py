@@ -42,7 +42,7 @@ class RankActor:
 
     def start(self, assignment: bytes, num_threads: int) -> None:
         """Start the process. It is a child of the actor, so it ends with it."""
-        self._process = LocalProcess(assignment, num_threads, os.environ)
+        self._process = LocalProcess(assignment, num_threads)
 
     def wait(self) -> int:
         """Wait for the end of the process; return its exit code."""
@@ -141,9 +141,6 @@ class RayProcess:
         self._is_killed.set()
         with contextlib.suppress(RayError):
             ray.kill(self._actor)
-
-    def close(self) -> None:
-        """Do nothing: nothing is left."""
 
 
 def _connect() -> None:

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from outdraft.drafting.device.translated_model import VocabularyMap
 from outdraft.models.shape import ModelShape
 from outdraft.text.chat import special_tokens
-from outdraft.text.pieces import BYTE_NAME, BYTE_OF
+from outdraft.text.detokenizer import BYTE_NAME, BYTE_OF
 
 ROLES = ("bos_token", "eos_token", "pad_token")
 
