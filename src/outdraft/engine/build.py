@@ -23,7 +23,7 @@ from outdraft.kernels.data.logits import most_drawn
 from outdraft.kv.block_pool import BlockPool
 from outdraft.loading.memory import MemoryPlan, plan_memory
 from outdraft.loading.methods import LoadedDrafter, host_proposers
-from outdraft.loading.models import LoadedModels, build_runner, drafter_of, longest_text, stage
+from outdraft.loading.models import LoadedModels, build_runner, stage
 from outdraft.models.base import LanguageModel
 from outdraft.ranks.launch import load_on_ranks
 from outdraft.runner.parallel_runner import StepRunner
@@ -45,7 +45,7 @@ def build_engine(
         ConfigError: no such engine can be built, or its memory is not there.
         RanksError: another rank ended.
     """
-    models = models or load_on_ranks(config)
+    models = (models or load_on_ranks(config)).as_used_by(config)
     if models.processes is not None and memory is not None:
         raise ConfigError("engines that live at once need tensor_parallel_size=1")
     speculation, target, processes = config.speculation, models.target, models.processes
@@ -55,16 +55,16 @@ def build_engine(
     if memory is None:
         with stage("planned the memory"):
             memory = plan_memory(config, models)
-    own = build_runner(config, models, memory.num_blocks)
+    own = build_runner(models, memory.num_blocks)
     runner = own if processes is None else processes.runner(own, config, models)
     if has_graphs(models.kernels) and models.ranks.target.size == 1:
         make_graphs(config, runner)
-    drafter, num_groups = drafter_of(config, models), models.ranks.num_draft_groups
+    drafter, num_groups = models.drafter, models.ranks.num_draft_groups
     scheduler = Scheduler(
         config.scheduler,
         config.cache,
         BlockPool(memory.num_blocks, num_groups),
-        longest_text(config, target),
+        models.longest_text,
         state_window=drafter.state_window if drafter is not None else 0,
         drafter_reads_ahead=drafter is not None and drafter.reads_ahead,
         drafter_shares_cache=drafter is not None and drafter.shares_cache,

@@ -27,8 +27,8 @@ from outdraft.kernels.data.logits import (
 )
 from outdraft.kernels.data.noise import NOISE_NUMBERS
 from outdraft.loading.machine import limited_groups
-from outdraft.loading.methods import LoadedDrafter, cache_bytes
-from outdraft.loading.models import LoadedModels, check_shared, drafter_of, longest_text
+from outdraft.loading.methods import LoadedDrafter, Network, cache_bytes
+from outdraft.loading.models import LoadedModels
 from outdraft.models.shape import ModelShape
 from outdraft.runner.logprobs import PROMPT_ROWS
 
@@ -192,25 +192,21 @@ def sampling_bytes(shape: StepShape, vocab_size: int) -> int:
 
     The rows of a part are processed in slices too, if one request has more of them.
     """
-    width, most = shape.logit_dtype.itemsize, _part_rows(shape, vocab_size)
+    width = shape.logit_dtype.itemsize
+    most = min(most_logit_rows(vocab_size, shape.logit_dtype, shape.device), shape.num_logit_rows)
     rows = max(most, shape.num_own_rows)
+    drawn = 1 + shape.num_sampled if shape.num_sampled else 0  # of one request
     tensors = FEWER_PROCESSING_TENSORS if shape.penalties_are_compiled else PROCESSING_TENSORS
     processing = tensors * most + 2 * (rows - most)
     # Raw and processed logits and noise; residuals and weights where drafts were drawn.
-    choosing = 3 * rows + 2 * min(rows, max(most, 1 + shape.num_sampled)) * (shape.num_sampled > 0)
+    choosing = 3 * rows + (2 * min(rows, max(most, drawn)) if drawn else 0)
     noise = 0 if shape.noise_is_compiled else NOISE_BYTES * min(rows * vocab_size, NOISE_NUMBERS)
     kept = 0
     if shape.penalties_are_compiled and shape.device.type == "cpu":
         kept = most + min(BEST_ROWS, shape.num_logit_rows) + most * shape.has_network
-        kept += min(rows, 1 + shape.num_sampled) * (shape.num_sampled > 0)
-    return max(processing * width, choosing * width + noise // vocab_size) * vocab_size + (
-        kept * width * vocab_size
-    )
-
-
-def _part_rows(shape: StepShape, vocab_size: int) -> int:
-    """Rows of logits that are processed at the same time."""
-    return min(most_logit_rows(vocab_size, shape.logit_dtype, shape.device), shape.num_logit_rows)
+        kept += min(rows, drawn)
+    needed = max(processing * width, choosing * width + noise // vocab_size)
+    return (needed + kept * width) * vocab_size
 
 
 def prompt_score_bytes(shape: StepShape, vocab_size: int) -> int:
@@ -432,36 +428,30 @@ def plan_together(
     Raises:
         ConfigError: one of them cannot be built, or there is too little memory for them.
     """
-    steps = [_step_memory(config, models) for config, models in engines]
-    weights: dict[int, int] = {}
-    for config, models in engines:
-        drafter = drafter_of(config, models)
-        for network in (models.target, *([drafter.network] if drafter else [])):
-            weights[id(network)] = network.memory_bytes
+    used = [models.as_used_by(config) for config, models in engines]
+    steps = [_step_memory(models) for models in used]
+    weights = {id(one): one.memory_bytes for models in used for one in _networks(models)}
     number = len(engines)
     shared = max(step.total - step.kept for step in steps)
     plans: list[MemoryPlan] = []
-    for (config, models), step in zip(engines, steps, strict=True):
-        target, size = models.target, config.cache.block_size
-        drafter = drafter_of(config, models)
+    for models, step in zip(used, steps, strict=True):
+        config, target, drafter = models.config, models.target, models.drafter
+        size = config.cache.block_size
         block_bytes = cache_bytes(target.shard, size, target.dtype)
         block_bytes += drafter.bytes_per_block(size) if drafter else 0
         count = num_blocks(
             config.cache,
             block_bytes=block_bytes,
-            useful_tokens=config.scheduler.max_num_seqs * longest_text(config, target),
+            useful_tokens=config.scheduler.max_num_seqs * models.longest_text,
             weights=sum(weights.values()) // number,
             buffers=step.kept + shared // number,
             memory=memory.part(number),
         )
-        drafter_weights = drafter.network.memory_bytes if drafter else 0
-        if drafter is not None and drafter.network is target:
-            drafter_weights = 0
         plans.append(
             MemoryPlan(
                 target.numbers,
                 target.memory_bytes,
-                drafter_weights,
+                sum(one.memory_bytes for one in _networks(models) if one is not target),
                 step,
                 block_bytes,
                 count,
@@ -472,43 +462,43 @@ def plan_together(
     return plans
 
 
-def _step_memory(config: EngineConfig, models: LoadedModels) -> StepMemory:
-    check_shared(config, models.config)
-    _check_context(config, models)
-    target, speculation = models.target, config.speculation
-    drafter, max_model_len = drafter_of(config, models), longest_text(config, target)
-    vocab_size, network = target.config.vocab_size, speculation.network
+def _networks(models: LoadedModels) -> list[Network]:
+    """The target, and the network that drafts; it may be the target."""
+    return [models.target] if models.drafter is None else [models.target, models.drafter.network]
+
+
+def _step_memory(models: LoadedModels) -> StepMemory:
+    config, target, drafter = models.config, models.target, models.drafter
+    scheduler, speculation, network = (
+        config.scheduler,
+        config.speculation,
+        config.speculation.network,
+    )
+    vocab_size, max_model_len = target.config.vocab_size, models.longest_text
     _check_num_drafts(speculation, drafter, vocab_size)
     layers = [target.shard]
     if drafter is not None and drafter.layers is not None:
         layers.append(drafter.layers)
-    ranks, scheduler, computed = models.ranks, config.scheduler, computed_by(models.kernels)
-
-    def is_compiled(operation: str) -> bool:
-        return not computed[operation].startswith("reference.")
-
+    num_ranks, computed = models.ranks.target.size, computed_by(models.kernels)
     shape = StepShape(
         scheduler,
         max_model_len,
-        num_draft_rows=most_draft_rows(
-            speculation, -(-scheduler.max_num_seqs // ranks.target.size)
-        ),
+        num_draft_rows=most_draft_rows(speculation, -(-scheduler.max_num_seqs // num_ranks)),
         num_sampled=speculation.max_drafts if network is not None and network.samples else 0,
         dtype=target.dtype,
         device=models.device,
         tree=network.tree if network is not None else None,
         drafter_rows=drafter.block_rows if drafter is not None else 0,
-        noise_is_compiled=is_compiled("gumbel"),
-        penalties_are_compiled=is_compiled("penalize"),
-        num_ranks=ranks.target.size,
+        noise_is_compiled=not computed["gumbel"].startswith("reference."),
+        penalties_are_compiled=not computed["penalize"].startswith("reference."),
+        num_ranks=num_ranks,
         has_network=network is not None,
     )
     states = 0
     if drafter is not None and drafter.state_window:
-        window = drafter.state_window
-        hidden_size, size = target.config.hidden_size, drafter.feature_size
-        states = state_bytes(shape, hidden_size, drafter.num_taps, size, window)
-        size = config.cache.block_size
+        hidden_size, size = target.config.hidden_size, config.cache.block_size
+        kept = drafter.feature_size, drafter.state_window
+        states = state_bytes(shape, hidden_size, drafter.num_taps, *kept)
         spare = drafter.spare_blocks(size) * drafter.bytes_per_block(size)
         states += scheduler.max_num_seqs * spare
     most = scheduler.max_num_seqs, shape.num_rows, max_model_len
@@ -529,17 +519,6 @@ def _step_memory(config: EngineConfig, models: LoadedModels) -> StepMemory:
         states=states,
         graphs=graph_bytes(shape, layers, vocab_size) if has_graphs(models.kernels) else 0,
     )
-
-
-def _check_context(config: EngineConfig, models: LoadedModels) -> None:
-    """Engines that share weights may differ in max_model_len, unless the frequencies of the rotary
-    embedding depend on it."""
-    is_same = config.max_model_len == models.config.max_model_len
-    if models.target.config.depends_on_context and not is_same:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len}, but the models were loaded for "
-            f"{models.config.max_model_len}, on which their rotary embedding depends"
-        )
 
 
 def _check_num_drafts(

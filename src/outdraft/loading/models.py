@@ -64,6 +64,39 @@ class LoadedModels:
     ranks: Ranks
     processes: "RankProcesses | None" = None
 
+    @property
+    def longest_text(self) -> int:
+        """Most tokens of a prompt and its output.
+
+        Raises:
+            ConfigError: max_model_len is more than the model has positions for.
+        """
+        asked, limit = self.config.max_model_len, self.target.config.max_model_len
+        if asked is not None and asked > limit:
+            raise ConfigError(
+                f"max_model_len {asked:,} is more than the {limit:,} positions that the model knows"
+            )
+        return asked or limit
+
+    def as_used_by(self, config: EngineConfig) -> "LoadedModels":
+        """The models as an engine of this configuration uses them; perhaps it uses no drafter.
+
+        Raises:
+            ConfigError: it asks for other models than those that were loaded.
+        """
+        _check_shared(config, self.config)
+        # Engines that share weights may differ in max_model_len, unless the frequencies of the
+        # rotary embedding depend on it.
+        asked, loaded = config.max_model_len, self.config.max_model_len
+        if self.target.config.depends_on_context and asked != loaded:
+            raise ConfigError(
+                f"max_model_len is {asked}, but the models were loaded for {loaded}, on which "
+                "their rotary embedding depends"
+            )
+        return replace(
+            self, config=config, drafter=self.drafter if config.speculation.network else None
+        )
+
 
 def load_models(
     config: EngineConfig, ranks: Ranks = ONE_RANK, device: torch.device | None = None
@@ -192,12 +225,12 @@ def with_drafter(models: LoadedModels, config: EngineConfig) -> LoadedModels:
     """
     if models.processes is not None:
         raise ConfigError("engines that share a target need tensor_parallel_size=1")
-    check_shared(replace(config, speculation=models.config.speculation), models.config)
+    _check_shared(replace(config, speculation=models.config.speculation), models.config)
     drafter = load_drafter(config, models.path, models.target, models.ranks.draft)
     return replace(models, config=config, drafter=drafter)
 
 
-def check_shared(config: EngineConfig, loaded: EngineConfig) -> None:
+def _check_shared(config: EngineConfig, loaded: EngineConfig) -> None:
     """Raise ConfigError if the configuration asks for other models than those that were loaded."""
     names = ("model", "tokenizer", "revision", "load_format", "dtype", "device", "kernels")
     for name in (*names, "model_impl", "quantization", "parallel"):
@@ -223,36 +256,16 @@ def _weights_of(network: DraftNetworkConfig) -> tuple[object, ...]:
     return network.model, network.source, network.quantization, network.kv_budget
 
 
-def drafter_of(config: EngineConfig, models: LoadedModels) -> LoadedDrafter | None:
-    """The network that drafts in this configuration; None: no network does."""
-    return models.drafter if config.speculation.network else None
-
-
-def longest_text(config: EngineConfig, target: LanguageModel) -> int:
-    """Tokens of the longest prompt and output.
-
-    Raises:
-        ConfigError: max_model_len is more than the model has positions for.
-    """
-    asked, limit = config.max_model_len, target.config.max_model_len
-    if asked is not None and asked > limit:
-        raise ConfigError(
-            f"max_model_len {asked:,} is more than the {limit:,} positions that the model knows"
-        )
-    return asked or limit
-
-
-def build_runner(config: EngineConfig, models: LoadedModels, num_blocks: int) -> ModelRunner:
+def build_runner(models: LoadedModels, num_blocks: int) -> ModelRunner:
     """Build the runner of an engine's steps on one rank; it takes the memory of `num_blocks` blocks
     and of the texts."""
-    target, device, kernels = models.target, models.device, models.kernels
-    drafter, max_model_len = drafter_of(config, models), longest_text(config, target)
-    state = DeviceState(config.scheduler.max_num_seqs, max_model_len, device, kernels)
+    config, target, kernels = models.config, models.target, models.kernels
+    state = DeviceState(config.scheduler.max_num_seqs, models.longest_text, models.device, kernels)
     block_size, place = config.cache.block_size, (target.dtype, target.device)
     cache = KVCache(target.shard.cache_shapes, num_blocks, block_size, *place)
     proposer = None
-    if drafter is not None:
-        proposer = device_proposer(config, drafter, target, cache)
+    if models.drafter is not None:
+        proposer = device_proposer(config, models.drafter, target, cache)
     asked = config.speculation
     bounds = TypicalAcceptance(asked.posterior_threshold, asked.posterior_alpha)
     verifier = Verifier(kernels, asked.rejection_sample_method, bounds)

@@ -28,9 +28,9 @@ from outdraft.kernels.choose import memory_transports
 from outdraft.loading.machine import stay_on, topology
 from outdraft.loading.memory import MemoryPlan
 from outdraft.loading.models import LoadedModels
-from outdraft.ranks.channel import KEY_BYTES, Speaker
 from outdraft.ranks.hosts import RankHosts, RankProcess
 from outdraft.ranks.messages import (
+    KEY_BYTES,
     LOST,
     STORE_TIMEOUT_S,
     Answer,
@@ -43,6 +43,7 @@ from outdraft.ranks.messages import (
     RankAssignment,
     RankFailed,
     RunStep,
+    Speaker,
     answer_of_bytes,
     as_bytes,
 )

@@ -29,7 +29,6 @@ from outdraft.kernels.choose import memory_transports
 from outdraft.loading.machine import stay_on
 from outdraft.loading.memory import plan_memory
 from outdraft.loading.models import LoadedModels, build_runner, choose_device, load_models
-from outdraft.ranks.channel import Listener
 from outdraft.ranks.messages import (
     LOST,
     STORE_TIMEOUT_S,
@@ -37,6 +36,7 @@ from outdraft.ranks.messages import (
     Build,
     Done,
     Join,
+    Listener,
     Masks,
     Order,
     Prepare,
@@ -164,12 +164,13 @@ class Rank:
 
     def _built(self, models: LoadedModels, order: Prepare) -> tuple[ModelRunner, SameSteps | None]:
         config: EngineConfig = pickle.loads(order.pickled_config)
+        models = models.as_used_by(config)
         with signs_of_work(self._listener):
             memory = plan_memory(config, models)
         self._answer(Done(memory))
         num_blocks = self._next(Build).num_blocks
         with signs_of_work(self._listener):
-            runner = build_runner(config, models, num_blocks)
+            runner = build_runner(models, num_blocks)
         same_steps = None
         if config.parallel.check_ranks:
             same_steps = SameSteps(models.ranks.target, models.device)
