@@ -49,13 +49,17 @@ def join_ranks(
     def group(name: str, members: Sequence[int]) -> RankGroup:
         if len(members) == 1:
             return ALONE
-        own = PrefixStore(name, store), members.index(rank), len(members)
-        transport = None
-        if device.type == "cpu":
-            transport = _over_memory(*own, timeout_s, over_memory, host)
-        if transport is None:
-            transport = ProcessTransport(*own, device, timeout_s, host)
-        return RankGroup(*own[1:], transport)
+        place = members.index(rank), len(members)
+        own, transport = PrefixStore(name, store), None
+        try:
+            if device.type == "cpu":
+                transport = _over_memory(own, *place, timeout_s, over_memory, host)
+            if transport is None:
+                transport = ProcessTransport(own, *place, device, timeout_s, host)
+        except RuntimeError as error:
+            what = f"rank {place[0]} cannot join its group of {place[1]}"
+            raise RanksError(f"{what}: {error}") from error
+        return RankGroup(*place, transport)
 
     first = rank - rank % draft_size
     ranks = Ranks(
@@ -78,14 +82,11 @@ def _over_memory(
     num_bytes = None if transports is None else transports.num_bytes(size)
     timeout = timedelta(seconds=timeout_s)
     names = [f"host-{other}" for other in range(size)]
-    try:
-        store.set(names[rank], host or "")
-        store.wait(names, timeout)
-        if len({store.get(name) for name in names}) > 1:
-            return None
-        memory = shared_memory(PrefixStore("memory", store), rank, size, num_bytes, timeout)
-    except RuntimeError as error:
-        raise RanksError(f"rank {rank} cannot join its group of {size}: {error}") from error
+    store.set(names[rank], host or "")
+    store.wait(names, timeout)
+    if len({store.get(name) for name in names}) > 1:
+        return None
+    memory = shared_memory(PrefixStore("memory", store), rank, size, num_bytes, timeout)
     if transports is None or memory is None:
         return None
     return transports.transport(memory, rank, size, timeout_s)
@@ -111,15 +112,12 @@ class ProcessTransport:
         self.num_messages = 0
         self._group: Any  # torch does not declare the methods of its groups
         timeout = timedelta(seconds=timeout_s)
-        try:
-            if device.type == "cuda":
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timeout
-                self._group = dist.ProcessGroupNCCL(store, rank, size, options)
-            else:
-                self._group = _gloo(store, rank, size, timeout, host)
-        except RuntimeError as error:
-            raise RanksError(f"rank {rank} cannot join its group of {size}: {error}") from error
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            self._group = _gloo(store, rank, size, timeout, host)
 
     def gather(self, data: Tensor) -> Tensor:
         if self._device.type == "cpu" and data.numel() <= EXCHANGED_BYTES:

@@ -1,14 +1,10 @@
 """Builds an engine that is ready to step from a configuration."""
 
-from collections.abc import Callable
-
 from outdraft.config.engine import EngineConfig
-from outdraft.config.speculation import DraftNetworkConfig
 from outdraft.control.controller import Controller
 from outdraft.control.policy import FixedLength, LengthPolicy
 from outdraft.core.draft import MAX_DRAFTS
 from outdraft.core.errors import ConfigError
-from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.costs.table import AUTO, cost_file, cost_table
 from outdraft.drafting.device.live_stop import host_sees
@@ -22,9 +18,8 @@ from outdraft.kernels.choose import has_graphs
 from outdraft.kernels.data.logits import most_drawn
 from outdraft.kv.block_pool import BlockPool
 from outdraft.loading.memory import MemoryPlan, plan_memory
-from outdraft.loading.methods import LoadedDrafter, host_proposers
+from outdraft.loading.methods import host_proposers
 from outdraft.loading.models import LoadedModels, build_runner, stage
-from outdraft.models.base import LanguageModel
 from outdraft.ranks.launch import load_on_ranks
 from outdraft.runner.parallel_runner import StepRunner
 from outdraft.scheduling.scheduler import Scheduler
@@ -56,7 +51,7 @@ def build_engine(
         with stage("planned the memory"):
             memory = plan_memory(config, models)
     own = build_runner(models, memory.num_blocks)
-    runner = own if processes is None else processes.runner(own, config, models)
+    runner = own if processes is None else processes.runner(own, models)
     if has_graphs(models.kernels) and models.ranks.target.size == 1:
         make_graphs(config, runner)
     drafter, num_groups = models.drafter, models.ranks.num_draft_groups
@@ -80,9 +75,7 @@ def build_engine(
     policy = DraftPolicy(
         speculation,
         host_proposers(speculation.sources, models.kernels),
-        _drafter_limits(
-            speculation.network, target, drafter, own.proposer, scheduler.unread_tokens
-        ),
+        _drafter_limits(models, own.proposer, scheduler),
         _control(config, models, runner),
         config.scheduler.max_num_seqs,
     )
@@ -127,12 +120,9 @@ def warm_up(engine: Engine) -> None:
 
 
 def _drafter_limits(
-    config: DraftNetworkConfig | None,
-    target: LanguageModel,
-    drafter: LoadedDrafter | None,
-    proposer: DeviceProposer | None,
-    unread_tokens: Callable[[Request], int],
+    models: LoadedModels, proposer: DeviceProposer | None, scheduler: Scheduler
 ) -> DrafterLimits | None:
+    config, drafter, target = models.config.speculation.network, models.drafter, models.target
     if config is None or drafter is None or proposer is None:
         return None
     longest = drafter.layers.max_model_len if drafter.layers else target.config.max_model_len
@@ -140,7 +130,7 @@ def _drafter_limits(
         min(config.max_model_len or longest, longest),
         proposer.drafting,
         max_drafts=proposer.max_drafts,
-        unread_tokens=unread_tokens,
+        unread_tokens=scheduler.unread_tokens,
         chain=proposer.chain,
         max_chain=proposer.max_chain,
         ends_live=host_sees(target.device),

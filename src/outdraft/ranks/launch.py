@@ -35,7 +35,7 @@ def load_on_ranks(config: EngineConfig) -> LoadedModels:
     processes = RankProcesses(config, hosts)
     try:
         models = load_models(config, processes.start(device), device)
-        processes.wait_until_loaded()
+        processes.answers()  # they have loaded theirs
     except BaseException:
         processes.end()
         raise

@@ -139,7 +139,7 @@ class RankProcesses:
                 device_index=rank,
             )
             self._processes.add(rank, self._hosts.start(assignment))
-        self._answers(STORE_TIMEOUT_S)
+        self.answers(STORE_TIMEOUT_S)
         self._hosts.met()
         torch.set_num_threads(all_cores[0].num_threads)
         stay_on(all_cores[0].cpus)
@@ -155,14 +155,6 @@ class RankProcesses:
         self.watch(ranks.abort)  # shared memory does not show that the other rank has died
         self.check()
         return ranks
-
-    def wait_until_loaded(self) -> None:
-        """Wait until all ranks have loaded their models.
-
-        Raises:
-            ConfigError, RanksError: one of them cannot.
-        """
-        self._answers()
 
     def plan_together(self, config: EngineConfig, plan: Callable[[], MemoryPlan]) -> MemoryPlan:
         """Agree on a plan that all ranks have the memory for: the one with the fewest blocks.
@@ -180,21 +172,19 @@ class RankProcesses:
         except BaseException:
             self.end()
             raise
-        answers = sorted(self._answers().items())
+        answers = sorted(self.answers().items())
         return own.agreed([done.plan for _, done in answers if done.plan is not None])
 
     def build(self, num_blocks: int) -> None:
         """Order all ranks to take their memory, without waiting for it."""
         self._order(Build(num_blocks))
 
-    def runner(
-        self, own: ModelRunner, config: EngineConfig, models: LoadedModels
-    ) -> ParallelRunner:
+    def runner(self, own: ModelRunner, models: LoadedModels) -> ParallelRunner:
         """Return the runner of the engine that all ranks have built, over this rank's own runner.
         Raises ConfigError, RanksError."""
-        self._answers()
+        self.answers()
         same_steps = None
-        if config.parallel.check_ranks:
+        if models.config.parallel.check_ranks:
             same_steps = SameSteps(models.ranks.target, models.device)
         return ParallelRunner(own, _OneEngine(self, self.num_engines), same_steps)
 
@@ -251,11 +241,14 @@ class RankProcesses:
         except RanksError as error:
             self.give_up(error)
 
-    def _answers(self, timeout_s: float | None = None) -> dict[int, Done]:
+    def answers(self, timeout_s: float | None = None) -> dict[int, Done]:
         """Wait for the answer of every other rank, which may take long if it shows that it works.
 
         Args:
             timeout_s: without a sign of a rank; None: the time that loading ranks have.
+
+        Raises:
+            ConfigError, RanksError: one of them cannot do what it was ordered.
         """
         timeout_s = timeout_s or max(self._config.parallel.rank_timeout_s, LOADING_SILENCE_S)
         found: dict[int, Done] = {}
@@ -266,7 +259,7 @@ class RankProcesses:
             # Time in which this process itself stood still is not their silence.
             passed_s = min(time.monotonic() - began_s, 2 * POLL_S)
             silent_s = {rank: silence + passed_s for rank, silence in silent_s.items()}
-            if heard is not None:
+            if heard is not None and heard[0] in silent_s:
                 rank, answer = heard
                 silent_s[rank] = 0.0
                 if isinstance(answer, Done):

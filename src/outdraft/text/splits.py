@@ -44,40 +44,15 @@ class TextSplit:
     adds_bos: bool = False
 
 
-_DEFAULT = TextSplit(
-    (r"[\p{P}\$\+<=>\^~\|]+", _GPT_2, r"\p{N}+", "[0-9][0-9][0-9]"),
-)
-_OF_GPT_2 = TextSplit((_GPT_2,))
-_OF_LLAMA_3 = TextSplit((_LLAMA_3,))
-_OF_LLAMA_BPE = TextSplit((_LLAMA_3,), takes_whole_words=True, adds_bos=True)
-_OF_QWEN_2 = TextSplit((_QWEN_2,))
-_SINGLE_DIGITS = TextSplit((r"\p{N}", _GPT_2))
-_OF_DEEPSEEK_3 = TextSplit(
-    (
-        r"\p{N}{1,3}",
-        "[一-龥぀-ゟ゠-ヿ]+",
-        rf"{_ASCII_SIGNS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
-        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_BLANKS}",
-    )
-)
-_OF_GPT_4O = TextSplit(
-    (
-        "|".join(
-            [
-                *(rf"{cased}{_CONTRACTIONS}?" for cased in _CASED),
-                *(r"\p{N}{1,3}", _SIGNS_OR_PATHS, _BLANKS),
-            ]
-        ),
-    )
-)
 _NOT_PUNCTUATED = r" ?[^(\s|.,!?…。，、।۔،)]+"
-_OF_BAILING = TextSplit((rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_SIGNS}|\s*[\r\n]|\s+(?!\S)|\s+",))
 
-SPLITS = {
-    "default": _DEFAULT,
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1"), _OF_LLAMA_BPE),
-    **dict.fromkeys(("pixtral", "midm-2.0", "lfm2", "jina-v5-nano"), _OF_LLAMA_BPE),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _OF_LLAMA_3),
+# By the names of each rule.
+_RULES = {
+    "default": TextSplit((r"[\p{P}\$\+<=>\^~\|]+", _GPT_2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": TextSplit(
+        (_LLAMA_3,), takes_whole_words=True, adds_bos=True
+    ),
+    "dbrx smaug-bpe glm4 chatglm-bpe": TextSplit((_LLAMA_3,)),
     "deepseek-llm": TextSplit(
         (
             r"[\r\n]",
@@ -89,14 +64,24 @@ SPLITS = {
         )
     ),
     "deepseek-coder": TextSplit((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _OF_DEEPSEEK_3),
+    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": TextSplit(
+        (
+            r"\p{N}{1,3}",
+            "[一-龥぀-ゟ゠-ヿ]+",
+            rf"{_ASCII_SIGNS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
+            rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_BLANKS}",
+        )
+    ),
     "falcon": TextSplit((r"[\p{P}\$\+<=>\^~\|`]+", _GPT_2, "[0-9][0-9][0-9]")),
-    **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell"), _SINGLE_DIGITS),
-    **dict.fromkeys(("exaone", "minerva-7b", "mellum2"), _SINGLE_DIGITS),
-    **dict.fromkeys(("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4"), _OF_GPT_2),
-    **dict.fromkeys(("mpt", "olmo", "jais", "trillion", "granite-docling"), _OF_GPT_2),
-    **dict.fromkeys(("stablelm2", "qwen2", "deepseek-r1-qwen", "kormo", "megrez"), _OF_QWEN_2),
-    **dict.fromkeys(("hunyuan", "grok-2", "solar-open", "f2llmv2"), _OF_QWEN_2),
+    "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": TextSplit(
+        (r"\p{N}", _GPT_2)
+    ),
+    "gpt-2 phi-2 gigachat a.x-4.0 mellum exaone4 mpt olmo jais trillion granite-docling": TextSplit(
+        (_GPT_2,)
+    ),
+    "stablelm2 qwen2 deepseek-r1-qwen kormo megrez hunyuan grok-2 solar-open f2llmv2": TextSplit(
+        (_QWEN_2,)
+    ),
     "qwen35": TextSplit(
         (
             rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
@@ -108,8 +93,19 @@ SPLITS = {
         takes_whole_words=True,
         adds_bos=True,
     ),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2", "talkie"), _OF_GPT_4O),
-    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _OF_BAILING),
+    "gpt-4o llama4 kanana2 minimax-m2 talkie": TextSplit(
+        (
+            "|".join(
+                [
+                    *(rf"{cased}{_CONTRACTIONS}?" for cased in _CASED),
+                    *(r"\p{N}{1,3}", _SIGNS_OR_PATHS, _BLANKS),
+                ]
+            ),
+        )
+    ),
+    "bailingmoe bailingmoe2 llada-moe": TextSplit(
+        (rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_SIGNS}|\s*[\r\n]|\s+(?!\S)|\s+",)
+    ),
     "seed-coder": TextSplit(
         (rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_BLANKS}",)
     ),
@@ -133,7 +129,7 @@ SPLITS = {
     "ufakzeka": TextSplit((rf"{_WORD}|\p{{N}}|{_SIGNS}|{_BLANKS}",)),
     "laguna": TextSplit((r"[^\n]+|[\n]+", _QWEN_2)),
     "viking": TextSplit((_NOT_PUNCTUATED, r"\p{N}")),
-    **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), TextSplit((_NOT_PUNCTUATED,))),
+    "poro-chat bloom gpt3-finnish": TextSplit((_NOT_PUNCTUATED,)),
     "chameleon": TextSplit(
         (
             "<sentinel:[0-9]+>",
@@ -146,3 +142,5 @@ SPLITS = {
         adds_bos=True,
     ),
 }
+
+SPLITS = {name: rule for names, rule in _RULES.items() for name in names.split()}
