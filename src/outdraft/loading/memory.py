@@ -269,11 +269,10 @@ def _row_bytes(model: ModelShape, dtype: torch.dtype, num_ranks: int) -> int:
     hidden = model.hidden_size
     queries = model.num_heads * model.head_size
     qkv = queries + 2 * model.num_kv_heads * model.head_size
-    norm = 3 * hidden * own + 3 * hidden * wide
+    norm = 3 * hidden * (own + wide)
     rotary = (2 * hidden + qkv) * own + 4 * queries * wide
     attention = (2 * hidden + 2 * qkv) * own + queries * (own + wide)
-    feed_forward = (3 * hidden + 4 * model.intermediate_size) * own
-    feed_forward += 2 * model.intermediate_size * wide
+    feed_forward = 3 * hidden * own + model.intermediate_size * (4 * own + 2 * wide)
     # Where ranks sum: the parts of all of them, side by side once more as they arrive, or with the
     # tensors of their sum.
     summed = 0

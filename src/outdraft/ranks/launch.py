@@ -1,13 +1,21 @@
-"""Loads an engine's networks on as many ranks as its configuration names."""
+"""Loads an engine's networks on as many ranks as its configuration names, and starts the processes
+of the others, on this machine or by another host's means."""
 
+import os
+import pickle
+import subprocess
+import sys
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.choose import check_option
+from outdraft.loading.machine import Cores, cores_of_ranks, topology
 from outdraft.loading.models import (
     LoadedModels,
     check_division,
@@ -17,7 +25,9 @@ from outdraft.loading.models import (
 )
 
 if TYPE_CHECKING:
-    from outdraft.ranks.hosts import RankHosts
+    from outdraft.ranks.messages import RankAssignment
+
+COMMAND = (sys.executable, "-m", "outdraft.ranks.worker")
 
 
 def load_on_ranks(config: EngineConfig) -> LoadedModels:
@@ -42,7 +52,7 @@ def load_on_ranks(config: EngineConfig) -> LoadedModels:
     return replace(models, processes=processes)
 
 
-def _hosts(config: EngineConfig) -> "tuple[RankHosts, torch.device]":
+def _hosts(config: EngineConfig) -> tuple["RankHosts", torch.device]:
     """Make the hosts of all ranks, and choose the device of rank 0. What is wrong with the
     configuration is found before."""
     check_option(config.kernels)
@@ -56,8 +66,6 @@ def _hosts(config: EngineConfig) -> "tuple[RankHosts, torch.device]":
     check_division(config)
     find_files(config)  # downloads once, not on every rank
     if not on_cluster:
-        from outdraft.ranks.hosts import LocalHosts
-
         return LocalHosts(size), device
     try:
         from outdraft.ranks.ray_hosts import RayHosts
@@ -67,3 +75,104 @@ def _hosts(config: EngineConfig) -> "tuple[RankHosts, torch.device]":
         ) from None
     hosts = RayHosts(size, device)
     return hosts, hosts.own_device
+
+
+class RankProcess(Protocol):
+    """The process of one rank."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its id; None: it runs on another machine."""
+        ...
+
+    def wait(self) -> int:
+        """Wait for its end; return its exit code, as in subprocess."""
+        ...
+
+    def kill(self) -> None:
+        """End it, so that `wait` returns, and free what is left of it; it may have ended."""
+        ...
+
+
+class RankHosts(Protocol):
+    """Starts the ranks but rank 0, and gives the address where they find it.
+
+    Attributes:
+        host: address of this machine.
+        channel: address that rank 0's channel gets, as ZeroMQ writes it.
+    """
+
+    host: str
+    channel: str
+
+    def cores(self, device: torch.device) -> list[Cores]:
+        """The cores of each rank, rank 0 included."""
+        ...
+
+    def start(self, assignment: "RankAssignment") -> RankProcess:
+        """Start a rank's process."""
+        ...
+
+    def met(self) -> None:
+        """All ranks are connected: free what only connecting needs."""
+        ...
+
+    def close(self) -> None:
+        """Free the rest; no rank is left."""
+        ...
+
+
+class LocalHosts:
+    """Starts ranks on this machine."""
+
+    def __init__(self, size: int) -> None:
+        self.host = "127.0.0.1"
+        self._size = size
+        self._folder = TemporaryDirectory(prefix="outdraft-")
+        self.channel = f"ipc://{self._folder.name}/ranks"
+
+    def cores(self, device: torch.device) -> list[Cores]:
+        """Equal parts of this machine's cores; on GPUs any of them."""
+        parts = cores_of_ranks(self._size, torch.get_num_threads(), topology())
+        return parts if device.type == "cpu" else [replace(one, cpus=()) for one in parts]
+
+    def start(self, assignment: "RankAssignment") -> "LocalProcess":
+        """Start a child of this process."""
+        return LocalProcess(pickle.dumps(assignment), assignment.cores.num_threads)
+
+    def met(self) -> None:
+        """Remove the address, which is not needed any more."""
+        self._folder.cleanup()
+
+    def close(self) -> None:
+        """Remove the address, if the ranks never met."""
+        self._folder.cleanup()
+
+
+class LocalProcess:
+    """A rank's process on this machine. It ends when this process does, however that ends."""
+
+    def __init__(self, assignment: bytes, num_threads: int) -> None:
+        self._process = subprocess.Popen(
+            COMMAND,
+            stdin=subprocess.PIPE,
+            # OpenMP reads it as a process begins.
+            env={**os.environ, "OMP_NUM_THREADS": str(num_threads)},
+        )
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended: `wait` returns its exit code
+            self._process.stdin.write(assignment)
+            self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait(self) -> int:
+        return self._process.wait()
+
+    def kill(self) -> None:
+        assert self._process.stdin is not None
+        self._process.kill()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()

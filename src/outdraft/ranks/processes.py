@@ -28,7 +28,7 @@ from outdraft.kernels.choose import memory_transports
 from outdraft.loading.machine import stay_on, topology
 from outdraft.loading.memory import MemoryPlan
 from outdraft.loading.models import LoadedModels
-from outdraft.ranks.hosts import RankHosts, RankProcess
+from outdraft.ranks.launch import RankHosts, RankProcess
 from outdraft.ranks.messages import (
     KEY_BYTES,
     LOST,

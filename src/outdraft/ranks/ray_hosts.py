@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from outdraft.core.errors import ConfigError, RanksError
 from outdraft.loading.machine import Cores
-from outdraft.ranks.hosts import LocalProcess
+from outdraft.ranks.launch import LocalProcess
 from outdraft.ranks.messages import RankAssignment
 
 TOGETHER_S = 5.0  # to find a machine with room for all ranks
