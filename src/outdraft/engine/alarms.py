@@ -30,10 +30,17 @@ FIRST_BLOCKS = 32  # of a history, before an alarm can begin
 MEMORY = 200  # blocks
 SLACK, LIMIT = 0.5, 12.0  # in standard deviations of a block
 RENEWAL = 100  # blocks of an alarm, after which the history begins anew
+IDLE_STEPS = 10_000  # without a draft, probes aside, before the alarm that a source never drafts
+FRUITLESS_STEPS = 500  # in a row with drafts of a source, none of which brought a token
+_logger = logging.getLogger(__name__)
 
 
 class FallWatch:
     """Watches one source.
+
+    The drafts of a request, or of several, count as float64 [4]: levels that the target has judged
+    (accepted ones, and the first rejected one of each draft), those of them with a history, and of
+    these the accepted ones and the number that was expected.
 
     Attributes:
         is_on: acceptance is below its history.
@@ -43,7 +50,7 @@ class FallWatch:
     def __init__(self) -> None:
         self.is_on = False
         self.evidence = ""
-        self._requests: dict[str, np.ndarray] = {}  # by id: float64 [4], as `_recent`
+        self._requests: dict[str, np.ndarray] = {}
         self._forget_history()
 
     def observe(self, request_id: str, levels: int, accepted: int) -> None:
@@ -123,8 +130,6 @@ class FallWatch:
         self._expected = [0.0]  # accepted levels, by levels that were reached
         self._variance = self._sum = 0.0  # the variance is that of blocks' excess per trial
         self._num_blocks = self._num_on = 0
-        # Levels that the target has judged: accepted ones, and the first rejected one of each
-        # draft; those of them with a history; of these the accepted ones, and those expected to be.
         self._recent = np.zeros(4)
         self._requests.clear()
         self._begin_block()
@@ -139,11 +144,6 @@ def _excess(block: np.ndarray) -> float:
     _, trials, accepted, expected = block
     return (accepted - expected) / max(1, trials)
 
-
-_logger = logging.getLogger(__name__)
-
-IDLE_STEPS = 10_000  # without a draft, probes aside, before the alarm that a source never drafts
-FRUITLESS_STEPS = 500  # in a row with drafts of a source, none of which brought a token
 
 # Source, request, levels that were verified (at least 1), and levels that were accepted.
 VerifiedDraft = tuple[str, str, int, int]

@@ -235,19 +235,18 @@ def draft_prob_bytes(shape: StepShape, vocab_size: int) -> int:
     return (2 * made + part) * vocab_size * 4
 
 
-def state_bytes(
-    shape: StepShape, hidden_size: int, num_taps: int, feature_size: int, window: int
-) -> int:
+def state_bytes(shape: StepShape, models: LoadedModels) -> int:
     """Count the tapped streams of a full step, side by side and once more as one; the features made
-    of them; and the states that are kept of each running request.
-
-    Args:
-        feature_size: numbers made of a token's states; 0: they are kept as they are.
-        window: tokens of each request whose states are kept.
-    """
-    row = 2 * num_taps * hidden_size + 2 * feature_size
-    kept = (shape.scheduler.max_num_seqs * window + 1) * (feature_size or hidden_size)
-    return (shape.num_rows * row + kept) * shape.dtype.itemsize
+    of them; the states that are kept of each running request; and its blocks beside the pool."""
+    drafter, hidden_size = models.drafter, models.target.config.hidden_size
+    if drafter is None or not drafter.state_window:
+        return 0
+    features, block_size = drafter.feature_size, models.config.cache.block_size
+    num_seqs = shape.scheduler.max_num_seqs
+    row = 2 * drafter.num_taps * hidden_size + 2 * features
+    kept = (num_seqs * drafter.state_window + 1) * (features or hidden_size)
+    spare = num_seqs * drafter.spare_blocks(block_size) * drafter.bytes_per_block(block_size)
+    return (shape.num_rows * row + kept) * shape.dtype.itemsize + spare
 
 
 def graph_bytes(shape: StepShape, models: Sequence[ModelShape], vocab_size: int) -> int:
@@ -493,13 +492,6 @@ def _step_memory(models: LoadedModels) -> StepMemory:
         num_ranks=num_ranks,
         has_network=network is not None,
     )
-    states = 0
-    if drafter is not None and drafter.state_window:
-        hidden_size, size = target.config.hidden_size, config.cache.block_size
-        kept = drafter.feature_size, drafter.state_window
-        states = state_bytes(shape, hidden_size, drafter.num_taps, *kept)
-        spare = drafter.spare_blocks(size) * drafter.bytes_per_block(size)
-        states += scheduler.max_num_seqs * spare
     most = scheduler.max_num_seqs, shape.num_rows, max_model_len
     attention = max(
         models.kernels.attention.temporary_bytes(
@@ -515,7 +507,7 @@ def _step_memory(models: LoadedModels) -> StepMemory:
         sampling=sampling_bytes(shape, vocab_size),
         prompt_scores=prompt_score_bytes(shape, vocab_size),
         draft_probs=draft_prob_bytes(shape, vocab_size),
-        states=states,
+        states=state_bytes(shape, models),
         graphs=graph_bytes(shape, layers, vocab_size) if has_graphs(models.kernels) else 0,
     )
 

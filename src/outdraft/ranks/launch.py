@@ -7,7 +7,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import replace
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -98,12 +97,10 @@ class RankHosts(Protocol):
     """Starts the ranks but rank 0, and gives the address where they find it.
 
     Attributes:
-        host: address of this machine.
-        channel: address that rank 0's channel gets, as ZeroMQ writes it.
+        host: address of this machine, at which rank 0 listens.
     """
 
     host: str
-    channel: str
 
     def cores(self, device: torch.device) -> list[Cores]:
         """The cores of each rank, rank 0 included."""
@@ -113,23 +110,18 @@ class RankHosts(Protocol):
         """Start a rank's process."""
         ...
 
-    def met(self) -> None:
-        """All ranks are connected: free what only connecting needs."""
-        ...
-
     def close(self) -> None:
-        """Free the rest; no rank is left."""
+        """Free what is left when no rank is."""
         ...
 
 
 class LocalHosts:
     """Starts ranks on this machine."""
 
+    host = "127.0.0.1"
+
     def __init__(self, size: int) -> None:
-        self.host = "127.0.0.1"
         self._size = size
-        self._folder = TemporaryDirectory(prefix="outdraft-")
-        self.channel = f"ipc://{self._folder.name}/ranks"
 
     def cores(self, device: torch.device) -> list[Cores]:
         """Equal parts of this machine's cores; on GPUs any of them."""
@@ -140,13 +132,8 @@ class LocalHosts:
         """Start a child of this process."""
         return LocalProcess(pickle.dumps(assignment), assignment.cores.num_threads)
 
-    def met(self) -> None:
-        """Remove the address, which is not needed any more."""
-        self._folder.cleanup()
-
     def close(self) -> None:
-        """Remove the address, if the ranks never met."""
-        self._folder.cleanup()
+        """Do nothing: nothing is left."""
 
 
 class LocalProcess:

@@ -111,7 +111,8 @@ class RankProcesses:
         self._num_sent = 0
         self._groups = ONE_RANK
         self._key = secrets.token_bytes(KEY_BYTES)
-        self._speaker = Speaker(self._key, self._size, hosts.channel)
+        shown = f"[{hosts.host}]" if ":" in hosts.host else hosts.host
+        self._speaker = Speaker(self._key, self._size, f"tcp://{shown}:*")
         parts = self._processes.end, self._speaker.close, hosts.close, _restores_threads()
         self._ending = weakref.finalize(self, _end, *parts)
 
@@ -140,7 +141,6 @@ class RankProcesses:
             )
             self._processes.add(rank, self._hosts.start(assignment))
         self.answers(STORE_TIMEOUT_S)
-        self._hosts.met()
         torch.set_num_threads(all_cores[0].num_threads)
         stay_on(all_cores[0].cpus)
         self._order(Join())

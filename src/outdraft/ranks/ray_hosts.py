@@ -61,8 +61,6 @@ class RayHosts:
         """
         _connect()
         self.host = ray.util.get_node_ip_address()
-        shown = f"[{self.host}]" if ":" in self.host else self.host
-        self.channel = f"tcp://{shown}:*"
         self._device = device
         self._group = _room(size, self.host, device.type == "cuda")
         kind: Any = ray.remote(RankActor)
@@ -99,9 +97,6 @@ class RayHosts:
         placed = replace(assignment, host=host, device_index=index)
         actor = self._actors[assignment.rank]
         return RayProcess(actor, pickle.dumps(placed), assignment.cores.num_threads)
-
-    def met(self) -> None:
-        """Do nothing: a TCP address needs no cleanup."""
 
     def close(self) -> None:
         """Give the room back."""
