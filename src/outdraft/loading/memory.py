@@ -131,11 +131,6 @@ class StepShape:
         return min(max(verified, self.num_verified * max(1, self._widest)), self.num_rows)
 
     @property
-    def num_own_rows(self) -> int:
-        """Most of them that are of one request."""
-        return min(self.num_logit_rows, 1 + MAX_DRAFTS if self.num_draft_rows else 1)
-
-    @property
     def _widest(self) -> int:
         return max(self.tree.levels) if self.tree is not None else 0
 
@@ -194,7 +189,8 @@ def sampling_bytes(shape: StepShape, vocab_size: int) -> int:
     """
     width = shape.logit_dtype.itemsize
     most = min(most_logit_rows(vocab_size, shape.logit_dtype, shape.device), shape.num_logit_rows)
-    rows = max(most, shape.num_own_rows)
+    # At least those of one request.
+    rows = max(most, min(shape.num_logit_rows, 1 + MAX_DRAFTS if shape.num_draft_rows else 1))
     drawn = 1 + shape.num_sampled if shape.num_sampled else 0  # of one request
     tensors = FEWER_PROCESSING_TENSORS if shape.penalties_are_compiled else PROCESSING_TENSORS
     processing = tensors * most + 2 * (rows - most)
