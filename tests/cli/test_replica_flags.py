@@ -12,7 +12,7 @@ from outdraft.cli.serve import ReplicasOptions, ServerOptions, replica_plan
 from outdraft.cli.serving import NO_RAY, check_replicas, with_local_paths
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
-from outdraft.loading.models import load_models
+from outdraft.ranks.launch import load_on_ranks
 from outdraft.server.replicas.plan import ReplicaPlan
 from tests.cli.pair import pair
 from tests.server.metrics.scripted import INFO
@@ -106,7 +106,7 @@ def test_without_ray_ranks_on_a_cluster_say_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "outdraft.ranks.ray_hosts", raising=False)
     spread = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray", "device": "cpu"}
     with pytest.raises(ConfigError, match=r"pip install 'outdraft\[ray\]'"):
-        load_models(EngineConfig.from_options(model=str(pair().target), **spread))
+        load_on_ranks(EngineConfig.from_options(model=str(pair().target), **spread))
 
 
 def test_of_what_a_replica_elsewhere_names_no_weights_are_downloaded(tmp_path: Path, monkeypatch):

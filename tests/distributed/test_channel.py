@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from outdraft.core.errors import RanksError
-from outdraft.distributed.channel import CODE_BYTES, Listener, Speaker
+from outdraft.ranks.messages import CODE_BYTES, Listener, Speaker
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 WAIT_S = 60.0

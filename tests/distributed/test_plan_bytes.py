@@ -23,12 +23,8 @@ from outdraft.core.plan import (
     TokenRules,
     Work,
 )
-from outdraft.distributed.plan_bytes import (
-    allowed_as_bytes,
-    allowed_of_bytes,
-    plan_as_bytes,
-    plan_of_bytes,
-)
+from outdraft.ranks.messages import Masks, RunStep, order_of_bytes
+from outdraft.ranks.messages import as_bytes as written
 from tests.oracle.engines import METHODS, engine, prompts_of
 from tests.oracle.test_plans_are_data import params_of_every_kind
 from tests.reference.plain_data import as_bytes, from_bytes
@@ -104,10 +100,16 @@ def plans(draw) -> StepPlan:
     )
 
 
+def read_back(plan: StepPlan) -> StepPlan:
+    order = order_of_bytes(written(RunStep(plan)))
+    assert isinstance(order, RunStep)
+    return order.plan
+
+
 @settings(max_examples=60)
 @given(plans())
 def test_any_plan_is_read_as_it_was_written(plan: StepPlan):
-    read = plan_of_bytes(plan_as_bytes(plan))
+    read = read_back(plan)
     assert as_bytes(read) == as_bytes(from_bytes(StepPlan, as_bytes(plan)))
     assert [work.drafts for work in read.works] == [work.drafts for work in plan.works]
     assert all(one.token_ids.flags.writeable for one in read.admissions)
@@ -119,8 +121,7 @@ def test_plans_of_engines_are_read_as_they_were_written(method: str):
     launch, seen = llm.engine.runner.launch, list[StepPlan]()
 
     def reading(plan: StepPlan):
-        data = plan_as_bytes(plan)
-        read = plan_of_bytes(data)
+        read = read_back(plan)
         assert as_bytes(read) == as_bytes(from_bytes(StepPlan, as_bytes(plan)))
         seen.append(read)
         return launch(read)
@@ -146,7 +147,7 @@ def decoding(choice: DraftChoice | None) -> StepPlan:
 
 
 def test_a_plain_step_takes_few_bytes_for_each_request():
-    size = len(plan_as_bytes(decoding(None)))
+    size = len(written(RunStep(decoding(None))))
     assert size <= 64 * 18
 
 
@@ -164,19 +165,19 @@ def test_masks_are_read_as_they_were_written(num_rows, num_words, num_ends, rng)
         np.array(masks, dtype=np.int32).reshape(num_rows, num_words),
         np.array(ends, dtype=np.int64).reshape(-1, 2).T,
     )
-    read = allowed_of_bytes(allowed_as_bytes(allowed))
-    assert as_bytes(read) == as_bytes(allowed)
+    read = order_of_bytes(written(Masks.of(allowed)))
+    assert isinstance(read, Masks)
+    assert as_bytes(read.allowed) == as_bytes(allowed)
 
 
 def test_rows_that_allow_everything_are_not_written():
     masks_RW = np.full((64, 4700), -1, dtype=np.int32)
     masks_RW[17, 3] = 5
     allowed = AllowedTokens(masks_RW, np.zeros((2, 0), dtype=np.int64))
-    assert len(allowed_as_bytes(allowed)) < 2 * masks_RW[0].nbytes
+    assert len(written(Masks.of(allowed))) < 2 * masks_RW[0].nbytes
 
 
-@pytest.mark.parametrize("read", [plan_of_bytes, allowed_of_bytes])
-def test_other_bytes_are_an_error_of_the_ranks(read):
+def test_other_bytes_are_an_error_of_the_ranks():
     for data in (b"", b"\x00", b"\x90", msgspec.msgpack.encode([1, 2, 3, 4])):
         with pytest.raises(RanksError):
-            read(data)
+            order_of_bytes(data)

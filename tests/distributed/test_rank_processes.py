@@ -23,7 +23,7 @@ from outdraft.distributed.process_groups import ProcessTransport
 from outdraft.engine import engine as engine_module
 from outdraft.engine.llm import LLM
 from outdraft.kernels.native.ranks import MemoryTransport
-from outdraft.ranks import hosts as rank_hosts
+from outdraft.ranks import launch
 from outdraft.ranks import processes as ranks_module
 from outdraft.runner.model_runner import PendingStep
 from tests.cli.pair import pair
@@ -195,12 +195,12 @@ def test_a_step_whose_masks_cannot_be_made_fails_alone(monkeypatch):
 
 
 def test_hosts_that_cannot_be_closed_do_not_hide_why_the_ranks_ended(monkeypatch):
-    class Jammed(rank_hosts.LocalHosts):
+    class Jammed(launch.LocalHosts):
         def close(self) -> None:
             super().close()
             raise RuntimeError("the door is jammed")
 
-    monkeypatch.setattr(rank_hosts, "LocalHosts", Jammed)
+    monkeypatch.setattr(launch, "LocalHosts", Jammed)
     with spread() as llm:
         in_step(llm, 5, lambda: lone_rank().send_signal(signal.SIGKILL))
         with pytest.raises(RanksError, match="rank 1 of 2: its process was ended by SIGKILL"):

@@ -3,9 +3,9 @@
 import threading
 import time
 
-from outdraft.ranks import worker as signs_of_work
+from outdraft.ranks import worker
 from outdraft.ranks.messages import Working, answer_of_bytes
-from outdraft.ranks.worker import SignsOfWork
+from outdraft.ranks.worker import signs_of_work
 
 
 class Ear:
@@ -21,9 +21,9 @@ class Ear:
 
 
 def test_a_process_that_computes_tells_it_until_it_is_done(monkeypatch):
-    monkeypatch.setattr(signs_of_work, "BEAT_S", 0.05)
+    monkeypatch.setattr(worker, "BEAT_S", 0.05)
     ear = Ear()
-    with SignsOfWork(ear):
+    with signs_of_work(ear):
         while not ear.has_heard.is_set():
             sum(range(10_000))
     told = len(ear.heard)
@@ -33,8 +33,8 @@ def test_a_process_that_computes_tells_it_until_it_is_done(monkeypatch):
 
 
 def test_a_process_that_neither_computes_nor_reads_tells_nothing(monkeypatch):
-    monkeypatch.setattr(signs_of_work, "BEAT_S", 0.01)
-    monkeypatch.setattr(signs_of_work, "_used", lambda: (1.0, 7))
+    monkeypatch.setattr(worker, "BEAT_S", 0.01)
+    monkeypatch.setattr(worker, "_used", lambda: (1.0, 7))
     ear = Ear()
-    with SignsOfWork(ear):
+    with signs_of_work(ear):
         assert not ear.has_heard.wait(0.2)

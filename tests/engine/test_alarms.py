@@ -145,7 +145,7 @@ def test_longer_drafts_alone_are_no_fall():
 
 
 def draft(accepted: int = 0, source: str = "suffix") -> VerifiedDraft:
-    return VerifiedDraft(source, "r", 3, accepted)
+    return source, "r", 3, accepted
 
 
 def test_a_source_that_only_probes_never_drafts():

@@ -8,7 +8,7 @@ from outdraft.core.plan import DraftChoice, TokenLogprobs, Work, WorkResult
 from outdraft.core.request import BookedWork, Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembly import RequestAssembly
-from outdraft.engine.deltas import RequestDeltas
+from outdraft.engine.engine import RequestDeltas
 from outdraft.engine.inputs import InputProcessor
 from tests.engine.byte_level import byte_ids, tokenizer
 

@@ -16,8 +16,7 @@ from outdraft.drafting.policy import DraftPolicy
 from outdraft.engine.assembler import Assembler
 from outdraft.engine.assembly import RequestAssembly
 from outdraft.engine.async_engine import AsyncEngine
-from outdraft.engine.deltas import RequestDeltas
-from outdraft.engine.engine import Engine
+from outdraft.engine.engine import Engine, RequestDeltas
 from outdraft.engine.llm import LLM
 from tests.oracle.engines import engine, greedy, prompts_of
 

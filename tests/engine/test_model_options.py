@@ -15,6 +15,7 @@ from outdraft.loading import models as loading
 from outdraft.loading.generation_config import default_sampling
 from outdraft.loading.models import choose_dtype
 from outdraft.models.checkpoints.files import resolve_model_path
+from outdraft.ranks.launch import load_on_ranks
 from tests.cli.pair import pair
 
 OWN = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05}
@@ -110,7 +111,7 @@ def test_what_is_missing_is_found_before_weights_are_read(monkeypatch, options, 
         model=str(pair().target), device="cpu", tensor_parallel_size=size, **options
     )
     with pytest.raises(ConfigError, match=message):
-        loading.load_models(config)
+        load_on_ranks(config)
 
 
 def test_a_revision_of_a_directory_is_refused():

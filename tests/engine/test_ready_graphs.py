@@ -4,9 +4,9 @@ import pytest
 
 from outdraft.core.plan import StepPlan
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine import ready_graphs
+from outdraft.engine import build
+from outdraft.engine.build import MOST_DRAFTS, make_graphs
 from outdraft.engine.llm import LLM
-from outdraft.engine.ready_graphs import MOST_DRAFTS, make_graphs
 from outdraft.kernels.data.graph_sizes import rounded_requests, rounded_rows
 from tests.oracle.engines import engine, greedy, ids, prompts_of, run
 
@@ -100,5 +100,5 @@ def test_a_network_that_is_watched_drafts_in_both_ways():
 
 
 def test_time_for_graphs_ends(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ready_graphs, "MOST_S", 0.0)
+    monkeypatch.setattr(build, "MOST_S", 0.0)
     assert not planned(engine("qwen2", "plain"))

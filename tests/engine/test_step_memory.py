@@ -22,7 +22,8 @@ from outdraft.kernels.torch.attention import TorchAttention
 from outdraft.kernels.torch.sampling import score_tokens
 from outdraft.kernels.torch.table import reference_kernels
 from outdraft.kv.block_pool import LayerCacheShape
-from outdraft.loading import memory_plan
+from outdraft.loading import memory
+from outdraft.loading import models as loading
 from outdraft.loading.memory import (
     NOISE_BYTES,
     StepShape,
@@ -361,12 +362,12 @@ def test_an_engine_without_speculation_pays_for_no_drafts():
 
 def test_free_memory_is_read_before_anything_is_allocated(monkeypatch):
     order: list[str] = []
-    free = memory_plan.device_memory
+    free = memory.device_memory
     monkeypatch.setattr(
-        memory_plan, "device_memory", lambda device: (order.append("free"), free(device))[1]
+        memory, "device_memory", lambda device: (order.append("free"), free(device))[1]
     )
     monkeypatch.setattr(
-        memory_plan, "DeviceState", lambda *args: (order.append("texts"), DeviceState(*args))[1]
+        loading, "DeviceState", lambda *args: (order.append("texts"), DeviceState(*args))[1]
     )
     chosen = config("qwen2", speculation("qwen2", "plain", 3))
     build_engine(chosen, models("qwen2", None, "float32", "cpu", "auto"))

@@ -22,8 +22,7 @@ from outdraft.models.checkpoints.gguf_metadata import GgufVocabulary, TokenKind
 from outdraft.structured.compiler import GrammarCompiler
 from outdraft.text.chat import ChatTemplate
 from outdraft.text.detokenizer import Detokenizer
-from outdraft.text.splits import SPLITS
-from outdraft.text.tokenizer import load_tokenizer
+from outdraft.text.tokenizer import SPLITS, load_tokenizer
 from tests.engine.trained_tokenizers import corpus as documents
 from tests.published.llama_vocabulary import LlamaVocabulary
 from tests.published.texts import texts

@@ -26,8 +26,7 @@ from outdraft.engine.build import build_engine
 from outdraft.engine.engine import Engine
 from outdraft.engine.stats import StatsTotal
 from outdraft.kernels.ops import Kernels
-from outdraft.loading.memory import device_memory
-from outdraft.loading.memory_plan import plan_together
+from outdraft.loading.memory import device_memory, plan_together
 from outdraft.loading.methods import cache_bytes, host_proposers
 from outdraft.loading.models import LoadedModels, load_models, with_drafter
 from outdraft.models.modules import dtype_name

@@ -20,7 +20,7 @@ from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.stats import StatsTotal
-from outdraft.loading.memory_plan import plan_memory
+from outdraft.loading.memory import plan_memory
 from outdraft.loading.models import LoadedModels
 
 FAR_BEHIND = 0.10  # of the best speed

@@ -233,11 +233,11 @@ def show_costs(console: Console, config: "EngineConfig") -> None:
     from outdraft.costs.table import cost_file, cost_table, default_machine, roofline
     from outdraft.engine.build import build_engine
     from outdraft.kernels.choose import machine_limits
-    from outdraft.loading.models import load_models
+    from outdraft.ranks.launch import load_on_ranks
 
     if not config.speculation.sources:
         raise ConfigError("--cost is about speculation: name a method in --speculative-config")
-    models = load_models(config)
+    models = load_on_ranks(config)
     runner = build_engine(replace(config, cost_table="roofline"), models)[0].runner
     table = cost_table(config, models, runner)
     machine, measured = default_machine(models.device), None

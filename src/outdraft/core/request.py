@@ -60,7 +60,7 @@ class Request:
     def __init__(
         self,
         request_id: str,
-        prompt_ids: Sequence[int],
+        prompt_ids: Sequence[int] | np.ndarray,
         params: SamplingParams,
         *,
         seed: int,

@@ -97,14 +97,17 @@ class RankGroup:
     def sum(self, part: Tensor) -> Tensor:
         """The sum of all ranks' tensors, in rank order, so that each number has the same bits
         on all ranks and in tensors of any shape. Sums of 16-bit numbers are rounded once."""
-        if self.size == 1:
+        if self.transport is None:
             return part
         self._count("sum", part)
-        return self._connected.sum(part)
+        return self.transport.sum(part)
 
     def gather(self, part: Tensor) -> Tensor:
         """[t, *shape]: the tensors of all ranks, which are of one shape."""
-        return self._gathered("gather", part) if self.size > 1 else part[None]
+        if self.transport is None:
+            return part[None]
+        self._count("gather", part)
+        return _gathered(self.transport, part)
 
     def join_rows(self, part: Tensor, counts: Sequence[int]) -> Tensor:
         """[sum(counts), ...]: the rows of all ranks, in rank order.
@@ -113,11 +116,12 @@ class RankGroup:
             part: [counts[rank], ...]; all but the number of rows is the same on all ranks.
         """
         assert part.shape[0] == counts[self.rank]
-        if self.size == 1:
+        if self.transport is None:
             return part
         padded = part.new_zeros(max(counts), *part.shape[1:])
         padded[: len(part)] = part
-        parts = self._gathered("join_rows", padded)
+        self._count("join_rows", padded)
+        parts = _gathered(self.transport, padded)
         return torch.cat([one[:count] for one, count in zip(parts, counts, strict=True)])
 
     def turn(self, part_RS: Tensor, counts: Sequence[int]) -> Tensor:
@@ -128,30 +132,16 @@ class RankGroup:
                 next counts[1] to rank 1, and so on.
         """
         assert part_RS.shape[0] == sum(counts)
-        if self.size == 1:
+        if self.transport is None:
             return part_RS
         width = part_RS.shape[1]
         row_bytes, own = width * part_RS.element_size(), counts[self.rank]
         sent = [count * row_bytes for count in counts]
         received = [own * row_bytes] * self.size
         self.traffic.add("turn", sum(sent) - sent[self.rank])
-        data = self._connected.exchange(_as_bytes(part_RS), sent, received)
+        data = self.transport.exchange(_as_bytes(part_RS), sent, received)
         parts_tRS = data.view(part_RS.dtype).view(self.size, own, width)
         return parts_tRS.transpose(0, 1).reshape(own, self.size * width)
-
-    def abort(self) -> None:
-        """End the waits of other threads, on all ranks; every later operation fails."""
-        if self.transport is not None:
-            self.transport.abort()
-
-    @property
-    def _connected(self) -> Transport:
-        assert self.transport is not None
-        return self.transport
-
-    def _gathered(self, operation: str, part: Tensor) -> Tensor:
-        self._count(operation, part)
-        return _gathered(self._connected, part)
 
     def _count(self, operation: str, part: Tensor) -> None:
         self.traffic.add(operation, (self.size - 1) * part.nbytes)
@@ -185,13 +175,17 @@ class Ranks:
     @property
     def num_messages(self) -> int:
         """Operations that this rank has taken part in, in all groups."""
-        transports = self.target.transport, self.draft.transport
-        return sum(one.num_messages for one in transports if one is not None)
+        return sum(one.num_messages for one in self._transports)
 
     def abort(self) -> None:
         """End the waits of other threads in all groups; every later operation fails."""
-        for group in (self.target, self.draft):
-            group.abort()
+        for transport in self._transports:
+            transport.abort()
+
+    @property
+    def _transports(self) -> list[Transport]:
+        groups = self.target, self.draft
+        return [one.transport for one in groups if one.transport is not None]
 
 
 ONE_RANK = Ranks()

@@ -26,7 +26,7 @@ def join_ranks(
     device: torch.device,
     timeout_s: float,
     over_memory: MemoryTransports | None,
-    host: str | None = None,
+    host: str = "127.0.0.1",
 ) -> Ranks:
     """Make the groups of one rank, once all ranks have come.
 
@@ -38,7 +38,7 @@ def join_ranks(
         size, draft_size: t and d; d divides t.
         timeout_s: for one rank to wait for another in an operation.
         over_memory: None: this rank cannot share memory.
-        host: address of this machine, at which Gloo listens; None: the one of its name.
+        host: address of this machine, at which Gloo listens.
 
     Raises:
         RanksError: another rank did not come.
@@ -49,13 +49,17 @@ def join_ranks(
     def group(name: str, members: Sequence[int]) -> RankGroup:
         if len(members) == 1:
             return ALONE
-        own = PrefixStore(name, store), members.index(rank), len(members)
-        transport = None
-        if device.type == "cpu":
-            transport = _over_memory(*own, timeout_s, over_memory, host)
-        if transport is None:
-            transport = ProcessTransport(*own, device, timeout_s, host)
-        return RankGroup(*own[1:], transport)
+        place = members.index(rank), len(members)
+        own, transport = PrefixStore(name, store), None
+        try:
+            if device.type == "cpu":
+                transport = _over_memory(own, *place, timeout_s, over_memory, host)
+            if transport is None:
+                transport = ProcessTransport(own, *place, device, timeout_s, host)
+        except RuntimeError as error:
+            what = f"rank {place[0]} cannot join its group of {place[1]}"
+            raise RanksError(f"{what}: {error}") from error
+        return RankGroup(*place, transport)
 
     first = rank - rank % draft_size
     ranks = Ranks(
@@ -72,20 +76,17 @@ def _over_memory(
     size: int,
     timeout_s: float,
     transports: MemoryTransports | None,
-    host: str | None,
+    host: str,
 ) -> Transport | None:
     """Make a transport; None: not all ranks can share memory, or they have several addresses."""
     num_bytes = None if transports is None else transports.num_bytes(size)
     timeout = timedelta(seconds=timeout_s)
     names = [f"host-{other}" for other in range(size)]
-    try:
-        store.set(names[rank], host or "")
-        store.wait(names, timeout)
-        if len({store.get(name) for name in names}) > 1:
-            return None
-        memory = shared_memory(PrefixStore("memory", store), rank, size, num_bytes, timeout)
-    except RuntimeError as error:
-        raise RanksError(f"rank {rank} cannot join its group of {size}: {error}") from error
+    store.set(names[rank], host)
+    store.wait(names, timeout)
+    if len({store.get(name) for name in names}) > 1:
+        return None
+    memory = shared_memory(PrefixStore("memory", store), rank, size, num_bytes, timeout)
     if transports is None or memory is None:
         return None
     return transports.transport(memory, rank, size, timeout_s)
@@ -99,27 +100,17 @@ class ProcessTransport:
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        device: torch.device,
-        timeout_s: float,
-        host: str | None = None,
+        self, store: Store, rank: int, size: int, device: torch.device, timeout_s: float, host: str
     ) -> None:
         self._size, self._device = size, device
         self.num_messages = 0
-        self._group: Any  # torch does not declare the methods of its groups
-        timeout = timedelta(seconds=timeout_s)
-        try:
-            if device.type == "cuda":
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timeout
-                self._group = dist.ProcessGroupNCCL(store, rank, size, options)
-            else:
-                self._group = _gloo(store, rank, size, timeout, host)
-        except RuntimeError as error:
-            raise RanksError(f"rank {rank} cannot join its group of {size}: {error}") from error
+        is_gpu = device.type == "cuda"
+        kind: Any = dist.ProcessGroupNCCL if is_gpu else dist.ProcessGroupGloo
+        options = kind.Options() if is_gpu else kind._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        if not is_gpu:
+            options._devices = [kind.create_device(hostname=host)]
+        self._group: Any = kind(store, rank, size, options)  # torch does not declare its methods
 
     def gather(self, data: Tensor) -> Tensor:
         if self._device.type == "cpu" and data.numel() <= EXCHANGED_BYTES:
@@ -147,15 +138,3 @@ class ProcessTransport:
             start().wait()
         except RuntimeError as error:
             raise RanksError(f"another rank does not answer: {error}") from error
-
-
-def _gloo(
-    store: Store, rank: int, size: int, timeout: timedelta, host: str | None
-) -> dist.ProcessGroupGloo:
-    if host is None:
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
-    kind: Any = dist.ProcessGroupGloo  # torch does not declare its options
-    options = kind._Options()
-    options._devices = [kind.create_device(hostname=host)]
-    options._timeout = timeout
-    return kind(store, rank, size, options)

@@ -9,57 +9,103 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
+from outdraft.core.decision import Decision
 from outdraft.core.errors import RequestError
-from outdraft.core.outputs import RequestDelta
-from outdraft.core.plan import StepResult, StepStats
-from outdraft.core.request import Request, ScheduledStep
+from outdraft.core.outputs import DraftTrace, RequestDelta, SequenceDelta, TokenOrigin
+from outdraft.core.plan import DraftChoice, StepResult, StepStats, TokenLogprobs, WorkResult
+from outdraft.core.request import BookedWork, Request, ScheduledStep
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.policy import DraftPolicy
 from outdraft.engine.alarms import SourceAlarms
-from outdraft.engine.deltas import RequestDeltas
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor, Prompt
 from outdraft.engine.stats import StatsTotal, step_stats
 from outdraft.runner.model_runner import LaunchedStep
 from outdraft.runner.parallel_runner import StepRunner
 from outdraft.scheduling.scheduler import Scheduler, allowed_tokens, plan_step
 
+if TYPE_CHECKING:
+    from outdraft.ranks.processes import RankProcesses
+
+
+class RequestDeltas:
+    """Makes the deltas of one request of n sequences.
+
+    Attributes:
+        live: ids of its sequences that have not ended.
+    """
+
+    def __init__(
+        self, request_id: str, live: list[str], num_spec_tokens: int, *, lossless: bool
+    ) -> None:
+        self.request_id = request_id
+        self.live = live
+        self._num_spec_tokens = num_spec_tokens
+        self._lossless = lossless
+        self._first_scheduled_s: float | None = None
+        self._num_cached_tokens = 0
+        self._num_preemptions = 0
+        self._prompt_logprobs: list[TokenLogprobs] | None = []  # None: they have been taken
+        self._grown: list[SequenceDelta] = []
+
+    def add(
+        self,
+        index: int,
+        booked: BookedWork,
+        step_s: float,
+        decision: Decision | None = None,
+        granted: DraftChoice | None = None,
+    ) -> None:
+        """Book one step of the index-th sequence.
+
+        Args:
+            step_s: time of the engine's step, in seconds.
+            decision: about the engine's step, for the trace.
+            granted: the draft that the sequence was granted before the step was planned.
+        """
+        request, work, outcome, added = booked
+        if self._first_scheduled_s is None:
+            self._first_scheduled_s = time.monotonic()
+            self._num_cached_tokens = request.num_cached
+        self._num_preemptions = max(self._num_preemptions, request.num_preemptions)
+        if outcome.prompt_logprobs and self._prompt_logprobs is not None:
+            # A preempted prompt is computed again: the same positions get the same values.
+            end = work.start + len(outcome.prompt_logprobs)
+            self._prompt_logprobs[work.start : end] = outcome.prompt_logprobs
+        if added or request.finish_reason is not None:
+            is_traced = request.params.speculation.trace
+            trace = _trace(booked, step_s, decision, granted) if is_traced else None
+            self._grown.append(_sequence_delta(index, booked, trace))
+
+    def take(self) -> RequestDelta:
+        """Return the delta since the last call."""
+        sequences, self._grown = tuple(self._grown), []
+        prompt_logprobs = None
+        if self._prompt_logprobs is not None and sequences[0].index == 0:
+            prompt_logprobs, self._prompt_logprobs = tuple(self._prompt_logprobs), None
+        assert self._first_scheduled_s is not None
+        return RequestDelta(
+            self.request_id,
+            sequences,
+            self._first_scheduled_s,
+            self._num_cached_tokens,
+            self._num_preemptions,
+            self._num_spec_tokens,
+            self._lossless,
+            prompt_logprobs,
+        )
+
 
 @dataclass(slots=True)
 class _LiveSequence:
-    """One of a caller's n sequences: the scheduler's request, and the deltas of its tokens.
-
-    Attributes:
-        may_draft: False: it ended, and the proposers have forgotten it.
-    """
+    """One of a caller's n sequences: the scheduler's request, and the deltas of its tokens."""
 
     request: Request
     deltas: RequestDeltas
     index: int
-    may_draft: bool = True
-
-
-class WatchedRanks(Protocol):
-    """Processes that an engine cannot do without."""
-
-    def watch(self, on_death: Callable[[], None]) -> None:
-        """Call a function, in another thread, when one of them has ended by itself."""
-        ...
-
-    def check(self) -> None:
-        """Raise RanksError if the engine cannot go on."""
-        ...
-
-    def num_moves(self) -> int:
-        """Count this rank's messages to them and its collectives. Any thread may call it."""
-        ...
-
-    def end(self) -> None:
-        """End them all, and with them the engine."""
-        ...
 
 
 class Engine:
@@ -79,7 +125,7 @@ class Engine:
         scheduler: Scheduler,
         drafting: DraftPolicy,
         runner: StepRunner,
-        ranks: WatchedRanks | None = None,
+        ranks: "RankProcesses | None" = None,
     ) -> None:
         self.inputs = inputs
         self.scheduler = scheduler
@@ -171,12 +217,12 @@ class Engine:
         booked_s = time.perf_counter() - started_s
         decision, granted = self.drafting.decided, self.drafting.granted
         for one in booked:
-            sequence = self._sequences[one.request.id]
+            sequence, reason = self._sequences[one.request.id], one.request.finish_reason
             choice = granted.get(one.request.id)
             sequence.deltas.add(sequence.index, one, booked_s, decision, choice)
-            if one.request.finish_reason is not None:
+            if reason is not None:
                 ended.append(sequence)
-            if one.added or one.request.finish_reason is not None:
+            if one.added or reason is not None:
                 grown[sequence.deltas.request_id] = sequence.deltas
         stats = step_stats(
             booked,
@@ -190,8 +236,6 @@ class Engine:
         self.drafting.observe(booked, stats)
         if alarms := self._alarms.watch(booked, decision):
             stats = structs.replace(stats, alarms=alarms)
-        for sequence in ended:
-            self._end_drafting(sequence)
         self._record(stats)
         taken = [deltas.take() for deltas in grown.values()]
         for sequence in ended:  # last: after a step that failed, callers can abort them
@@ -208,7 +252,6 @@ class Engine:
             sequence = self._sequences[sequence_id]
             self.scheduler.abort(sequence_id)
             self._forget(sequence)
-            self._end_drafting(sequence)
 
     def stop_sequence(self, request_id: str, index: int, num_tokens: int) -> None:
         """End one of a request's sequences because its reader found a stop string.
@@ -220,7 +263,6 @@ class Engine:
         if sequence is None:
             return
         self.scheduler.stop(sequence.request, num_tokens)
-        self._end_drafting(sequence)
         self._forget(sequence)
 
     def check_invariants(self) -> None:
@@ -228,7 +270,6 @@ class Engine:
         self.scheduler.check_invariants()
         live = {request.id for request in (*self.scheduler.running, *self.scheduler.waiting)}
         assert live == set(self._sequences)
-        assert all(sequence.may_draft for sequence in self._sequences.values())
         assert live == {one for deltas in self._callers.values() for one in deltas.live}
 
     def _run(self, step: ScheduledStep) -> StepResult:
@@ -240,18 +281,15 @@ class Engine:
             pending = self.runner.verify(pending, allowed)
         return self.runner.collect(pending)
 
-    def _end_drafting(self, sequence: _LiveSequence) -> None:
-        """Make proposers and alarms forget a sequence that ended, once."""
-        if sequence.may_draft:
-            sequence.may_draft = False
-            self.drafting.finish(sequence.request)
-            self._alarms.finish(sequence.request.id)
-
     def _forget(self, sequence: _LiveSequence) -> None:
-        del self._sequences[sequence.request.id]
-        sequence.deltas.live.remove(sequence.request.id)
-        if not sequence.deltas.live:
-            del self._callers[sequence.deltas.request_id]
+        """Forget a sequence that ended, as proposers and alarms do, too."""
+        request, deltas = sequence.request, sequence.deltas
+        del self._sequences[request.id]
+        deltas.live.remove(request.id)
+        if not deltas.live:
+            del self._callers[deltas.request_id]
+        self.drafting.finish(request)
+        self._alarms.finish(request.id)
 
     def _record(self, stats: StepStats) -> None:
         self.stats.add(stats)
@@ -262,11 +300,12 @@ class Engine:
         self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int
     ) -> list[Request]:
         """Make the n sequences of a request, checked."""
-        self.inputs.check_params(params)
-        stop_token_ids = self.inputs.stop_token_ids(params)
-        bad_words_ids = self.inputs.bad_words_ids(params)
-        prediction_ids = self.inputs.prediction_ids(params)
-        grammar = self.inputs.grammar(params)
+        inputs = self.inputs
+        inputs.check_params(params)
+        stop_token_ids = inputs.stop_token_ids(params)
+        bad_words_ids = inputs.bad_words_ids(params)
+        prediction_ids = inputs.prediction_ids(params)
+        grammar = inputs.grammar(params)
         if params.n > self.scheduler.config.max_waiting:
             raise RequestError(
                 f"n is {params.n}, but at most max_waiting = {self.scheduler.config.max_waiting} "
@@ -275,15 +314,14 @@ class Engine:
             )
         if not math.isfinite(priority):
             raise RequestError(f"priority must be a finite number, got {priority}", "priority")
-        prompt_ids: list[int] = prompt.token_ids.tolist()
         others = replace(params, prompt_logprobs=None)  # they would be the same n times
         requests = [
             Request(
                 _sequence_id(request_id, index),
-                prompt_ids,
+                prompt.token_ids,
                 params if index == 0 else others,
-                seed=self.inputs.seed(params, self._num_added, index),
-                max_model_len=self.inputs.max_model_len,
+                seed=inputs.seed(params, self._num_added, index),
+                max_model_len=inputs.max_model_len,
                 stop_token_ids=stop_token_ids,
                 bad_words_ids=bad_words_ids,
                 prediction_ids=prediction_ids,
@@ -300,3 +338,52 @@ class Engine:
 
 def _sequence_id(request_id: str, index: int) -> str:
     return f"{request_id}/{index}"
+
+
+def _sequence_delta(index: int, booked: BookedWork, trace: DraftTrace | None) -> SequenceDelta:
+    request, work, outcome, added = booked
+    drafts = work.drafts
+    drafted = None
+    if drafts is not None:
+        num_drafted = len(outcome.drafted_ids)
+        drafted = {drafts.source.value: num_drafted} if num_drafted else {}
+    return SequenceDelta(
+        index,
+        added,
+        _origins(outcome, drafts)[: len(added)],
+        drafted,
+        outcome.logprobs[: len(added)],
+        trace,
+        None if request.finish_reason is None else str(request.finish_reason),
+        request.stop_reason,
+        request.error,
+    )
+
+
+def _origins(outcome: WorkResult, drafts: DraftChoice | None) -> tuple[TokenOrigin, ...]:
+    """Return one origin per emitted token, accepted drafts first."""
+    if drafts is None:
+        return (TokenOrigin.PLAIN,)
+    accepted = [TokenOrigin(drafts.source)] * len(outcome.accepted_rows)
+    # Row 0 of the parents is the root, so a drafted row has its place plus one there.
+    is_whole = (
+        bool(outcome.accepted_rows) and outcome.accepted_rows[-1] + 1 not in outcome.drafted_parents
+    )
+    return (*accepted, TokenOrigin.BONUS if is_whole else TokenOrigin.RECOVERED)
+
+
+def _trace(
+    booked: BookedWork, step_s: float, decision: Decision | None, granted: DraftChoice | None
+) -> DraftTrace:
+    drafts, outcome = booked.work.drafts, booked.outcome
+    return DraftTrace(
+        (str(drafts.source),) * len(outcome.drafted_ids) if drafts is not None else (),
+        outcome.drafted_ids,
+        outcome.drafted_parents,
+        outcome.accepted_rows,
+        len(booked.added),
+        step_s,
+        outcome.drafted_logprobs,
+        len(granted) if granted is not None else 0,
+        decision,
+    )

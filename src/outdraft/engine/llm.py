@@ -18,7 +18,8 @@ from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import Prompt, is_one_prompt
 from outdraft.loading.generation_config import default_sampling
 from outdraft.loading.memory import MemoryPlan
-from outdraft.loading.models import LoadedModels, load_models, tokenizer_path
+from outdraft.loading.models import LoadedModels, tokenizer_path
+from outdraft.ranks.launch import load_on_ranks
 from outdraft.text.chat import (
     ChatTemplate,
     ContentFormat,
@@ -45,21 +46,20 @@ class LLM:
     def __init__(
         self, model: str, *, speculative_config: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
-        config = EngineConfig.from_options(
-            model=model, speculative_config=speculative_config, **options
+        self._start(
+            EngineConfig.from_options(model=model, speculative_config=speculative_config, **options)
         )
-        self._start(config, load_models(config))
 
     @classmethod
     def from_config(cls, config: EngineConfig, models: LoadedModels | None = None) -> "LLM":
         """Build from a whole configuration; `models` shares weights that are loaded already."""
         llm = cls.__new__(cls)
-        llm._start(config, models or load_models(config))
+        llm._start(config, models)
         return llm
 
-    def _start(self, config: EngineConfig, models: LoadedModels) -> None:
+    def _start(self, config: EngineConfig, models: LoadedModels | None = None) -> None:
         self.config = config
-        self.models = models
+        self.models = models = models or load_on_ranks(config)
         self.engine: Engine
         self.memory: MemoryPlan
         try:
@@ -149,8 +149,7 @@ class LLM:
             raise RequestError(
                 f"{self._tokenizer_path} brings no chat template: use generate", "messages"
             )
-        first = messages[0] if messages else None
-        several = [messages] if first is None or isinstance(first, Mapping) else messages
+        is_one = not messages or isinstance(messages[0], Mapping)
         texts = [
             template.render(
                 [with_readable_calls(message) for message in one],  # pyright: ignore[reportArgumentType]
@@ -159,12 +158,10 @@ class LLM:
                 continue_final_message=continue_final_message,
                 variables=chat_template_kwargs,
             )
-            for one in several
+            for one in ([messages] if is_one else messages)
         ]
         # The template has written all special tokens; the tokenizer must not add its own.
-        prompts: list[Prompt] = [
-            self.engine.inputs.encoded(text, add_special_tokens=False) for text in texts
-        ]
+        prompts = [self.engine.inputs.encoded(text, add_special_tokens=False) for text in texts]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def close(self) -> None:

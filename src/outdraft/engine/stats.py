@@ -26,15 +26,14 @@ def step_stats(
     Args:
         granted: the drafts that were wanted before the step was planned, by request.
     """
-    num_emitted, times = 0, result.times
+    times = result.times
     lengths: list[int] = []
     wanted: list[int] = []
     levels: list[tuple[DraftSource, int, int]] = []
     drafted: dict[DraftSource, int] = {}
     accepted: dict[DraftSource, int] = {}
     drafts: dict[DraftSource, int] = {}
-    for request, work, outcome, added in booked:
-        num_emitted += len(added)
+    for request, work, outcome, _ in booked:
         if not work.samples:
             continue
         num_drafted, choice = len(outcome.drafted_ids), granted.get(request.id)
@@ -52,7 +51,7 @@ def step_stats(
         num_requests=len(result.works),
         num_waiting=num_waiting,
         num_rows=result.num_rows,
-        num_emitted=num_emitted,
+        num_emitted=sum(len(one.added) for one in booked),
         num_drafts=len(levels),
         num_draft_tokens=sum(drafted.values()),
         num_accepted_tokens=sum(depths),
@@ -70,6 +69,12 @@ def step_stats(
         draft_levels=tuple(levels),
         decision=decision,
     )
+
+
+_SUMMED = (
+    *("num_emitted", "num_rows", "num_drafts", "num_draft_tokens", "num_accepted_tokens"),
+    "host_s",
+)
 
 
 @dataclass(slots=True)
@@ -93,26 +98,15 @@ class StatsTotal:
 
     def add(self, step: StepStats) -> None:
         self.num_steps += 1
-        self.num_emitted += step.num_emitted
-        self.num_rows += step.num_rows
-        self.num_drafts += step.num_drafts
-        self.num_draft_tokens += step.num_draft_tokens
-        self.num_accepted_tokens += step.num_accepted_tokens
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(step, name))
         self.draft_s += step.times.draft_s
         self.verify_s += step.times.verify_s
         self.sample_s += step.times.sample_s
-        self.host_s += step.host_s
-        if step.num_drafts == 0:
-            return
-        for depth, number in enumerate(step.accepted_at):
-            self.accepted_at[depth] += number
-        for total, added in (
-            (self.drafted_by_source, step.drafted_by_source),
-            (self.accepted_by_source, step.accepted_by_source),
-            (self.drafts_by_source, step.drafts_by_source),
-        ):
-            for source, number in added.items():
-                total[source] += number
+        self.accepted_at.update(dict(enumerate(step.accepted_at)))
+        self.drafted_by_source.update(step.drafted_by_source)
+        self.accepted_by_source.update(step.accepted_by_source)
+        self.drafts_by_source.update(step.drafts_by_source)
 
     @property
     def acceptance_rate(self) -> float:

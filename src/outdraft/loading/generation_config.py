@@ -11,15 +11,8 @@ from outdraft.models.checkpoints.config_json import read_json
 SAMPLING_FILE = "generation_config.json"
 
 
-# The file's names for our parameters; its other fields are not read.
-SAMPLING_FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+# The file's fields that are read, all but one by the names of our parameters.
+_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
 def default_sampling(config: EngineConfig, model_path: Path) -> dict[str, Any]:
@@ -43,9 +36,9 @@ def default_sampling(config: EngineConfig, model_path: Path) -> dict[str, Any]:
             f"{config.generation_config!r}"
         )
     values = read_json(path)
-    found = {
-        ours: values[name] for name, ours in SAMPLING_FIELDS.items() if values.get(name) is not None
-    }
+    found = {name: values[name] for name in _FIELDS if values.get(name) is not None}
+    if "max_new_tokens" in found:
+        found["max_tokens"] = found.pop("max_new_tokens")
     try:
         SamplingParams(**found)
     except RequestError as error:

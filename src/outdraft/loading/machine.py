@@ -1,8 +1,8 @@
-"""Describes this machine, and gives its cores to ranks."""
+"""Describes this machine: its processor, its cores and the limits of its control groups."""
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
@@ -84,3 +84,45 @@ def stay_on(cpus: tuple[int, ...]) -> None:
     """Keep this thread, and those that it starts, on these processors; (): on any."""
     if cpus:
         os.sched_setaffinity(0, cpus)
+
+
+ROOT = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+# Files of the limit and of the used bytes; the entry of memory.stat for those it can give back.
+_V2 = ("memory.max", "memory.current", "inactive_file")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def limited_groups(root: Path = ROOT, membership: Path = MEMBERSHIP) -> Iterator[tuple[int, int]]:
+    """Yield the bytes that each control group of this process may hold, and those that it holds,
+    less those that it can give back: the groups with a limit, the inner ones first.
+
+    In a container only the root may be visible.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "memory" if controllers else root
+        inner = top / path.strip("/")
+        for folder in (inner, *inner.parents):
+            if folder.is_relative_to(top):
+                yield from _read(folder, *(_V1 if controllers else _V2))
+
+
+def _read(folder: Path, limit_file: str, used_file: str, cached: str) -> Iterator[tuple[int, int]]:
+    """Read a group; nothing if it has no limit, or cannot be read."""
+    try:
+        limit = (folder / limit_file).read_text().strip()
+        used = int((folder / used_file).read_text())
+        entries = dict(
+            line.split() for line in (folder / "memory.stat").read_text().splitlines() if line
+        )
+    except OSError:
+        return
+    if limit != "max":
+        yield int(limit), max(0, used - int(entries.get(cached, 0)))

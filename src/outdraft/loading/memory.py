@@ -5,16 +5,19 @@ the moment with most live tensors, in plain PyTorch; compiled paths take less. T
 all needed at once, but an allocator keeps the memory that it once had.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 
 import psutil
 import torch
 
-from outdraft.config.engine import CacheConfig, SchedulerConfig
+from outdraft.attention.base import AttentionSizes
+from outdraft.config.engine import CacheConfig, EngineConfig, SchedulerConfig
+from outdraft.config.speculation import AUTO, SpeculationConfig
 from outdraft.core.draft import MAX_DRAFTS, TreeShape
 from outdraft.core.errors import ConfigError
+from outdraft.drafting.request_limits import most_draft_rows
+from outdraft.kernels.choose import computed_by, has_graphs
 from outdraft.kernels.data.graph_sizes import GRAPH_BYTES, GRAPHED_FUNCTIONS, MOST_ROWS
 from outdraft.kernels.data.logits import (
     SCORED_LOGITS,
@@ -23,11 +26,12 @@ from outdraft.kernels.data.logits import (
     most_logit_rows,
 )
 from outdraft.kernels.data.noise import NOISE_NUMBERS
+from outdraft.loading.machine import limited_groups
+from outdraft.loading.methods import LoadedDrafter, Network, cache_bytes
+from outdraft.loading.models import LoadedModels
 from outdraft.models.shape import ModelShape
 from outdraft.runner.logprobs import PROMPT_ROWS
 
-ROOT = Path("/sys/fs/cgroup")
-MEMBERSHIP = Path("/proc/self/cgroup")
 GPU_SHARE, CPU_SHARE = 0.9, 0.5  # of the memory, unless gpu_memory_utilization says otherwise
 CPU_CACHE_BYTES = 4 << 30  # of the KV cache at most, unless the configuration asks for more
 
@@ -62,66 +66,11 @@ def device_memory(device: torch.device) -> DeviceMemory:
     machine = psutil.virtual_memory()
     groups = list(limited_groups())
     return DeviceMemory(
-        min([machine.total, *(group.limit for group in groups)]),
-        max(0, min([machine.available, *(group.limit - group.used for group in groups)])),
+        min([machine.total, *(limit for limit, _ in groups)]),
+        max(0, min([machine.available, *(limit - used for limit, used in groups)])),
         CPU_SHARE,
         CPU_CACHE_BYTES,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class GroupMemory:
-    """Bytes that a control group may hold, and holds, less those that it can give back."""
-
-    limit: int
-    used: int
-
-
-# Files of the limit and of the used bytes; the entry of memory.stat for those it can give back.
-_Files = tuple[str, str, str]
-_V2 = ("memory.max", "memory.current", "inactive_file")
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-
-
-def limited_groups(root: Path = ROOT, membership: Path = MEMBERSHIP) -> Iterator[GroupMemory]:
-    """Every group of this process that has a limit, the inner ones first; none without groups."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if not controllers:
-            yield from _groups(root, path, _V2)
-        elif "memory" in controllers.split(","):
-            yield from _groups(root / "memory", path, _V1)
-
-
-def _groups(root: Path, path: str, files: _Files) -> Iterator[GroupMemory]:
-    """Read the groups of a path. In a container only the root may be visible."""
-    inner = root / path.strip("/")
-    for folder in (inner, *inner.parents):
-        if not folder.is_relative_to(root):
-            return
-        if (group := _read(folder, files)) is not None:
-            yield group
-
-
-def _read(folder: Path, files: _Files) -> GroupMemory | None:
-    """Read a group; None: it has no limit, or cannot be read."""
-    limit_file, used_file, cached = files
-    try:
-        limit = (folder / limit_file).read_text().strip()
-        used = int((folder / used_file).read_text())
-        entries = dict(
-            line.split() for line in (folder / "memory.stat").read_text().splitlines() if line
-        )
-    except OSError:
-        return None
-    if limit == "max":
-        return None
-    return GroupMemory(int(limit), max(0, used - int(entries.get(cached, 0))))
 
 
 NOISE_BYTES = 90  # for each number where noise is not compiled: 11 int64 and float64 tensors
@@ -182,11 +131,6 @@ class StepShape:
         return min(max(verified, self.num_verified * max(1, self._widest)), self.num_rows)
 
     @property
-    def num_own_rows(self) -> int:
-        """Most of them that are of one request."""
-        return min(self.num_logit_rows, 1 + MAX_DRAFTS if self.num_draft_rows else 1)
-
-    @property
     def _widest(self) -> int:
         return max(self.tree.levels) if self.tree is not None else 0
 
@@ -243,25 +187,22 @@ def sampling_bytes(shape: StepShape, vocab_size: int) -> int:
 
     The rows of a part are processed in slices too, if one request has more of them.
     """
-    width, most = shape.logit_dtype.itemsize, _part_rows(shape, vocab_size)
-    rows = max(most, shape.num_own_rows)
+    width = shape.logit_dtype.itemsize
+    most = min(most_logit_rows(vocab_size, shape.logit_dtype, shape.device), shape.num_logit_rows)
+    # At least those of one request.
+    rows = max(most, min(shape.num_logit_rows, 1 + MAX_DRAFTS if shape.num_draft_rows else 1))
+    drawn = 1 + shape.num_sampled if shape.num_sampled else 0  # of one request
     tensors = FEWER_PROCESSING_TENSORS if shape.penalties_are_compiled else PROCESSING_TENSORS
     processing = tensors * most + 2 * (rows - most)
     # Raw and processed logits and noise; residuals and weights where drafts were drawn.
-    choosing = 3 * rows + 2 * min(rows, max(most, 1 + shape.num_sampled)) * (shape.num_sampled > 0)
+    choosing = 3 * rows + (2 * min(rows, max(most, drawn)) if drawn else 0)
     noise = 0 if shape.noise_is_compiled else NOISE_BYTES * min(rows * vocab_size, NOISE_NUMBERS)
     kept = 0
     if shape.penalties_are_compiled and shape.device.type == "cpu":
         kept = most + min(BEST_ROWS, shape.num_logit_rows) + most * shape.has_network
-        kept += min(rows, 1 + shape.num_sampled) * (shape.num_sampled > 0)
-    return max(processing * width, choosing * width + noise // vocab_size) * vocab_size + (
-        kept * width * vocab_size
-    )
-
-
-def _part_rows(shape: StepShape, vocab_size: int) -> int:
-    """Rows of logits that are processed at the same time."""
-    return min(most_logit_rows(vocab_size, shape.logit_dtype, shape.device), shape.num_logit_rows)
+        kept += min(rows, drawn)
+    needed = max(processing * width, choosing * width + noise // vocab_size)
+    return (needed + kept * width) * vocab_size
 
 
 def prompt_score_bytes(shape: StepShape, vocab_size: int) -> int:
@@ -290,19 +231,18 @@ def draft_prob_bytes(shape: StepShape, vocab_size: int) -> int:
     return (2 * made + part) * vocab_size * 4
 
 
-def state_bytes(
-    shape: StepShape, hidden_size: int, num_taps: int, feature_size: int, window: int
-) -> int:
+def state_bytes(shape: StepShape, models: LoadedModels) -> int:
     """Count the tapped streams of a full step, side by side and once more as one; the features made
-    of them; and the states that are kept of each running request.
-
-    Args:
-        feature_size: numbers made of a token's states; 0: they are kept as they are.
-        window: tokens of each request whose states are kept.
-    """
-    row = 2 * num_taps * hidden_size + 2 * feature_size
-    kept = (shape.scheduler.max_num_seqs * window + 1) * (feature_size or hidden_size)
-    return (shape.num_rows * row + kept) * shape.dtype.itemsize
+    of them; the states that are kept of each running request; and its blocks beside the pool."""
+    drafter, hidden_size = models.drafter, models.target.config.hidden_size
+    if drafter is None or not drafter.state_window:
+        return 0
+    features, block_size = drafter.feature_size, models.config.cache.block_size
+    num_seqs = shape.scheduler.max_num_seqs
+    row = 2 * drafter.num_taps * hidden_size + 2 * features
+    kept = (num_seqs * drafter.state_window + 1) * (features or hidden_size)
+    spare = num_seqs * drafter.spare_blocks(block_size) * drafter.bytes_per_block(block_size)
+    return (shape.num_rows * row + kept) * shape.dtype.itemsize + spare
 
 
 def graph_bytes(shape: StepShape, models: Sequence[ModelShape], vocab_size: int) -> int:
@@ -324,11 +264,10 @@ def _row_bytes(model: ModelShape, dtype: torch.dtype, num_ranks: int) -> int:
     hidden = model.hidden_size
     queries = model.num_heads * model.head_size
     qkv = queries + 2 * model.num_kv_heads * model.head_size
-    norm = 3 * hidden * own + 3 * hidden * wide
+    norm = 3 * hidden * (own + wide)
     rotary = (2 * hidden + qkv) * own + 4 * queries * wide
     attention = (2 * hidden + 2 * qkv) * own + queries * (own + wide)
-    feed_forward = (3 * hidden + 4 * model.intermediate_size) * own
-    feed_forward += 2 * model.intermediate_size * wide
+    feed_forward = 3 * hidden * own + model.intermediate_size * (4 * own + 2 * wide)
     # Where ranks sum: the parts of all of them, side by side once more as they arrive, or with the
     # tensors of their sum.
     summed = 0
@@ -337,14 +276,6 @@ def _row_bytes(model: ModelShape, dtype: torch.dtype, num_ranks: int) -> int:
         summed += num_ranks * hidden * own + max(num_ranks * own, 3 * wide) * hidden
     most = max(norm, rotary, attention, feed_forward, summed)
     return model.head_size * wide + most  # angles: all along
-
-
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """Bytes that one of several ranks holds, and more that it could hold if the others could."""
-
-    total: int
-    idle: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +289,8 @@ class MemoryPlan:
         block_bytes: of one block, the target's and the drafter's layers together.
         cache_limit: most bytes of a cache without a configured size; None: it has one, or the
             device has no such limit.
-        ranks: of all ranks, if there are several; the other numbers are those of the first one.
+        ranks: the plans of all ranks, if there are several, before they agreed on the number of
+            blocks; the other numbers are those of the first one.
     """
 
     numbers: str
@@ -369,7 +301,7 @@ class MemoryPlan:
     num_blocks: int
     block_size: int
     cache_limit: int | None = None
-    ranks: tuple[RankMemory, ...] = ()
+    ranks: tuple["MemoryPlan", ...] = ()
 
     @property
     def total(self) -> int:
@@ -378,16 +310,8 @@ class MemoryPlan:
 
     def agreed(self, others: Sequence["MemoryPlan"]) -> "MemoryPlan":
         """This rank's plan with as many blocks as all ranks have room for."""
-        plans = [self, *others]
-        fewest = min(plan.num_blocks for plan in plans)
-        ranks = tuple(
-            RankMemory(
-                replace(plan, num_blocks=fewest).total,
-                (plan.num_blocks - fewest) * plan.block_bytes,
-            )
-            for plan in plans
-        )
-        return replace(self, num_blocks=fewest, ranks=ranks)
+        plans = self, *others
+        return replace(self, num_blocks=min(plan.num_blocks for plan in plans), ranks=plans)
 
     def table(self) -> list[tuple[str, str]]:
         """Rows of (name, size) for people."""
@@ -410,9 +334,10 @@ class MemoryPlan:
         }
         rows = {name: size for name, size in parts.items() if size > 0}
         rows["total"] = self.total
-        for rank, memory in enumerate(self.ranks):
-            rows[f"rank {rank} in all"] = memory.total
-            rows[f"rank {rank} leaves idle"] = memory.idle
+        for rank, plan in enumerate(self.ranks):
+            held = replace(plan, num_blocks=self.num_blocks).total
+            rows[f"rank {rank} in all"] = held
+            rows[f"rank {rank} leaves idle"] = plan.total - held
         return [(name, _mebibytes(size)) for name, size in rows.items()]
 
     def __str__(self) -> str:
@@ -469,3 +394,142 @@ def num_blocks(
 
 def _mebibytes(count: int) -> str:
     return f"{count / 2**20:,.1f} MiB"
+
+
+def plan_memory(config: EngineConfig, models: LoadedModels) -> MemoryPlan:
+    """Plan a single engine, before anything but its weights is allocated.
+
+    With several ranks it is that of this one. Ranks on CPUs have equal parts of the machine's
+    memory.
+
+    Raises:
+        ConfigError: such an engine cannot be built, or its memory is not there.
+    """
+    memory = device_memory(models.device)
+    if models.device.type == "cpu":
+        memory = memory.part(models.ranks.target.size)
+    return plan_together([(config, models)], memory)[0]
+
+
+def plan_together(
+    engines: Sequence[tuple[EngineConfig, LoadedModels]], memory: DeviceMemory
+) -> list[MemoryPlan]:
+    """Plan engines on one device that exist at the same time and step in turn.
+
+    Weights count once, and so do tensors of steps. The rest is for all in equal parts. An engine
+    with a configured number of blocks or bytes gets that.
+
+    Raises:
+        ConfigError: one of them cannot be built, or there is too little memory for them.
+    """
+    used = [models.as_used_by(config) for config, models in engines]
+    steps = [_step_memory(models) for models in used]
+    weights = {id(one): one.memory_bytes for models in used for one in _networks(models)}
+    number = len(engines)
+    shared = max(step.total - step.kept for step in steps)
+    plans: list[MemoryPlan] = []
+    for models, step in zip(used, steps, strict=True):
+        config, target, drafter = models.config, models.target, models.drafter
+        size = config.cache.block_size
+        block_bytes = cache_bytes(target.shard, size, target.dtype)
+        block_bytes += drafter.bytes_per_block(size) if drafter else 0
+        count = num_blocks(
+            config.cache,
+            block_bytes=block_bytes,
+            useful_tokens=config.scheduler.max_num_seqs * models.longest_text,
+            weights=sum(weights.values()) // number,
+            buffers=step.kept + shared // number,
+            memory=memory.part(number),
+        )
+        plans.append(
+            MemoryPlan(
+                target.numbers,
+                target.memory_bytes,
+                sum(one.memory_bytes for one in _networks(models) if one is not target),
+                step,
+                block_bytes,
+                count,
+                size,
+                None if config.cache.has_size else memory.part(number).default_cache,
+            )
+        )
+    return plans
+
+
+def _networks(models: LoadedModels) -> list[Network]:
+    """The target, and the network that drafts; it may be the target."""
+    return [models.target] if models.drafter is None else [models.target, models.drafter.network]
+
+
+def _step_memory(models: LoadedModels) -> StepMemory:
+    config, target, drafter = models.config, models.target, models.drafter
+    scheduler, speculation, network = (
+        config.scheduler,
+        config.speculation,
+        config.speculation.network,
+    )
+    vocab_size, max_model_len = target.config.vocab_size, models.longest_text
+    _check_num_drafts(speculation, drafter, vocab_size)
+    layers = [target.shard]
+    if drafter is not None and drafter.layers is not None:
+        layers.append(drafter.layers)
+    num_ranks, computed = models.ranks.target.size, computed_by(models.kernels)
+    shape = StepShape(
+        scheduler,
+        max_model_len,
+        num_draft_rows=most_draft_rows(speculation, -(-scheduler.max_num_seqs // num_ranks)),
+        num_sampled=speculation.max_drafts if network is not None and network.samples else 0,
+        dtype=target.dtype,
+        device=models.device,
+        tree=network.tree if network is not None else None,
+        drafter_rows=drafter.block_rows if drafter is not None else 0,
+        noise_is_compiled=not computed["gumbel"].startswith("reference."),
+        penalties_are_compiled=not computed["penalize"].startswith("reference."),
+        num_ranks=num_ranks,
+        has_network=network is not None,
+    )
+    most = scheduler.max_num_seqs, shape.num_rows, max_model_len
+    attention = max(
+        models.kernels.attention.temporary_bytes(
+            AttentionSizes(*most, one.num_heads, shape, target.dtype)
+        )
+        for one in layers
+        for shape in set(one.cache_shapes)
+    )
+    return StepMemory(
+        texts=text_bytes(shape),
+        activations=activation_bytes(shape, layers),
+        attention=attention,
+        sampling=sampling_bytes(shape, vocab_size),
+        prompt_scores=prompt_score_bytes(shape, vocab_size),
+        draft_probs=draft_prob_bytes(shape, vocab_size),
+        states=state_bytes(shape, models),
+        graphs=graph_bytes(shape, layers, vocab_size) if has_graphs(models.kernels) else 0,
+    )
+
+
+def _check_num_drafts(
+    config: SpeculationConfig, drafter: LoadedDrafter | None, vocab_size: int
+) -> None:
+    """Raise ConfigError if the network cannot draft that deep. Beside other sources it may: its
+    chains are cut instead."""
+    network = config.network
+    if network is None or drafter is None:
+        return
+    depth, most = config.num_speculative_tokens, drafter.max_drafts
+    if network.tree is not None:
+        depth = network.tree.depth
+        if max(network.tree.levels) > vocab_size:
+            raise ConfigError(
+                f"a level of the tree has {max(network.tree.levels)} rows, but the vocabulary of "
+                f"the target {vocab_size} tokens"
+            )
+    elif depth == AUTO or len(config.sources) > 1:
+        return
+    if depth > most:
+        name = f" {network.model!r}" if network.model else ""
+        what = "drafts" if drafter.layers else f"has {most} heads, so it drafts"
+        raise ConfigError(
+            f"{network.source}{name} {what} no further than "
+            f"{most} tokens ahead: lower num_speculative_tokens or the depth of the tree"
+        )

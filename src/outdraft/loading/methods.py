@@ -1,7 +1,8 @@
 """Loads networks that draft, and builds the proposers that use them."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +38,6 @@ from outdraft.drafting.host_sources import HostProposer
 from outdraft.drafting.proposers import NgramProposer, SuffixProposer
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import KVCache
-from outdraft.loading.memory import MemoryPlan
 from outdraft.models.base import LanguageModel, StateNetwork
 from outdraft.models.checkpoints.files import resolve_model_path
 from outdraft.models.choose import load_language_model
@@ -109,12 +109,9 @@ def cache_bytes(layers: ModelShape, block_size: int, dtype: torch.dtype) -> int:
 
 
 def load_drafter(
-    config: DraftNetworkConfig,
-    target_path: Path,
-    target: LanguageModel,
-    group: RankGroup = ALONE,
-) -> LoadedDrafter:
-    """Load the network that the configuration names, in the target's dtype and on its device.
+    config: EngineConfig, target_path: Path, target: LanguageModel, group: RankGroup = ALONE
+) -> LoadedDrafter | None:
+    """Load the network that drafts, in the target's dtype and on its device; None: no network does.
 
     Args:
         group: the ranks that it is spread over.
@@ -123,53 +120,79 @@ def load_drafter(
         ConfigError: it is missing, unknown or damaged, cannot be divided over its ranks, or it does
             not fit the target.
     """
-    kept = WeightFormat(config.quantization) if config.quantization else None
+    network = config.speculation.network
+    if network is None:
+        return None
+    if network.source is DraftSource.SELF:
+        return _load_self(config, network, target_path, target)
+    path = resolve_model_path(network.model) if network.model else target_path
+    with naming(path):
+        return _load_network(network, path, target_path, target, group)
+
+
+@contextmanager
+def naming(path: Path) -> Generator[None]:
+    """Name the checkpoint in errors of the block, as there may be several.
+
+    Raises:
+        ConfigError: as the block did, and the message names the path.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if str(path) in str(error):
+            raise
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _load_network(
+    config: DraftNetworkConfig,
+    path: Path,
+    target_path: Path,
+    target: LanguageModel,
+    group: RankGroup,
+) -> LoadedDrafter:
+    source, kept = config.source, WeightFormat(config.quantization) if config.quantization else None
     tables = TargetTables(target, group, target_path)
-    if config.source is DraftSource.MTP:
-        mtp = load_mtp(target_path, tables, kept)
+    if source is DraftSource.MTP:
+        mtp = load_mtp(path, tables, kept)
         return LoadedDrafter(mtp, mtp.shard, mtp.feature_size)
-    path = resolve_model_path(config.model)
-    if config.source in (DraftSource.EAGLE, DraftSource.EAGLE3):
+    if source in (DraftSource.EAGLE, DraftSource.EAGLE3):
         eagle = load_eagle(path, tables, kept)
-        version = eagle.config.version
-        if version != config.source:
-            raise ConfigError(f"{path} holds {version}, but the method is {config.source}")
+        _check_kind(path, eagle.config.version, source)
         mask = eagle.config.mask_token_id if eagle.has_mask_state else None
         layers, size = eagle.shard, eagle.feature_size
         return LoadedDrafter(eagle, layers, size, len(eagle.taps), mask_token_id=mask)
-    if config.source in BLOCK_SOURCES:
-        return _loaded_blocks(load_dflash(path, tables, kept), config)
-    if config.source in HEAD_SOURCES:
-        load = load_medusa if config.source is DraftSource.MEDUSA else load_mlp_speculator
+    if source in BLOCK_SOURCES:
+        blocks = load_dflash(path, tables, kept)
+        shape, size = blocks.config, blocks.feature_size
+        _check_kind(path, shape.kind, source)
+        most, rows = shape.num_drafts, shape.block_size
+        return LoadedDrafter(
+            blocks, blocks.shard, size, len(blocks.taps), max_drafts=most, block_rows=rows
+        )
+    if source in HEAD_SOURCES:
+        load = load_medusa if source is DraftSource.MEDUSA else load_mlp_speculator
         heads = load(path, tables, kept)
         return LoadedDrafter(heads, None, max_drafts=heads.num_heads)
     place = path, target.dtype, target.device, target.kernels
     model = load_language_model(*place, quantization=kept, group=group, drafts=True)
     vocabulary = check_vocabularies(target_path, target, path, model, config.min_vocabulary_overlap)
     mask = mask_token_id(path, model.config.vocab_size) if config.parallel_drafting else None
-    if vocabulary is not None:
-        if mask is not None:
-            raise ConfigError(
-                f"parallel_drafting needs a drafter of the target's vocabulary, but {path} has "
-                "another one: its mask token has no id there"
-            )
-        translated = TranslatedModel(model, vocabulary)
-        return LoadedDrafter(translated, translated.shard)
-    return LoadedDrafter(model, model.shard, mask_token_id=mask)
+    if vocabulary is None:
+        return LoadedDrafter(model, model.shard, mask_token_id=mask)
+    if mask is not None:
+        raise ConfigError(
+            f"parallel_drafting needs a drafter of the target's vocabulary, but {path} has "
+            "another one: its mask token has no id there"
+        )
+    translated = TranslatedModel(model, vocabulary)
+    return LoadedDrafter(translated, translated.shard)
 
 
-def _loaded_blocks(network: DFlashNetwork, config: DraftNetworkConfig) -> LoadedDrafter:
-    shape = network.config
-    if shape.kind != config.source:
-        raise ConfigError(f"{config.model} holds {shape.kind}, but the method is {config.source}")
-    return LoadedDrafter(
-        network,
-        network.shard,
-        network.feature_size,
-        len(network.taps),
-        max_drafts=shape.num_drafts,
-        block_rows=shape.block_size,
-    )
+def _check_kind(path: Path, kind: str, source: DraftSource) -> None:
+    if kind != source:
+        raise ConfigError(f"{path} holds {kind}, but the method is {source}")
 
 
 def check_vocabularies(
@@ -223,71 +246,61 @@ def check_vocabularies(
 
 
 def device_proposer(
-    config: EngineConfig,
-    drafter: LoadedDrafter,
-    kernels: Kernels,
-    memory: MemoryPlan,
-    target: LanguageModel,
-    target_cache: KVCache,
+    config: EngineConfig, drafter: LoadedDrafter, target: LanguageModel, target_cache: KVCache
 ) -> DeviceProposer:
     """Build the proposer that drafts with the network, in its part of the pool's blocks.
 
     Raises:
         ConfigError: the network cannot draft as the configuration asks.
     """
-    network = config.speculation.network
+    network, loaded = config.speculation.network, drafter.network
     assert network is not None, "a drafter without a configuration"
-    loaded, num_seqs = drafter.network, config.scheduler.max_num_seqs
+    most, kernels = config.scheduler.max_num_seqs, target.kernels
     drafting: DeviceDrafter
     if isinstance(loaded, MedusaHeads | MLPSpeculator):
-        drafting = HeadDrafter(loaded, num_seqs, kernels)
+        drafting = HeadDrafter(loaded, most, kernels)
     elif drafter.shares_cache:
-        drafting = _self_drafter(config, loaded, target, target_cache)
+        assert not isinstance(loaded, DFlashNetwork | TranslatedModel | StateNetwork)
+        attended = None
+        if network.kv_budget is not None:
+            assert isinstance(target, CausalLM), "_load_self refuses others"
+            budget = BlockBudget.of_tokens(network.kv_budget, target_cache.block_size)
+            attended = AttendedBlocks(target, target_cache, budget, most)
+        max_rows = config.scheduler.max_num_batched_tokens
+        drafting = SelfDrafter(loaded, target_cache, max_rows, attended)
     else:
-        drafting = _layered_drafter(network, drafter, memory, target.device, config.scheduler)
+        drafting = _layered_drafter(network, drafter, loaded, target_cache, config.scheduler)
     return DeviceProposer(kernels, drafting, network.tree, samples=network.samples)
-
-
-def _self_drafter(
-    config: EngineConfig, model: Network, target: LanguageModel, cache: KVCache
-) -> SelfDrafter:
-    """Build the drafter of the target, or of a copy of it."""
-    assert not isinstance(model, DFlashNetwork | MedusaHeads | MLPSpeculator)
-    assert not isinstance(model, TranslatedModel | StateNetwork)
-    assert config.speculation.network is not None
-    scheduler, kv_budget = config.scheduler, config.speculation.network.kv_budget
-    attended = None
-    if kv_budget is not None:
-        assert isinstance(target, CausalLM), "load_self refuses others"
-        budget = BlockBudget.of_tokens(kv_budget, cache.block_size)
-        attended = AttendedBlocks(target, cache, budget, scheduler.max_num_seqs)
-    return SelfDrafter(model, cache, scheduler.max_num_batched_tokens, attended)
 
 
 def _layered_drafter(
     config: DraftNetworkConfig,
     drafter: LoadedDrafter,
-    memory: MemoryPlan,
-    device: torch.device,
+    loaded: DraftModel | StateNetwork | DFlashNetwork,
+    pool: KVCache,
     scheduler: SchedulerConfig,
 ) -> NetworkDrafter | BlockDrafter:
-    """Build the drafter of a network with its own layers, which reads its drafts or mask tokens."""
-    loaded, layers, mask = drafter.network, drafter.layers, drafter.mask_token_id
+    """Build the drafter of a network with its own layers, which reads its drafts or mask tokens.
+
+    Args:
+        pool: the target's cache: the drafter's has as many blocks.
+    """
+    layers, mask, size = drafter.layers, drafter.mask_token_id, drafter.feature_size
+    num_seqs, max_rows = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    dtype, device = loaded.dtype, loaded.device
     assert layers is not None
     window, mask_state_D = None, None
-    if drafter.feature_size:
-        size, dtype = drafter.feature_size, drafter.network.dtype
-        window = StateWindow(scheduler.max_num_seqs, size, dtype, device, drafter.state_window)
+    if size:
+        window = StateWindow(num_seqs, size, dtype, device, drafter.state_window)
         if isinstance(loaded, EagleNetwork) and config.parallel_drafting and mask is not None:
             mask_state_D = loaded.mask_state()
-    assert not isinstance(loaded, MedusaHeads | MLPSpeculator)
-    spare = scheduler.max_num_seqs * drafter.spare_blocks(memory.block_size)
-    cache = kv_cache(layers, memory, drafter.network.dtype, device, spare)
+    # After the blocks of the pool come those that it does not manage.
+    num_blocks = pool.num_blocks + num_seqs * drafter.spare_blocks(pool.block_size)
+    cache = KVCache(layers.cache_shapes, num_blocks, pool.block_size, dtype, device)
     if isinstance(loaded, DFlashNetwork):
         assert window is not None
-        max_rows = scheduler.max_num_batched_tokens
         return BlockDrafter(loaded, cache, max_rows, config.source, window)
-    place = DraftNetwork(loaded), cache, scheduler.max_num_batched_tokens, config.source
+    place = DraftNetwork(loaded), cache, max_rows, config.source
     if not config.parallel_drafting:
         return NetworkDrafter(*place, window)
     if mask is None:
@@ -297,31 +310,18 @@ def _layered_drafter(
     return NetworkDrafter(*place, window, mask_token_id=mask, mask_state_D=mask_state_D)
 
 
-def kv_cache(
-    layers: ModelShape,
-    memory: MemoryPlan,
-    dtype: torch.dtype,
-    device: torch.device,
-    num_spare: int = 0,
-) -> KVCache:
-    """Make the cache of these layers: the blocks of the pool, then `num_spare` more that the pool
-    does not manage."""
-    num_blocks = memory.num_blocks + num_spare
-    return KVCache(layers.cache_shapes, num_blocks, memory.block_size, dtype, device)
-
-
 def host_proposers(sources: Sequence[SourceConfig], kernels: Kernels) -> list[HostProposer]:
     """Make the proposers of the sources that draft on the host."""
-    proposers: list[HostProposer] = []
-    for source in sources:
-        if isinstance(source, NgramConfig):
-            proposers.append(NgramProposer(source, kernels))
-        elif isinstance(source, SuffixConfig):
-            proposers.append(SuffixProposer(source, kernels))
-    return proposers
+    return [
+        NgramProposer(one, kernels)
+        if isinstance(one, NgramConfig)
+        else SuffixProposer(one, kernels)
+        for one in sources
+        if isinstance(one, NgramConfig | SuffixConfig)
+    ]
 
 
-def load_self(
+def _load_self(
     config: EngineConfig, network: DraftNetworkConfig, path: Path, target: LanguageModel
 ) -> LoadedDrafter:
     """Take the target as drafter, or load its weights again with the configured quantization.

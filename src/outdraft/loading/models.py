@@ -1,4 +1,4 @@
-"""Loads the weights and the tokenizer that a configuration names."""
+"""Loads the weights and the tokenizer that a configuration names, and builds their runner."""
 
 import logging
 import time
@@ -19,8 +19,9 @@ from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ONE_RANK, Ranks
 from outdraft.kernels.choose import AUTO, automatic_dtype, check_option, choose_kernels, has_library
 from outdraft.kernels.ops import Kernels
+from outdraft.kv.cache import KVCache
 from outdraft.loading.generation_config import default_sampling
-from outdraft.loading.methods import LoadedDrafter, load_drafter, load_self
+from outdraft.loading.methods import LoadedDrafter, device_proposer, load_drafter, naming
 from outdraft.models.base import LanguageModel
 from outdraft.models.checkpoints.config_json import read_config, read_json
 from outdraft.models.checkpoints.files import resolve_model_path
@@ -31,12 +32,14 @@ from outdraft.models.drafters.dflash_config import DFlashConfig
 from outdraft.models.drafters.eagle_config import EagleConfig
 from outdraft.models.drafters.loading import drafter_method
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS
+from outdraft.runner.model_runner import ModelRunner
+from outdraft.runner.sharded_runner import ShardedRunner
+from outdraft.runner.state import DeviceState
 from outdraft.text.tokenizer import load_tokenizer
+from outdraft.verification.verifier import TypicalAcceptance, Verifier
 
 if TYPE_CHECKING:
-    from outdraft.ranks.hosts import RankHosts
     from outdraft.ranks.processes import RankProcesses
-    from outdraft.ranks.ray_hosts import RayHosts
 
 NO_LIBRARY = "no compiled library for this machine: the readable reference computes, slowly"
 _logger = logging.getLogger(__name__)
@@ -61,6 +64,39 @@ class LoadedModels:
     ranks: Ranks
     processes: "RankProcesses | None" = None
 
+    @property
+    def longest_text(self) -> int:
+        """Most tokens of a prompt and its output.
+
+        Raises:
+            ConfigError: max_model_len is more than the model has positions for.
+        """
+        asked, limit = self.config.max_model_len, self.target.config.max_model_len
+        if asked is not None and asked > limit:
+            raise ConfigError(
+                f"max_model_len {asked:,} is more than the {limit:,} positions that the model knows"
+            )
+        return asked or limit
+
+    def as_used_by(self, config: EngineConfig) -> "LoadedModels":
+        """The models as an engine of this configuration uses them; perhaps it uses no drafter.
+
+        Raises:
+            ConfigError: it asks for other models than those that were loaded.
+        """
+        _check_shared(config, self.config)
+        # Engines that share weights may differ in max_model_len, unless the frequencies of the
+        # rotary embedding depend on it.
+        asked, loaded = config.max_model_len, self.config.max_model_len
+        if self.target.config.depends_on_context and asked != loaded:
+            raise ConfigError(
+                f"max_model_len is {asked}, but the models were loaded for {loaded}, on which "
+                "their rotary embedding depends"
+            )
+        return replace(
+            self, config=config, drafter=self.drafter if config.speculation.network else None
+        )
+
 
 def load_models(
     config: EngineConfig, ranks: Ranks = ONE_RANK, device: torch.device | None = None
@@ -68,8 +104,7 @@ def load_models(
     """Load the networks that the configuration names; of each the part of this rank.
 
     Args:
-        ranks: all ranks, which call this together; this rank loads its parts. None given: starts
-            the other ranks that the configuration names.
+        ranks: all ranks, which call this together.
         device: of this rank; None: the first one of the kind that the configuration names.
 
     Raises:
@@ -78,12 +113,10 @@ def load_models(
         RanksError: another rank ended.
     """
     check_option(config.kernels)  # before anything is downloaded
-    if config.parallel.has_ranks and ranks is ONE_RANK:
-        return _load_on_ranks(config)
     if not has_library():
         _logger.warning(NO_LIBRARY)
     device = device or choose_device(config.device)
-    path = _find_files(config)
+    path = find_files(config)
     _check_activations(config, path)
     dtype = choose_dtype(config.dtype, checkpoint_dtype(path), device, config.kernels)
     has_graphs = not config.enforce_eager
@@ -95,7 +128,7 @@ def load_models(
         activation_dtype=config.activation_dtype,
     )
     kept = WeightFormat(config.quantization) if config.quantization else None
-    with _naming(path), stage(f"loaded the weights of {path}"):
+    with naming(path), stage(f"loaded the weights of {path}"):
         target = load_language_model(
             path,
             dtype,
@@ -107,11 +140,10 @@ def load_models(
             group=ranks.target,
             has_random_weights=config.load_format == "dummy",
         )
-    if config.speculation.network is None:
-        drafter = None
-    else:
+    drafter = None
+    if config.speculation.network is not None:
         with stage("loaded the drafter"):
-            drafter = _load_network(config, path, target, ranks)
+            drafter = load_drafter(config, path, target, ranks.draft)
     with stage("loaded the tokenizer"):
         tokenizer = load_tokenizer(tokenizer_path(config, path))
     if config.tokenizer and tokenizer is None:
@@ -119,22 +151,7 @@ def load_models(
     return LoadedModels(config, target, drafter, tokenizer, path, device, kernels, ranks)
 
 
-@contextmanager
-def _naming(path: Path) -> Generator[None]:
-    """Name the checkpoint in errors of the block, as there may be several.
-
-    Raises:
-        ConfigError: as the block did, and the message names the path.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        if str(path) in str(error):
-            raise
-        raise ConfigError(f"{path}: {error}") from error
-
-
-def _find_files(config: EngineConfig) -> Path:
+def find_files(config: EngineConfig) -> Path:
     """The target's directory. Finds everything else that is missing, before weights are read."""
     is_dummy = config.load_format == "dummy"
     path = resolve_model_path(config.model, config.revision, with_weights=not is_dummy)
@@ -175,37 +192,6 @@ def _check_activations(config: EngineConfig, path: Path) -> None:
         )
 
 
-def _load_on_ranks(config: EngineConfig) -> LoadedModels:
-    """Load all ranks' parts at the same time; this process becomes rank 0."""
-    # Imported here: one rank needs no libraries of several.
-    from outdraft.ranks.hosts import LocalHosts
-    from outdraft.ranks.processes import RankProcesses
-
-    size, device = config.parallel.tensor_parallel_size, choose_device(config.device, 0)
-    on_cluster = config.parallel.distributed_executor_backend == "ray"
-    if not on_cluster and device.type == "cuda" and size > torch.cuda.device_count():
-        raise ConfigError(
-            f"tensor_parallel_size must be at most {torch.cuda.device_count()}, the number of "
-            f"GPUs, got {size}"
-        )
-    check_division(config)
-    _find_files(config)  # downloads once, not on every rank
-    hosts: RankHosts
-    if on_cluster:
-        hosts = on_ray = _hosts_of_ray(size, device)
-        device = on_ray.own_device
-    else:
-        hosts = LocalHosts(size)
-    processes = RankProcesses(config, hosts)
-    try:
-        models = load_models(config, processes.start(device), device)
-        processes.wait_until_loaded()
-    except BaseException:
-        processes.end()
-        raise
-    return replace(models, processes=processes)
-
-
 def check_division(config: EngineConfig) -> None:
     """Raise ConfigError if the ranks that the configuration asks for cannot have equal parts of the
     target, or of the drafter's layers. Reads config.json only."""
@@ -224,16 +210,6 @@ def check_division(config: EngineConfig) -> None:
         check_shards(path, draft_size, DRAFT_RANKS)
 
 
-def _hosts_of_ray(size: int, device: torch.device) -> "RayHosts":
-    try:
-        from outdraft.ranks.ray_hosts import RayHosts
-    except ImportError:
-        raise ConfigError(
-            "distributed_executor_backend ray needs Ray: pip install 'outdraft[ray]'"
-        ) from None
-    return RayHosts(size, device)
-
-
 def tokenizer_path(config: EngineConfig, model_path: Path) -> Path:
     """The directory of the tokenizer: the model's own, unless the configuration names another."""
     if not config.tokenizer:
@@ -249,25 +225,12 @@ def with_drafter(models: LoadedModels, config: EngineConfig) -> LoadedModels:
     """
     if models.processes is not None:
         raise ConfigError("engines that share a target need tensor_parallel_size=1")
-    check_shared(replace(config, speculation=models.config.speculation), models.config)
-    drafter = _load_network(config, models.path, models.target, models.ranks)
+    _check_shared(replace(config, speculation=models.config.speculation), models.config)
+    drafter = load_drafter(config, models.path, models.target, models.ranks.draft)
     return replace(models, config=config, drafter=drafter)
 
 
-def _load_network(
-    config: EngineConfig, path: Path, target: LanguageModel, ranks: Ranks
-) -> LoadedDrafter | None:
-    """Load the drafter of the target at `path`; None: no network drafts."""
-    network = config.speculation.network
-    if network is None:
-        return None
-    if network.source is DraftSource.SELF:
-        return load_self(config, network, path, target)
-    with _naming(resolve_model_path(network.model) if network.model else path):
-        return load_drafter(network, path, target, ranks.draft)
-
-
-def check_shared(config: EngineConfig, loaded: EngineConfig) -> None:
+def _check_shared(config: EngineConfig, loaded: EngineConfig) -> None:
     """Raise ConfigError if the configuration asks for other models than those that were loaded."""
     names = ("model", "tokenizer", "revision", "load_format", "dtype", "device", "kernels")
     for name in (*names, "model_impl", "quantization", "parallel"):
@@ -293,20 +256,37 @@ def _weights_of(network: DraftNetworkConfig) -> tuple[object, ...]:
     return network.model, network.source, network.quantization, network.kv_budget
 
 
+def build_runner(models: LoadedModels, num_blocks: int) -> ModelRunner:
+    """Build the runner of an engine's steps on one rank; it takes the memory of `num_blocks` blocks
+    and of the texts."""
+    config, target, kernels = models.config, models.target, models.kernels
+    state = DeviceState(config.scheduler.max_num_seqs, models.longest_text, models.device, kernels)
+    block_size, place = config.cache.block_size, (target.dtype, target.device)
+    cache = KVCache(target.shard.cache_shapes, num_blocks, block_size, *place)
+    proposer = None
+    if models.drafter is not None:
+        proposer = device_proposer(config, models.drafter, target, cache)
+    asked = config.speculation
+    bounds = TypicalAcceptance(asked.posterior_threshold, asked.posterior_alpha)
+    verifier = Verifier(kernels, asked.rejection_sample_method, bounds)
+    parts = target, cache, state, verifier, proposer
+    if models.ranks.target.size > 1:
+        return ShardedRunner(*parts, ranks=models.ranks)
+    return ModelRunner(*parts)
+
+
 def choose_device(name: str, rank: int | None = None) -> torch.device:
     """The device of that name; "auto": a GPU if there is one. `rank`: of several ranks, which have
     a GPU each."""
-    if rank is not None:
-        kind = choose_device(name)
-        return torch.device(kind.type, rank) if kind.type == "cuda" else kind
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r} was asked for, but torch sees no GPU")
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"device must be auto, cpu or cuda[:N], got {name!r}") from error
+    return device if rank is None or device.type == "cpu" else torch.device(device.type, rank)
 
 
 def choose_dtype(

@@ -1,7 +1,7 @@
 """Reports formats and sizes in which a checkpoint's weights will be kept, without reading them."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -65,61 +65,17 @@ def _kept(
     first = stored.rows_X[0][0]
     if stays and stored.has_tiles:
         return f"{first.tile}, codes and scales as stored ({first.label})", stored.coded_bytes
-    num_numbers = torch.Size(stored.shape).numel()
     is_short = has_tiles and (not first.is_plain or first.label == "BF16")
-    kept, size = ("bfloat16", 2) if is_short else (dtype_name(dtype), dtype.itemsize)
-    if first.is_plain:
-        return kept, num_numbers * size
-    why = first.reason or "no product of this network can read its codes"
-    return f"{kept}, {DEQUANTISED} ({first.label}): {why}", num_numbers * size
+    kept, size = _numbers(dtype, is_short)
+    if not first.is_plain:
+        why = first.reason or "no product of this network can read its codes"
+        kept += f", {DEQUANTISED} ({first.label}): {why}"
+    return kept, torch.Size(stored.shape).numel() * size
 
 
-_GIB, _MIB = 2**30, 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class _KeptFormats:
-    """Finds the formats in which the weights of a checkpoint are kept.
-
-    Attributes:
-        dtype: of the model.
-        has_tiles: the kernels keep codes as they are, and bfloat16 numbers in two bytes.
-    """
-
-    checkpoint: Checkpoint
-    dtype: torch.dtype
-    has_tiles: bool
-
-    def kept(
-        self, names: Sequence[str], slots: Mapping[str, Slot], placing: Placing
-    ) -> Iterator[tuple[str, int]]:
-        """Yield the format and bytes of each of a product's weights."""
-        tile = placing.tile if self.has_tiles else None
-        for name in names:
-            if tile is not None:
-                stored = placing.weights[name]
-                own = stored.tile if tile.is_blocks else tile
-                kept_as = f"{own}, codes and scales as stored ({stored.label})"
-                yield kept_as, replace(stored, tile=own).coded_bytes
-                continue
-            kept, size = self._numbers(name, is_rounded=bool(placing.reason))
-            why = f", {DEQUANTISED}: {placing.reason}" if placing.reason else ""
-            if placing.tile is not None:
-                why = f", {DEQUANTISED}: these kernels have no tiles of {placing.tile}"
-            yield kept + why, slots[name].to.numel() * size
-
-    def _numbers(self, name: str, *, is_rounded: bool) -> tuple[str, int]:
-        """The format of a product's plain numbers, and bytes of one."""
-        if self.has_tiles and (is_rounded or self._stored_dtype(name) == "BF16"):
-            return "bfloat16", 2
-        return dtype_name(self.dtype), self.dtype.itemsize
-
-    def _stored_dtype(self, name: str) -> str:
-        if name in self.checkpoint.stored:
-            return self.checkpoint.stored[name].label.rpartition(" ")[2]
-        file, stored = self.checkpoint.places[name]
-        with safe_open(file, framework="pt") as tensors:
-            return str(tensors.get_slice(stored).get_dtype())
+def _numbers(dtype: torch.dtype, is_short: bool) -> tuple[str, int]:
+    """Name and bytes of the plain numbers that a weight is kept in."""
+    return ("bfloat16", 2) if is_short else (dtype_name(dtype), dtype.itemsize)
 
 
 def report(config: EngineConfig) -> dict[str, str]:
@@ -160,34 +116,60 @@ def _own_weights(path: Path, model: CausalLM, has_tiles: bool) -> Iterator[Kept]
     """List the weights of a network that this engine computes."""
     checkpoint = open_checkpoint(path, model.config, model.checkpoint_slots())
     check_slots(model.checkpoint_slots(), checkpoint.places, checkpoint.stored)
-    formats = _KeptFormats(checkpoint, model.dtype, has_tiles)
     for part, slots in model.parts():
         placings = placings_of(model, part, slots, checkpoint.stored)
         products = {module: name for name, module in part.named_modules()}
         for linear in linears_of(part):
-            names = [name for name, slot in slots.items() if linear.owns(slot.to)]
-            names = names or [EMBEDDING_NAME]  # a tied head
             placing = placings.get(linear, Placing({}, None))
-            for kept in formats.kept(names, slots, placing):
+            own = {name: slot for name, slot in slots.items() if linear.owns(slot.to)}
+            own = own or {EMBEDDING_NAME: slots[EMBEDDING_NAME]}  # a tied head
+            for name, slot in own.items():
+                kept = _own_weight(checkpoint, name, slot, placing, model.dtype, has_tiles)
                 yield products[linear] or "lm_head", *kept
-    yield from _table(checkpoint, model, formats)
-
-
-def _table(checkpoint: Checkpoint, model: CausalLM, formats: _KeptFormats) -> Iterator[Kept]:
-    """List the embedding, unless the head uses its weights."""
+    # The embedding, unless the head uses its weights.
     stored = checkpoint.stored.get(EMBEDDING_NAME)
-    slots = {EMBEDDING_NAME: rows_of(model.vocabulary, model.embed_tokens.weight)}
-    if stored is not None and keeps_blocks(stored) and formats.has_tiles:
+    slot = rows_of(model.vocabulary, model.embed_tokens.weight)
+    if stored is not None and keeps_blocks(stored) and has_tiles:
         if not model.config.tie_word_embeddings:
-            placing = place((EMBEDDING_NAME,), checkpoint.stored, slots)
-            for kept in formats.kept((EMBEDDING_NAME,), slots, placing):
-                yield "embedding", *kept
+            placing = place((EMBEDDING_NAME,), checkpoint.stored, {EMBEDDING_NAME: slot})
+            kept = _own_weight(checkpoint, EMBEDDING_NAME, slot, placing, model.dtype, has_tiles)
+            yield "embedding", *kept
         return
     why = f", {DEQUANTISED}: it is read row by row" if stored and not stored.is_plain else ""
-    yield "embedding", f"{dtype_name(model.dtype)}{why}", slots[EMBEDDING_NAME].to.nbytes
+    yield "embedding", f"{dtype_name(model.dtype)}{why}", slot.to.nbytes
+
+
+def _own_weight(
+    checkpoint: Checkpoint,
+    name: str,
+    slot: Slot,
+    placing: Placing,
+    dtype: torch.dtype,
+    has_tiles: bool,
+) -> tuple[str, int]:
+    """Return the format and bytes of one of a product's weights."""
+    if placing.tile is not None and has_tiles:
+        stored = placing.weights[name]
+        tile = stored.tile if placing.tile.is_blocks else placing.tile
+        kept = f"{tile}, codes and scales as stored ({stored.label})"
+        return kept, replace(stored, tile=tile).coded_bytes
+    is_short = has_tiles and (bool(placing.reason) or _stored_dtype(checkpoint, name) == "BF16")
+    kept, size = _numbers(dtype, is_short)
+    if placing.tile is not None:
+        kept += f", {DEQUANTISED}: these kernels have no tiles of {placing.tile}"
+    elif placing.reason:
+        kept += f", {DEQUANTISED}: {placing.reason}"
+    return kept, slot.to.numel() * size
+
+
+def _stored_dtype(checkpoint: Checkpoint, name: str) -> str:
+    if name in checkpoint.stored:
+        return checkpoint.stored[name].label.rpartition(" ")[2]
+    file, stored = checkpoint.places[name]
+    with safe_open(file, framework="pt") as tensors:
+        return str(tensors.get_slice(stored).get_dtype())
 
 
 def _size(num_bytes: int) -> str:
-    if num_bytes >= _GIB:
-        return f"{num_bytes / _GIB:.2f} GiB"
-    return f"{num_bytes / _MIB:.2f} MiB"
+    unit, size = ("GiB", 2**30) if num_bytes >= 2**30 else ("MiB", 2**20)
+    return f"{num_bytes / size:.2f} {unit}"

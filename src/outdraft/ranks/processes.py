@@ -1,6 +1,7 @@
 """Starts, commands, watches and ends the other ranks of an engine, from rank 0's process."""
 
 import logging
+import pickle
 import secrets
 import socket
 import threading
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import psutil
 import torch
@@ -21,32 +22,28 @@ from outdraft.core.errors import ConfigError, PartedError, RanksError
 from outdraft.core.grammar import AllowedTokens
 from outdraft.core.plan import StepPlan
 from outdraft.core.process import ending
-from outdraft.distributed.channel import KEY_BYTES, Speaker
 from outdraft.distributed.group import ONE_RANK, Ranks
-from outdraft.distributed.plan_bytes import allowed_as_bytes, plan_as_bytes
 from outdraft.distributed.process_groups import join_ranks
 from outdraft.kernels.choose import memory_transports
-from outdraft.loading.machine import Cores, stay_on, topology
+from outdraft.loading.machine import stay_on, topology
 from outdraft.loading.memory import MemoryPlan
 from outdraft.loading.models import LoadedModels
-from outdraft.ranks.hosts import RankHosts, RankProcess
+from outdraft.ranks.launch import RankHosts, RankProcess
 from outdraft.ranks.messages import (
+    KEY_BYTES,
     LOST,
     STORE_TIMEOUT_S,
     Answer,
     Build,
-    Here,
+    Done,
     Join,
-    Loaded,
     Masks,
     Order,
-    Planned,
     Prepare,
     RankAssignment,
     RankFailed,
-    Ready,
     RunStep,
-    Working,
+    Speaker,
     answer_of_bytes,
     as_bytes,
 )
@@ -58,7 +55,6 @@ GRACE_S = 2.0  # for other ranks to end that lost the same one
 LAST_WORDS_S = 0.2
 LOADING_SILENCE_S = 60.0  # at least: disks that others use stand still for seconds
 
-AnswerType = TypeVar("AnswerType", bound=Answer)
 _logger = logging.getLogger(__name__)
 
 
@@ -85,7 +81,6 @@ class _Processes:
             process.kill()
         for process in self.by_rank.values():
             process.wait()
-            process.close()
 
     def _wait(self, rank: int, process: RankProcess) -> None:
         code = process.wait()
@@ -101,6 +96,9 @@ class RankProcesses:
     """All ranks but rank 0, which is this process. The engine that was built last runs on them.
 
     They end with this object, with `end`, or with this process, however that ends.
+
+    Attributes:
+        num_engines: built on them.
     """
 
     def __init__(self, config: EngineConfig, hosts: RankHosts) -> None:
@@ -109,14 +107,14 @@ class RankProcesses:
         self._hosts = hosts
         self._processes = _Processes()
         self._failure: RanksError | None = None
-        self._engine = 0  # the newest one
+        self.num_engines = 0
         self._num_sent = 0
         self._groups = ONE_RANK
         self._key = secrets.token_bytes(KEY_BYTES)
-        self._speaker = Speaker(self._key, self._size, hosts.channel)
-        self._ending = weakref.finalize(
-            self, _end, self._processes, self._speaker, hosts, _Threads()
-        )
+        shown = f"[{hosts.host}]" if ":" in hosts.host else hosts.host
+        self._speaker = Speaker(self._key, self._size, f"tcp://{shown}:*")
+        parts = self._processes.end, self._speaker.close, hosts.close, _restores_threads()
+        self._ending = weakref.finalize(self, _end, *parts)
 
     def start(self, device: torch.device) -> Ranks:
         """Start all processes and meet them; they begin to load their models.
@@ -130,10 +128,19 @@ class RankProcesses:
         store, port = _store(self._size, host)
         all_cores = self._hosts.cores(device)
         for rank in range(1, self._size):
-            assignment = self._assignment(rank, all_cores[rank], (host, port))
+            assignment = RankAssignment(
+                self._config,
+                rank,
+                self._speaker.address,
+                self._key,
+                (host, port),
+                all_cores[rank],
+                logging.getLevelName(_logger.getEffectiveLevel()),
+                host,
+                device_index=rank,
+            )
             self._processes.add(rank, self._hosts.start(assignment))
-        self._answers(Here, STORE_TIMEOUT_S)
-        self._hosts.met()
+        self.answers(STORE_TIMEOUT_S)
         torch.set_num_threads(all_cores[0].num_threads)
         stay_on(all_cores[0].cpus)
         self._order(Join())
@@ -149,14 +156,6 @@ class RankProcesses:
         self.check()
         return ranks
 
-    def wait_until_loaded(self) -> None:
-        """Wait until all ranks have loaded their models.
-
-        Raises:
-            ConfigError, RanksError: one of them cannot.
-        """
-        self._answers(Loaded)
-
     def plan_together(self, config: EngineConfig, plan: Callable[[], MemoryPlan]) -> MemoryPlan:
         """Agree on a plan that all ranks have the memory for: the one with the fewest blocks.
 
@@ -166,51 +165,40 @@ class RankProcesses:
         Raises:
             ConfigError, RanksError: one of them cannot.
         """
-        self._engine += 1
-        self._order(Prepare.of(config))
+        self.num_engines += 1
+        self._order(Prepare(pickle.dumps(config)))
         try:
             own = plan()
         except BaseException:
             self.end()
             raise
-        others = self._answers(Planned)
-        return own.agreed([others[rank].plan for rank in sorted(others)])
+        answers = sorted(self.answers().items())
+        return own.agreed([done.plan for _, done in answers if done.plan is not None])
 
     def build(self, num_blocks: int) -> None:
         """Order all ranks to take their memory, without waiting for it."""
         self._order(Build(num_blocks))
 
-    def runner(
-        self, own: ModelRunner, config: EngineConfig, models: LoadedModels
-    ) -> ParallelRunner:
+    def runner(self, own: ModelRunner, models: LoadedModels) -> ParallelRunner:
         """Return the runner of the engine that all ranks have built, over this rank's own runner.
         Raises ConfigError, RanksError."""
-        self._answers(Ready)
+        self.answers()
         same_steps = None
-        if config.parallel.check_ranks:
+        if models.config.parallel.check_ranks:
             same_steps = SameSteps(models.ranks.target, models.device)
-        return ParallelRunner(own, _OneEngine(self, self._engine), same_steps)
+        return ParallelRunner(own, _OneEngine(self, self.num_engines), same_steps)
 
-    def are_of(self, engine: int) -> bool:
-        """Return True if no newer engine was built on the ranks."""
-        return engine == self._engine
-
-    def send(self, engine: int, message: StepPlan | AllowedTokens) -> bytes:
-        """Send the ranks a step of an engine that was built here, or its masks; return the bytes.
+    def send(self, message: StepPlan | AllowedTokens) -> bytes:
+        """Send the ranks a step, or its masks; return the bytes.
 
         Raises:
-            RanksError: one of them cannot do it, or a newer engine was built.
+            RanksError: one of them cannot do it.
         """
         self.check()
-        if not self.are_of(engine):
-            raise RanksError("a newer engine runs on these ranks")
         self._num_sent += 1
-        if isinstance(message, StepPlan):
-            data = plan_as_bytes(message)
-            self._speaker.send(as_bytes(RunStep(data)))
-        else:
-            data = allowed_as_bytes(message)
-            self._speaker.send(as_bytes(Masks(data)))
+        is_plan = isinstance(message, StepPlan)
+        data = as_bytes(RunStep(message) if is_plan else Masks.of(message))
+        self._speaker.send(data)
         return data
 
     def watch(self, on_death: Callable[[], None]) -> None:
@@ -246,19 +234,6 @@ class RankProcesses:
             self._failure = RanksError("the ranks were ended")
         self._ending()
 
-    def _assignment(self, rank: int, cores: Cores, store: tuple[str, int]) -> RankAssignment:
-        return RankAssignment(
-            self._config,
-            rank,
-            self._speaker.address,
-            self._key,
-            store,
-            cores,
-            logging.getLevelName(_logger.getEffectiveLevel()),
-            host=store[0],
-            device_index=rank,
-        )
-
     def _order(self, order: Order) -> None:
         self.check()
         try:
@@ -266,35 +241,38 @@ class RankProcesses:
         except RanksError as error:
             self.give_up(error)
 
-    def _answers(
-        self, kind: type[AnswerType], timeout_s: float | None = None
-    ) -> dict[int, AnswerType]:
+    def answers(self, timeout_s: float | None = None) -> dict[int, Done]:
         """Wait for the answer of every other rank, which may take long if it shows that it works.
 
         Args:
             timeout_s: without a sign of a rank; None: the time that loading ranks have.
+
+        Raises:
+            ConfigError, RanksError: one of them cannot do what it was ordered.
         """
         timeout_s = timeout_s or max(self._config.parallel.rank_timeout_s, LOADING_SILENCE_S)
-        found: dict[int, AnswerType] = {}
-        silent_s = dict.fromkeys(range(1, self._size), 0.0)
-        while len(found) < self._size - 1:
+        found: dict[int, Done] = {}
+        silent_s = dict.fromkeys(range(1, self._size), 0.0)  # of those that have not answered
+        while silent_s:
             began_s = time.monotonic()
-            heard = self._heard(kind, found)
+            heard = self._heard()
             # Time in which this process itself stood still is not their silence.
             passed_s = min(time.monotonic() - began_s, 2 * POLL_S)
             silent_s = {rank: silence + passed_s for rank, silence in silent_s.items()}
-            if heard is not None:
-                silent_s[heard] = 0.0
+            if heard is not None and heard[0] in silent_s:
+                rank, answer = heard
+                silent_s[rank] = 0.0
+                if isinstance(answer, Done):
+                    found[rank] = answer
+                    del silent_s[rank]
             for rank, silence in silent_s.items():
-                if rank not in found and silence > timeout_s:
+                if silence > timeout_s:
                     what = f"rank {rank}{self._state(rank)} of {self._size}"
-                    self._failure = RanksError(f"{what} shows no sign of work for {timeout_s:g} s")
-                    self.end()
-                    raise self._failure
+                    raise self._failed(f"{what} shows no sign of work for {timeout_s:g} s")
         return found
 
-    def _heard(self, kind: type[AnswerType], found: dict[int, AnswerType]) -> int | None:
-        """Receive one message; return its rank, or None if none came within POLL_S.
+    def _heard(self) -> tuple[int, Answer] | None:
+        """Receive one message, with its rank; None: none came within POLL_S.
 
         Raises:
             ConfigError, RanksError: one of them has failed.
@@ -304,17 +282,18 @@ class RankProcesses:
             self.check()
             return None
         rank, answer = said[0], answer_of_bytes(said[1])
-        if isinstance(answer, Working):
-            return rank
         if isinstance(answer, RankFailed):
+            name = f"rank {rank} of {self._size}"
             if answer.kind == "config":
-                self._failure = RanksError(f"rank {rank} of {self._size}: {answer.message}")
-                self.end()
-                raise ConfigError(f"rank {rank} of {self._size}: {answer.message}")
-            self.give_up(RanksError(f"rank {rank} of {self._size} failed: {answer.message}"))
-        assert isinstance(answer, kind), f"rank {rank} answers {answer} where {kind} was due"
-        found[rank] = answer
-        return rank
+                raise ConfigError(str(self._failed(f"{name}: {answer.message}")))
+            self.give_up(RanksError(f"{name} failed: {answer.message}"))
+        return rank, answer
+
+    def _failed(self, why: str) -> RanksError:
+        """End all ranks; return the error that says why."""
+        self._failure = RanksError(why)
+        self.end()
+        return self._failure
 
     def _blamed(self, error: BaseException) -> RanksError:
         """Make the error that names the rank to blame, and how it ended."""
@@ -373,30 +352,33 @@ class _OneEngine:
     number: int
 
     def send(self, message: StepPlan | AllowedTokens) -> bytes:
-        return self.processes.send(self.number, message)
+        """Raises RanksError, too, if a newer engine was built on the ranks."""
+        if self.number != self.processes.num_engines:
+            self.processes.check()
+            raise RanksError("a newer engine runs on these ranks")
+        return self.processes.send(message)
 
     def give_up(self, error: BaseException) -> NoReturn:
-        if not self.processes.are_of(self.number):
+        if self.number != self.processes.num_engines:
             raise error  # they have no part in it
         self.processes.give_up(error)
 
 
-class _Threads:
-    """The cores and the number of threads of this thread before it became a rank."""
+def _restores_threads() -> Callable[[], None]:
+    """Return a function that gives this thread back the cores and the number of threads of now."""
+    thread, number, cpus = threading.get_ident(), torch.get_num_threads(), tuple(topology())
 
-    def __init__(self) -> None:
-        self._thread, self._number = threading.get_ident(), torch.get_num_threads()
-        self._cpus = tuple(topology())
+    def restore() -> None:
+        torch.set_num_threads(number)
+        if threading.get_ident() == thread:
+            stay_on(cpus)
 
-    def restore(self) -> None:
-        torch.set_num_threads(self._number)
-        if threading.get_ident() == self._thread:
-            stay_on(self._cpus)
+    return restore
 
 
-def _end(processes: _Processes, speaker: Speaker, hosts: RankHosts, threads: _Threads) -> None:
+def _end(*parts: Callable[[], None]) -> None:
     """End all parts; log errors, which must neither hide the cause nor keep the rest."""
-    for end in (processes.end, speaker.close, hosts.close, threads.restore):
+    for end in parts:
         try:
             end()
         except Exception:

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from outdraft.core.errors import ConfigError, RanksError
 from outdraft.loading.machine import Cores
-from outdraft.ranks.hosts import LocalProcess
+from outdraft.ranks.launch import LocalProcess
 from outdraft.ranks.messages import RankAssignment
 
 TOGETHER_S = 5.0  # to find a machine with room for all ranks
@@ -42,7 +42,7 @@ class RankActor:
 
     def start(self, assignment: bytes, num_threads: int) -> None:
         """Start the process. It is a child of the actor, so it ends with it."""
-        self._process = LocalProcess(assignment, num_threads, os.environ)
+        self._process = LocalProcess(assignment, num_threads)
 
     def wait(self) -> int:
         """Wait for the end of the process; return its exit code."""
@@ -61,8 +61,6 @@ class RayHosts:
         """
         _connect()
         self.host = ray.util.get_node_ip_address()
-        shown = f"[{self.host}]" if ":" in self.host else self.host
-        self.channel = f"tcp://{shown}:*"
         self._device = device
         self._group = _room(size, self.host, device.type == "cuda")
         kind: Any = ray.remote(RankActor)
@@ -99,9 +97,6 @@ class RayHosts:
         placed = replace(assignment, host=host, device_index=index)
         actor = self._actors[assignment.rank]
         return RayProcess(actor, pickle.dumps(placed), assignment.cores.num_threads)
-
-    def met(self) -> None:
-        """Do nothing: a TCP address needs no cleanup."""
 
     def close(self) -> None:
         """Give the room back."""
@@ -141,9 +136,6 @@ class RayProcess:
         self._is_killed.set()
         with contextlib.suppress(RayError):
             ray.kill(self._actor)
-
-    def close(self) -> None:
-        """Do nothing: nothing is left."""
 
 
 def _connect() -> None:

@@ -10,39 +10,38 @@ The first process handles signals.
 import gc
 import logging
 import os
+import pickle
 import resource
 import threading
-from dataclasses import replace
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Never, TypeVar
 
 import torch
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not name it
 
+from outdraft.config.engine import EngineConfig
 from outdraft.core import process
 from outdraft.core.errors import ConfigError, RanksError
-from outdraft.distributed.channel import Listener
-from outdraft.distributed.plan_bytes import allowed_of_bytes, plan_of_bytes
 from outdraft.distributed.process_groups import join_ranks
 from outdraft.kernels.choose import memory_transports
 from outdraft.loading.machine import stay_on
-from outdraft.loading.memory_plan import build_runner, plan_memory
-from outdraft.loading.models import LoadedModels, choose_device, load_models
+from outdraft.loading.memory import plan_memory
+from outdraft.loading.models import LoadedModels, build_runner, choose_device, load_models
 from outdraft.ranks.messages import (
     LOST,
     STORE_TIMEOUT_S,
     Answer,
     Build,
-    Here,
+    Done,
     Join,
-    Loaded,
+    Listener,
     Masks,
     Order,
-    Planned,
     Prepare,
     RankAssignment,
     RankFailed,
-    Ready,
     RunStep,
     Working,
     as_bytes,
@@ -55,31 +54,28 @@ BEAT_S = 1.0
 LEAST_CPU_SHARE = 0.01  # of one core; the beats themselves take less
 
 
-class SignsOfWork:
-    """While it is open, sends rank 0 a message for every second in which this process worked.
+@contextmanager
+def signs_of_work(listener: Listener) -> Generator[None]:
+    """Send rank 0 a message for every second of the block in which this process worked.
 
     To work is to compute or to read from a disk. No other code may use the listener meanwhile.
     """
+    is_over = threading.Event()
 
-    def __init__(self, listener: Listener) -> None:
-        self._listener = listener
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="signs-of-work", daemon=True)
-
-    def __enter__(self) -> "SignsOfWork":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def _beat(self) -> None:
+    def beat() -> None:
         cpu_s, num_reads = _used()
-        while not self._is_over.wait(BEAT_S):
+        while not is_over.wait(BEAT_S):
             (before_s, before), (cpu_s, num_reads) = (cpu_s, num_reads), _used()
             if cpu_s - before_s > LEAST_CPU_SHARE * BEAT_S or num_reads > before:
-                self._listener.send(as_bytes(Working()))
+                listener.send(as_bytes(Working()))
+
+    thread = threading.Thread(target=beat, name="signs-of-work", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def _used() -> tuple[float, int]:
@@ -138,11 +134,11 @@ class Rank:
         host, port = self._assignment.store
         timeout = timedelta(seconds=STORE_TIMEOUT_S)
         store = TCPStore(host, port, is_master=False, timeout=timeout)
-        self._answer(Here())
+        self._answer(Done())
         self._next(Join)
-        with SignsOfWork(self._listener):
+        with signs_of_work(self._listener):
             models = self._models(store)
-        self._answer(Loaded())
+        self._answer(Done())
         order = self._next(Prepare)
         while True:
             runner, same_steps = self._built(models, order)
@@ -167,20 +163,21 @@ class Rank:
         return load_models(config, ranks, device)
 
     def _built(self, models: LoadedModels, order: Prepare) -> tuple[ModelRunner, SameSteps | None]:
-        config = order.config
-        with SignsOfWork(self._listener):
+        config: EngineConfig = pickle.loads(order.pickled_config)
+        models = models.as_used_by(config)
+        with signs_of_work(self._listener):
             memory = plan_memory(config, models)
-        self._answer(Planned(memory))
-        memory = replace(memory, num_blocks=self._next(Build).num_blocks)
-        with SignsOfWork(self._listener):
-            runner = build_runner(config, models, memory)
+        self._answer(Done(memory))
+        num_blocks = self._next(Build).num_blocks
+        with signs_of_work(self._listener):
+            runner = build_runner(models, num_blocks)
         same_steps = None
         if config.parallel.check_ranks:
             same_steps = SameSteps(models.ranks.target, models.device)
         gc.collect()
         gc.freeze()  # a collection that visits what is there now would stall a step
         gc.enable()
-        self._answer(Ready())
+        self._answer(Done())
         return runner, same_steps
 
     def _step_until_prepare(self, runner: ModelRunner, same_steps: SameSteps | None) -> Prepare:
@@ -190,15 +187,14 @@ class Rank:
         """
         step: PendingStep | LaunchedStep | None = None
         while True:
-            order = order_of_bytes(self._listener.receive())
+            data = self._listener.receive()
+            order = order_of_bytes(data)
             if isinstance(order, Prepare):
                 return order
             if isinstance(order, Masks) and isinstance(step, LaunchedStep):
-                data = order.allowed
-                step = runner.verify(step, allowed_of_bytes(data))
+                step = runner.verify(step, order.allowed)
             else:
-                data = _expected(RunStep, order).plan
-                step = runner.launch(plan_of_bytes(data))
+                step = runner.launch(_expected(RunStep, order).plan)
             if same_steps is not None:
                 same_steps.add(data)
                 if not isinstance(step, LaunchedStep):

@@ -125,11 +125,12 @@ def _start(
     send_reports(reports, [Loading("libraries")])
     # They take seconds, and the first report has to be sent before.
     from outdraft.engine.build import build_engine, check_longest_text, warm_up
-    from outdraft.loading.models import load_models, tokenizer_path
+    from outdraft.loading.models import tokenizer_path
     from outdraft.models.modules import dtype_name
+    from outdraft.ranks.launch import load_on_ranks
 
     send_reports(reports, [Loading("weights")])
-    models = load_models(config)
+    models = load_on_ranks(config)
     send_reports(reports, [Loading("memory")])
     engine, memory = build_engine(config, models)
     check_longest_text(engine, memory)

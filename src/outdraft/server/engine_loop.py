@@ -17,12 +17,13 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import zmq
 
 from outdraft.core.errors import CapacityError, RanksError, RequestError
 from outdraft.core.plan import StepStats
 from outdraft.engine.engine import Engine
-from outdraft.engine.inputs import TokensPrompt
+from outdraft.engine.inputs import EncodedPrompt
 from outdraft.server.messages import (
     Abort,
     Accepted,
@@ -221,9 +222,8 @@ class EngineLoop:
         try:
             if error is not None:
                 raise error
-            prompt: TokensPrompt = {"prompt_token_ids": command.token_ids}
-            if command.cache_salt is not None:
-                prompt["cache_salt"] = command.cache_salt
+            token_ids = np.array(command.token_ids, dtype=np.int32)
+            prompt = EncodedPrompt(None, token_ids, command.cache_salt)
             self._engine.add_request(request_id, prompt, command.params, command.priority)
             self._send([Accepted(request_id)])
         except RequestError as error:

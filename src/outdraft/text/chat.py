@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -43,49 +44,26 @@ def with_readable_calls(message: Message) -> Message:
     Arguments become objects, as templates write JSON themselves. A message with calls and no
     content gets an empty text.
     """
-    calls = _calls(message)
-    if not calls:
-        return message
-    content = message.get("content")
-    return {
-        **message,
-        "content": "" if content is None else content,
-        "tool_calls": [_with_arguments(call, str, parsed_arguments) for call in calls],
-    }
+    changed = _with_arguments(message, str, parsed_arguments)
+    if changed is message or message.get("content") is not None:
+        return changed
+    return {**changed, "content": ""}
 
 
-def with_json_arguments(message: Message) -> Message:
-    """The message with the arguments of its calls as JSON, where they are objects."""
-    calls = _calls(message)
-    if not calls:
-        return message
-    written = [_with_arguments(call, Mapping, _json) for call in calls]
-    return {**message, "tool_calls": written}
-
-
-def with_object_arguments(message: Message) -> Message:
-    """The message with the arguments of its calls under one key, where they are no JSON object."""
-    calls = _calls(message)
-    if not calls:
-        return message
-    written = [_with_arguments(call, str, _under_one_key) for call in calls]
-    return {**message, "tool_calls": written}
-
-
-def _calls(message: object) -> list[Any]:
-    """The calls of a message; [] if it is no message, or its calls are no list."""
+def _with_arguments(message: Message, kind: type, change: Callable[[Any], Any]) -> Message:
+    """Change the arguments of a message's calls that have this type; without calls it stays."""
+    # A caller may give anything that looks like messages; `render` refuses what is none.
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-    return list(calls) if isinstance(calls, list | tuple) else []
+    if not isinstance(calls, list | tuple) or not calls:
+        return message
 
+    def changed(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), kind):
+            return call
+        return {**call, "function": {**function, "arguments": change(function["arguments"])}}
 
-def _with_arguments(call: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Change the arguments of a call, if it has some of this type."""
-    if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
-        return call
-    arguments = function.get("arguments")
-    if not isinstance(arguments, kind):
-        return call
-    return {**call, "function": {**function, "arguments": change(arguments)}}
+    return {**message, "tool_calls": [changed(call) for call in calls]}
 
 
 def _json(value: object) -> str:
@@ -267,14 +245,18 @@ class ChatTemplate:
         try:
             return self._rendered(messages, **options)
         except _RENDERING:
-            as_text = [with_json_arguments(message) for message in messages]
-            if as_text == messages:
-                raise
-            try:
-                return self._rendered(as_text, **options)
-            except _RENDERING:
-                pass  # the first error is about the messages as they were sent
-            raise
+            as_text = [_with_arguments(message, Mapping, _json) for message in messages]
+            if as_text != messages:
+                with suppress(*_RENDERING):
+                    return self._rendered(as_text, **options)
+            raise  # the first error: it is about the messages as they were sent
+
+    def _tried(self, messages: Sequence[Message]) -> str:
+        """Render messages without any option; "" if the template cannot."""
+        try:
+            return self._rendered_in_a_form(messages, {})
+        except _RENDERING:
+            return ""
 
     def _rendered(self, messages: Sequence[Message], **options: Any) -> str:
         # Templates distinguish "no tools" (None) from an undefined name.
@@ -283,10 +265,7 @@ class ChatTemplate:
 
     def _shows(self, content: object) -> bool:
         """Return True if the template writes the text of such a content, and not its notation."""
-        try:
-            text = self._rendered([{"role": "user", "content": content}])
-        except _RENDERING:
-            return False
+        text = self._tried([{"role": "user", "content": content}])
         return _PROBE in text and not _NOTATION.search(text)
 
     @cached_property
@@ -308,17 +287,14 @@ class ChatTemplate:
             for place in range(number)
         ]
         answer = {"role": "assistant", "content": content, "tool_calls": calls}
-        messages = [self._readable(one) for one in ({"role": "user", "content": "a"}, answer)]
-        try:
-            return self._rendered_in_a_form(messages, {})
-        except _RENDERING:
-            return ""
+        messages = {"role": "user", "content": "a"}, answer
+        return self._tried([self._readable(one) for one in messages])
 
     def _readable(self, message: Message) -> dict[str, Any]:
         """Convert content, thoughts and calls of a message to the form that the template reads."""
         message = with_named_thoughts(message)
         if not self._takes_texts:
-            message = with_object_arguments(message)
+            message = _with_arguments(message, str, _under_one_key)
         content = message["content"]
         if self._calls_say_nothing and message.get("tool_calls") and not content:
             content = None

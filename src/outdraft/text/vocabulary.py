@@ -5,12 +5,12 @@ byte-level BPE spells bytes with visible characters (`Ġthe`), SentencePiece wri
 and a byte as `<0x0A>`, WordPiece marks what continues a word. Special tokens stand for no text:
 they are compared by name, and by their role in the two models.
 
-Dimension key: V the target's vocabulary, U the drafter's.
+Dimension key: V the target's vocabulary, U the drafter's; v and u are ids of them.
 """
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from outdraft.drafting.device.translated_model import VocabularyMap
 from outdraft.models.shape import ModelShape
 from outdraft.text.chat import special_tokens
-from outdraft.text.pieces import BYTE_NAME, BYTE_OF
+from outdraft.text.detokenizer import BYTE_NAME, BYTE_OF
 
 ROLES = ("bos_token", "eos_token", "pad_token")
 
@@ -55,22 +55,21 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """The meaning of a vocabulary's ids; each id is in `text_of` or `name_of` at most.
+    """The meaning of a vocabulary's ids; each id is in `ids_of` or `id_of` at most.
 
     Attributes:
-        text_of: the bytes of ordinary tokens, which need not be whole characters.
-        name_of: special tokens, the unknown token among them.
-        fallbacks: ids of single bytes, written only where no other token fits.
+        ids_of: ids of ordinary tokens by their bytes, which need not be whole characters; the ids
+            of single bytes that are written only where no other token fits come last.
+        id_of: ids of special tokens by name, the unknown token among them.
         unknown: the id that stands for text without a token.
     """
 
-    text_of: Mapping[int, bytes]
-    name_of: Mapping[int, str]
-    fallbacks: frozenset[int]
+    ids_of: Mapping[bytes, Sequence[int]]
+    id_of: Mapping[str, int]
     unknown: int | None
 
     def __len__(self) -> int:
-        return len(self.text_of) + len(self.name_of)
+        return sum(map(len, self.ids_of.values())) + len(self.id_of)
 
 
 def token_table(vocabulary: Vocabulary) -> TokenTable:
@@ -78,32 +77,22 @@ def token_table(vocabulary: Vocabulary) -> TokenTable:
     tokenizer = vocabulary.tokenizer
     state: dict[str, Any] = json.loads(tokenizer.to_str())
     names = {
-        number: name
-        for name, number in tokenizer.get_vocab().items()
-        if 0 <= number < vocabulary.size
+        number: name for name, number in tokenizer.get_vocab().items() if number < vocabulary.size
     }
     unknown = _unknown_id(tokenizer, state["model"])
-    special = {
-        number
-        for number, token in tokenizer.get_added_tokens_decoder().items()
-        if token.special or number == unknown
-    }
-    special |= {unknown} if unknown is not None else set()
-    read = _reader(state)
-    fallbacks: set[int] = set()
+    added = tokenizer.get_added_tokens_decoder()
+    special = {number for number, token in added.items() if token.special} | {unknown}
+    read, fallbacks = _reader(state), set[int]()
     if state["model"].get("byte_fallback"):
         fallbacks = {number for number, name in names.items() if BYTE_NAME.fullmatch(name)}
-    texts = {
-        number: bytes([int(name[3:5], 16)]) if number in fallbacks else read(name)
-        for number, name in names.items()
-        if number not in special
-    }
-    return TokenTable(
-        text_of={number: text for number, text in texts.items() if text},
-        name_of={number: names[number] for number in special if number in names},
-        fallbacks=frozenset(fallbacks),
-        unknown=unknown if unknown in names else None,
-    )
+    ids_of: defaultdict[bytes, list[int]] = defaultdict(list)
+    for number in sorted(names.keys() - special, key=lambda one: (one in fallbacks, one)):
+        name = names[number]
+        text = bytes([int(name[3:5], 16)]) if number in fallbacks else read(name)
+        if text:
+            ids_of[text].append(number)
+    id_of = {name: number for number, name in names.items() if number in special}
+    return TokenTable(ids_of, id_of, unknown if unknown in names else None)
 
 
 def map_vocabularies(target: Vocabulary, drafter: Vocabulary) -> VocabularyMap:
@@ -111,71 +100,38 @@ def map_vocabularies(target: Vocabulary, drafter: Vocabulary) -> VocabularyMap:
 
     Several ids may have the same text. Bytes that are only a fallback come last, lower ids first.
     """
-    tables = token_table(target), token_table(drafter)
-    draft_of = _same_texts(*tables) | _same_names(*tables)
+    table, own = token_table(target), token_table(drafter)
+    draft_of: dict[int, int] = {}
+    for text, ids in table.ids_of.items():
+        draft_of.update(zip(ids, own.ids_of.get(text, ()), strict=False))
+    draft_of |= {v: own.id_of[name] for name, v in table.id_of.items() if name in own.id_of}
     for role in ROLES:  # after names: models of one tokenizer may differ in roles
-        ids = target.roles.get(role, -1), drafter.roles.get(role, -1)
-        are_special = ids[0] in tables[0].name_of and ids[1] in tables[1].name_of
-        if are_special and ids[0] not in draft_of and ids[1] not in draft_of.values():
-            draft_of[ids[0]] = ids[1]
-    target_to_draft_V = torch.full((target.size,), tables[1].unknown or 0, dtype=torch.int64)
+        v, u = target.roles.get(role, -1), drafter.roles.get(role, -1)
+        are_special = v in table.id_of.values() and u in own.id_of.values()
+        if are_special and v not in draft_of and u not in draft_of.values():
+            draft_of[v] = u
+    target_to_draft_V = torch.full((target.size,), own.unknown or 0, dtype=torch.int64)
     draft_to_target_U = torch.full((drafter.size,), -1, dtype=torch.int64)
-    for number, stand_in in _stand_ins(tables, draft_of, drafter).items():
-        target_to_draft_V[number] = stand_in
+    texts = [(v, text) for text, ids in table.ids_of.items() for v in ids]
+    for v, text in [*texts, *((v, name.encode()) for name, v in table.id_of.items())]:
+        if v not in draft_of and (stand_in := _stand_in(text, drafter, own)) is not None:
+            target_to_draft_V[v] = stand_in
     shared = torch.tensor(sorted(draft_of.items()), dtype=torch.int64).reshape(-1, 2)
     target_to_draft_V[shared[:, 0]] = shared[:, 1]
     draft_to_target_U[shared[:, 1]] = shared[:, 0]
-    return VocabularyMap(target_to_draft_V, draft_to_target_U, len(tables[0]), len(tables[1]))
+    return VocabularyMap(target_to_draft_V, draft_to_target_U, len(table), len(own))
 
 
-def _same_texts(target: TokenTable, drafter: TokenTable) -> dict[int, int]:
-    """Draft ids of target ids with the same bytes."""
-    of_target, of_drafter = _ids_by_text(target), _ids_by_text(drafter)
-    pairs: dict[int, int] = {}
-    for text, ids in of_target.items():
-        pairs.update(zip(ids, of_drafter.get(text, []), strict=False))
-    return pairs
-
-
-def _ids_by_text(table: TokenTable) -> dict[bytes, list[int]]:
-    ids: defaultdict[bytes, list[int]] = defaultdict(list)
-    for number in sorted(table.text_of, key=lambda one: (one in table.fallbacks, one)):
-        ids[table.text_of[number]].append(number)
-    return ids
-
-
-def _same_names(target: TokenTable, drafter: TokenTable) -> dict[int, int]:
-    ids = {name: number for number, name in drafter.name_of.items()}
-    return {number: ids[name] for number, name in target.name_of.items() if name in ids}
-
-
-def _stand_ins(
-    tables: tuple[TokenTable, TokenTable], draft_of: Mapping[int, int], drafter: Vocabulary
-) -> dict[int, int]:
-    """Per target token that is not shared, the last token of the drafter's own reading of it."""
-    target, own = tables
-    of_byte = {text: ids[0] for text, ids in _ids_by_text(own).items() if len(text) == 1}
-    texts = {**target.text_of, **{v: name.encode() for v, name in target.name_of.items()}}
-    found: dict[int, int] = {}
-    for number, text in texts.items():
-        if number in draft_of:
-            continue
-        try:
-            last = _last_id(drafter, text.decode())
-        except UnicodeDecodeError:  # a part of a character
-            last = of_byte.get(text[-1:])
-        if last is not None:
-            found[number] = last
-    return found
-
-
-def _last_id(vocabulary: Vocabulary, text: str) -> int | None:
-    """The last id of a text; None: the tokenizer cannot write it."""
+def _stand_in(text: bytes, drafter: Vocabulary, own: TokenTable) -> int | None:
+    """The last token of the drafter's own reading of a token that is not shared; None: the
+    drafter's tokenizer cannot write it."""
     try:
-        ids = vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
+        ids = drafter.tokenizer.encode(text.decode(), add_special_tokens=False).ids
+    except UnicodeDecodeError:  # a part of a character
+        return next(iter(own.ids_of.get(text[-1:], ())), None)
     except Exception:  # the library has no narrower one for a character that it does not know
         return None
-    return ids[-1] if ids and ids[-1] < vocabulary.size else None
+    return ids[-1] if ids and ids[-1] < drafter.size else None
 
 
 def _unknown_id(tokenizer: Tokenizer, model: Mapping[str, Any]) -> int | None:

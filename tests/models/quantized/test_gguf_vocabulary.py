@@ -6,7 +6,7 @@ import pytest
 
 from outdraft.core.errors import ConfigError
 from outdraft.models.checkpoints.gguf_metadata import GgufVocabulary, TokenKind
-from outdraft.text.gguf_tokenizer import tokenizer_of_gguf
+from outdraft.text.tokenizer import tokenizer_of_gguf
 
 
 def metadata(*tokens: str, kind: TokenKind = TokenKind.NORMAL, **named: int) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from outdraft.core.outputs import (
     RequestOutput,
     TokenOrigin,
 )
-from outdraft.text.detokenizer import Detokenizer
-from outdraft.text.pieces import REPLACEMENT, token_bytes
+from outdraft.text.detokenizer import REPLACEMENT, Detokenizer, token_bytes
 
 LOWEST = -9999.0  # JSON has no minus infinity
 Row = dict[int, Logprob]  # the chosen token first
