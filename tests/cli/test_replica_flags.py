@@ -14,7 +14,7 @@ from outdraft.cli.serve import ServerOptions
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.loading.models import load_models
-from outdraft.server.replicas.plan import ReplicaPlan
+from outdraft.server.replicas.router import ReplicaPlan
 from tests.cli.pair import pair
 from tests.server.metrics.scripted import INFO
 

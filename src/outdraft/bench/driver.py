@@ -10,7 +10,7 @@ from time import perf_counter
 from outdraft.bench.workloads import BenchRequest
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.assembler import Assembler, Queued, checked
+from outdraft.engine.assembly import Assembler, Queued, checked
 from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import Prompt
 from outdraft.engine.stats import StatsTotal

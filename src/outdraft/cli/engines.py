@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -15,7 +15,7 @@ from outdraft.cli.replica_options import ReplicasOptions, replica_plan
 from outdraft.cli.serve import ServerOptions
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError, EngineDeadError
-from outdraft.dashboard.feed import EngineFacts, LiveFeed
+from outdraft.dashboard.feed import LiveFeed
 from outdraft.server.client import EngineClient
 from outdraft.server.engine_process import EngineProcess
 from outdraft.server.messages import EngineInfo, Loading, Steps
@@ -24,9 +24,9 @@ from outdraft.server.process_client import Supervisor
 from outdraft.server.trace_file import TraceFile
 
 if TYPE_CHECKING:
+    from outdraft.server.metrics import ReplicaMetrics
     from outdraft.server.replicas.deployment import Deployment
     from outdraft.server.replicas.pool import ReplicaPool
-    from outdraft.server.replicas.replica_metrics import ReplicaMetrics
 
 STATUS_POLL_S = 2.0
 NO_RAY = "--data-parallel-size and --max-replicas need Ray: pip install 'outdraft[ray]'"
@@ -90,8 +90,8 @@ async def several_engines(parts: Starting, options: ReplicasOptions) -> AsyncGen
         from outdraft.server.replicas.deployment import Deployment, connect, has_gpus
     except ImportError:
         raise ConfigError(NO_RAY) from None
+    from outdraft.server.metrics import ReplicaMetrics
     from outdraft.server.replicas.pool import ReplicaPool
-    from outdraft.server.replicas.replica_metrics import ReplicaMetrics
     from outdraft.server.replicas.switchboard import Switchboard
 
     host = connect(options.ray_address)
@@ -174,16 +174,10 @@ def check_replicas(config: EngineConfig, options: ServerOptions, replicas: Repli
         raise ConfigError("--min-replicas needs --max-replicas, or --data-parallel-size above 1")
 
 
-def engine_facts(info: EngineInfo, name: str) -> EngineFacts:
+def engine_facts(info: EngineInfo, name: str) -> dict[str, Any]:
     """Facts of the engine that the page shows."""
-    return EngineFacts(
-        name,
-        info.dtype,
-        info.device,
-        tuple(info.speculation_methods),
-        info.num_speculative_tokens,
-        info.lossless,
-    )
+    shown = ("dtype", "device", "speculation_methods", "num_speculative_tokens", "lossless")
+    return {"model": name, **{field: getattr(info, field) for field in shown}}
 
 
 def _show(

@@ -8,7 +8,7 @@ from outdraft.config.engine import EngineConfig
 from outdraft.config.fields import flag
 from outdraft.core.errors import ConfigError
 from outdraft.core.openmp import prepare_openmp
-from outdraft.server.replicas.plan import ReplicaPlan
+from outdraft.server.replicas.router import ReplicaPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

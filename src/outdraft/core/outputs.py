@@ -65,21 +65,6 @@ class DraftTrace:
     decision: Decision | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class StepCounts:
-    """One step of a sequence in numbers.
-
-    Attributes:
-        num_tokens: of the output that it brought.
-        drafted, accepted: tokens by source; empty: nothing was drafted. Drafts that were accepted
-            after the end of the text do not count.
-    """
-
-    num_tokens: int
-    drafted: Mapping[str, int]
-    accepted: Mapping[str, int]
-
-
 @dataclass(slots=True)
 class CompletionOutput:
     """One of a request's n sequences.

@@ -21,7 +21,9 @@ class RecordedStep(Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     """One step of a sequence that brought tokens.
 
     Attributes:
-        tokens, drafted, accepted: as in core.outputs.StepCounts.
+        tokens: of the output that it brought.
+        drafted, accepted: tokens by source; empty: nothing was drafted. Drafts that were accepted
+            after the end of the text do not count.
     """
 
     tokens: int

@@ -36,7 +36,7 @@ class Add(Struct, tag=True, frozen=True):
     stop strings in them are found by the front end."""
 
     request_id: str
-    token_ids: list[int]
+    token_ids: bytes  # of the prompt: int32 [num_tokens]
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None

@@ -1,22 +1,28 @@
-"""Prometheus metrics: vLLM's names after our prefix, and the time and tokens of speculation.
+"""Prometheus metrics of engines: vLLM's names after our prefix, and the time and tokens of
+speculation.
 
 Every metric has the label model_name. A counter's exposed name ends in _total.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import product
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastapi import APIRouter, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from outdraft.core.decision import AlarmKind, Reason
 from outdraft.core.outputs import CompletionOutput, RequestOutput
 from outdraft.core.plan import StepStats
 from outdraft.core.request import FinishReason
 from outdraft.server.messages import EngineInfo, Steps
+
+if TYPE_CHECKING:
+    from outdraft.server.process_client import Supervisor  # which imports this
 
 PREFIX = "outdraft:"
 Table = dict[str, tuple[Sequence[str], str]]  # labels beside model_name, and the text, by name
@@ -160,8 +166,6 @@ class Series:
         self._model_name = model_name
         self._known = known
         self._metrics: dict[str, Any] = {}
-        # To look up a metric by its labels takes the library longer than to count.
-        self._bound: dict[tuple[str, tuple[object, ...]], Any] = {}
 
     def define(self, kind: type[Counter | Gauge | Histogram], table: Table, **options: Any) -> None:
         """Add metrics of a kind, which has the options."""
@@ -170,23 +174,19 @@ class Series:
             metric = kind(PREFIX + name, text, names, registry=self.registry, **options)
             self._metrics[name] = metric
             for values in product(*(self._known.get(label, ()) for label in labels)):
-                self._of(name, values)
+                self._of(name, *values)
 
     def add(self, name: str, count: float, *labels: object) -> None:
-        self._of(name, labels).inc(count)
+        self._of(name, *labels).inc(count)
 
     def set(self, name: str, value: float, *labels: object) -> None:
-        self._of(name, labels).set(value)
+        self._of(name, *labels).set(value)
 
     def observe(self, name: str, value: float) -> None:
-        self._of(name, ()).observe(value)
+        self._of(name).observe(value)
 
-    def _of(self, name: str, labels: tuple[object, ...]) -> Any:
-        bound = self._bound.get((name, labels))
-        if bound is None:
-            bound = self._metrics[name].labels(self._model_name, *map(str, labels))
-            self._bound[name, labels] = bound
-        return bound
+    def _of(self, name: str, *labels: object) -> Any:
+        return self._metrics[name].labels(self._model_name, *map(str, labels))
 
 
 class LatencyWatcher(Protocol):
@@ -371,6 +371,109 @@ def _observe_decision(series: Series, step: StepStats) -> None:
     for part, predicted_s, measured_s in zip(_PARTS, predicted, measured, strict=True):
         series.add("predicted_step_seconds", predicted_s, part)
         series.add("measured_step_seconds", measured_s, part)
+
+
+class ReplicaMetrics(Collector):
+    """Counts what a pool and its replicas do: metrics of one engine, and `replica` as a label more.
+
+    A replica's label is its place, a small number. The replica that replaces it goes on with the
+    same counters.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._watchers: list[LatencyWatcher] = []
+        self._step_watchers: list[Callable[[Steps], None]] = []
+        self._replicas: dict[int, Metrics] = {}
+        self._newest: dict[int, Steps] = {}
+        self._series = series = Series(model_name, {})
+        self.registry = series.registry
+        self.registry.register(self)
+        series.define(Gauge, {"replicas": ((), "Replicas that are ready.")})
+        series.define(
+            Counter,
+            {
+                "routed_requests": (
+                    ("replica", "by"),
+                    "Requests sent to a replica, by why: prefix (it has the beginning of the "
+                    "prompt) or load (it has least to compute).",
+                ),
+                "retried_requests": ((), "Requests sent again because their replica was lost."),
+            },
+        )
+
+    @property
+    def all(self) -> Collection[Metrics]:
+        """Metrics of each replica there has been, by its place."""
+        return self._replicas.values()
+
+    def watch(self, watcher: LatencyWatcher) -> None:
+        """Tell it of the latencies that come."""
+        self._watchers.append(watcher)
+        for metrics in self.all:
+            metrics.watch(watcher)
+
+    def watch_steps(self, on_steps: Callable[[Steps], None]) -> None:
+        """Have a function called with the steps of each report, and the load of all replicas."""
+        self._step_watchers.append(on_steps)
+
+    def joined(self, place: int, client: "Supervisor") -> None:
+        """A replica is ready, at a place that no other one has now."""
+        if (metrics := self._replicas.get(place)) is None:
+            metrics = self._replicas[place] = Metrics(client.info, self._model_name)
+            for watcher in self._watchers:
+                metrics.watch(watcher)
+            for by in ("prefix", "load"):
+                self._series.add("routed_requests", 0, place, by)
+        client.observe(metrics)
+        client.watch(lambda steps: self._observe(place, steps))
+        self._series.add("replicas", 1)
+
+    def left(self, place: int) -> None:
+        """It has ended."""
+        self._replicas[place].observe_steps(Steps([], 0, 0, 0.0))
+        self._newest.pop(place, None)
+        self._series.add("replicas", -1)
+
+    def routed(self, place: int, num_matched: int) -> None:
+        """A request was sent to it; it knows `num_matched` blocks of the prompt."""
+        self._series.add("routed_requests", 1, place, "prefix" if num_matched else "load")
+
+    def retried(self) -> None:
+        """A request was lost before it brought anything, and is sent again."""
+        self._series.add("retried_requests", 1)
+
+    @property
+    def plain_tokens_per_s(self) -> float:
+        """The estimated speed without speculation of all together; NaN before the first token."""
+        speeds = [one.plain_tokens_per_s for one in self.all]
+        measured = [speed for speed in speeds if not math.isnan(speed)]
+        return sum(measured) if measured else math.nan
+
+    def _observe(self, place: int, steps: Steps) -> None:
+        self._newest[place] = steps
+        newest = self._newest.values()
+        news = Steps(
+            steps.steps,
+            sum(one.num_running for one in newest),
+            sum(one.num_waiting for one in newest),
+            sum(one.kv_usage for one in newest) / len(newest),
+        )
+        for on_steps in self._step_watchers:
+            on_steps(news)
+
+    def collect(self) -> Iterable[Metric]:
+        """Metrics of all replicas, which have the same names."""
+        merged: dict[str, Metric] = {}
+        for place, metrics in self._replicas.items():
+            for family in metrics.registry.collect():
+                one = merged.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                for sample in family.samples:
+                    labels = {**sample.labels, "replica": str(place)}
+                    one.samples.append(sample._replace(labels=labels))
+        return merged.values()
 
 
 def metrics_router(registry: CollectorRegistry) -> APIRouter:

@@ -192,7 +192,7 @@ class Supervisor:
             request_id, prompt, params, inputs, keeps_steps=trace is not None
         )
         sent = replace(params, prediction=prediction)
-        ids = assembly.output.prompt_token_ids
+        ids = prompt.token_ids.tobytes()
         self._send(messages.Add(wire_id, ids, sent, priority, prompt.cache_salt))
         request = self._requests[wire_id] = _OpenRequest(assembly)
         try:

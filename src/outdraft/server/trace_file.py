@@ -9,7 +9,7 @@ import msgspec
 
 from outdraft.config.speculation import SpeculationConfig
 from outdraft.core.errors import ConfigError
-from outdraft.core.recorded import RecordedOutput, RecordedRequest, RecordedStep
+from outdraft.core.recorded import RecordedOutput, RecordedRequest
 from outdraft.core.request import FinishReason
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.host_sources import verification_rule
@@ -81,10 +81,7 @@ class TraceFile:
             RecordedOutput(
                 list(completion.token_ids),
                 completion.finish_reason or str(unfinished),  # pyright: ignore[reportArgumentType]
-                [
-                    RecordedStep(one.num_tokens, dict(one.drafted), dict(one.accepted))
-                    for one in steps
-                ],
+                steps,
             )
             for completion, steps in zip(output.outputs, assembly.steps, strict=True)
         ]

@@ -12,12 +12,10 @@ from outdraft.core.errors import RequestError
 from outdraft.core.outputs import CompletionOutput, RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.structured_outputs import form_of
-from outdraft.server.api.answers import Answer, Json, check_stream_options
+from outdraft.server.api.answers import ChoicesAnswer, Json, check_stream_options
 from outdraft.server.api.bodies import ChatRequest, Tool
-from outdraft.server.api.call_reader import CallArguments, CallName
-from outdraft.server.api.calls import ParsedCall
+from outdraft.server.api.calls import CallArguments, CallName, ParsedCall
 from outdraft.server.api.params import check_numbers, sampling_params
-from outdraft.server.api.prompt_batch import prompt_batch
 from outdraft.server.api.prompts import conversation, encode_chat, model_name, prompt_encoder
 from outdraft.server.api.reasoning import (
     AnswerParser,
@@ -65,8 +63,7 @@ def chat_router(context: ApiContext) -> APIRouter:
         continued = body.messages[-1] if body.continue_final_message else None
         stage = first_stage(context.settings, prompt, continued)
         params = with_form_after_thoughts(params, stage)
-        batch = prompt_batch(context, "chatcmpl-", [prompt], params, body)
-        return ChatAnswer(batch, body, model, stage, calls).reply()
+        return ChatAnswer(context, body, model, [prompt], params, stage, calls).reply()
 
     return router
 
@@ -90,9 +87,10 @@ def _num_logprobs(body: ChatRequest) -> int | None:
 
 
 @dataclass(slots=True)
-class ChatAnswer(Answer[ChatRequest]):
+class ChatAnswer(ChoicesAnswer[ChatRequest]):
     """An answer whose choices are messages."""
 
+    prefix = "chatcmpl-"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     opens_at_once = True

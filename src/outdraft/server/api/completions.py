@@ -8,10 +8,9 @@ from fastapi import APIRouter, Response
 from outdraft.core.errors import RequestError
 from outdraft.core.outputs import CompletionOutput, RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.server.api.answers import Answer, Json, check_stream_options
+from outdraft.server.api.answers import ChoicesAnswer, Json, check_stream_options
 from outdraft.server.api.bodies import CompletionRequest
 from outdraft.server.api.params import sampling_params
-from outdraft.server.api.prompt_batch import prompt_batch
 from outdraft.server.api.prompts import encode_prompts, model_name, prompt_encoder
 from outdraft.server.api.reports import CompletionLogprobs, Row, TokenNames, prompt_logprobs, trace
 from outdraft.server.api.settings import ApiContext, guarded_router
@@ -31,8 +30,7 @@ def completions_router(context: ApiContext) -> APIRouter:
         params = _params(body, context)
         encode = prompt_encoder(context, body, params.max_tokens, adds_special_tokens=True)
         prompts = await encode_prompts(context, body.prompt, encode)
-        batch = prompt_batch(context, "cmpl-", prompts, params, body)
-        return CompletionAnswer(batch, body, model).reply()
+        return CompletionAnswer(context, body, model, prompts, params).reply()
 
     return router
 
@@ -59,9 +57,10 @@ def _params(body: CompletionRequest, context: ApiContext) -> SamplingParams:
 
 
 @dataclass(slots=True)
-class CompletionAnswer(Answer[CompletionRequest]):
+class CompletionAnswer(ChoicesAnswer[CompletionRequest]):
     """An answer whose choices are texts."""
 
+    prefix = "cmpl-"
     kind = "text_completion"
     chunk_kind = "text_completion"
     opens_at_once = False  # the prompt's log-probabilities may be part of it
@@ -133,7 +132,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         return result
 
     def _prompt_text(self, number: int) -> str:
-        prompt = self.batch.prompts[number]
+        prompt = self.prompts[number]
         if prompt.text is not None:
             return prompt.text
         if self.tokenizer is None:
@@ -152,7 +151,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
             start = len(self._prompt_text(number)) if self.body.echo else 0
             writer = self.logprobs[index] = self._writer(
                 start,
-                prompt_ids=self.batch.prompts[number].token_ids.tolist(),
+                prompt_ids=self.prompts[number].token_ids.tolist(),
                 skip_special_tokens=self.body.skip_special_tokens is not False,
             )
         return writer.take(rows)

@@ -5,7 +5,7 @@ the request's own parameters.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -222,36 +222,18 @@ def _body_kind(request: Request) -> object:
 
 
 def _names_at(kind: object, path: Sequence[str | int]) -> set[str]:
-    """Names of the fields that an object may have which stands at a path in a value."""
-    kinds = list(_members(kind))
-    for part in path:
-        kinds = [member for one in kinds for member in _members(_inside(one, part))]
-    return {name for one in kinds for name in _fields(one)}
-
-
-def _members(kind: object) -> Iterator[object]:
-    """The types that an annotation allows."""
-    if get_origin(kind) is Annotated:
-        yield from _members(get_args(kind)[0])
-    elif get_origin(kind) in (Union, UnionType):
-        for one in get_args(kind):
-            yield from _members(one)
-    else:
-        yield kind
-
-
-def _inside(kind: object, part: str | int) -> object:
-    """Annotation of a list's items or of an object's field; None: there is none."""
-    if isinstance(part, str):
-        return _fields(kind).get(part)
-    return get_args(kind)[0] if get_origin(kind) is list else None
-
-
-def _fields(kind: object) -> dict[str, Any]:
-    """Annotations of an object's fields by their names in JSON."""
+    """Names of the fields that an object may have at a path in a value; `kind`: its annotation."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _names_at(arguments[0], path)
+    if origin in (Union, UnionType):
+        return {name for member in arguments for name in _names_at(member, path)}
+    if origin is list and path:
+        return _names_at(arguments[0], path[1:])
     if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
-        return {}
-    return {field.alias or name: field.annotation for name, field in kind.model_fields.items()}
+        return set()
+    fields = {field.alias or name: field.annotation for name, field in kind.model_fields.items()}
+    return _names_at(fields.get(str(path[0])), path[1:]) if path else set(fields)
 
 
 def _path(detail: Mapping[str, Any], body: object) -> list[str | int]:

@@ -6,24 +6,25 @@ as an absent field, everywhere: clients send it for what they leave alone.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
+from annotated_types import GroupedMetadata
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     ModelWrapValidatorHandler,
     ValidationError,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
 from pydantic.config import JsonDict
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import PydanticCustomError
 
 from outdraft.core.sampling import MAX_INT64
 
@@ -73,7 +74,7 @@ def ignored(why: str) -> Any:
 
 
 @dataclass(frozen=True, eq=False)  # typing takes equal ones for the same, and 0 for False
-class Neutral:
+class Neutral(GroupedMetadata):
     """Metadata of a field that is accepted with values that change nothing, and with no others.
 
     Clients send the defaults of their own libraries, of vLLM and of OpenAI's service.
@@ -81,15 +82,9 @@ class Neutral:
 
     values: tuple[Any, ...] = ()  # beside null
 
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._checked, handler(source))
-
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        return {"enum": [*self.values, None]}
+    def __iter__(self) -> Iterator[object]:
+        yield AfterValidator(self._checked)
+        yield WithJsonSchema({"enum": [*self.values, None]})
 
     def _checked(self, given: Any) -> Any:
         for value in (None, *self.values):

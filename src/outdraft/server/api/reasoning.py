@@ -14,8 +14,7 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.core.structured_outputs import Thoughts
 from outdraft.engine.inputs import EncodedPrompt
 from outdraft.server.api.bodies import ChatMessage
-from outdraft.server.api.call_reader import CallArguments, CallName
-from outdraft.server.api.calls import ParsedCall, whole_calls
+from outdraft.server.api.calls import CallArguments, CallName, ParsedCall, whole_calls
 from outdraft.server.api.settings import ApiSettings, ReasoningFormat
 from outdraft.server.api.tools import CallFormat, tool_call_parser
 from outdraft.text.detokenizer import overlap

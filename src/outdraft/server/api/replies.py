@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from outdraft.core.errors import OutdraftError
-from outdraft.server.api.errors import ApiError, as_api_error, error_json
+from outdraft.server.api.errors import ApiError, as_api_error
 
 _logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
@@ -52,18 +52,15 @@ class EventStream(Response):
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
+        write_error: Callable[[ApiError], bytes],
         retry_after_s: int,
-        write_error: Callable[[ApiError], bytes] | None = None,
-        *,
         silence_s: float,
     ) -> None:
         """`silence_s`: after this time without an event, a comment is sent."""
         super().__init__()
         self._events = events
+        self._write_error = write_error
         self._retry_after_s = retry_after_s
-        self._write_error = write_error or (
-            lambda error: b"data: " + error_json(error) + b"\n\n" + DONE
-        )
         self._silence_s = silence_s
         self._num_sent = 0
 
@@ -97,7 +94,7 @@ class EventStream(Response):
         self._num_sent += 1
         if self._num_sent == 1:
             await send(_START)
-        await send(_body(chunk))
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def _comment(self, send: Send) -> None:
         """Break every silence: proxies and clients end connections on which nothing comes."""
@@ -117,10 +114,6 @@ _START: Message = {
         (b"x-accel-buffering", b"no"),  # nginx would hold events back
     ],
 }
-
-
-def _body(chunk: bytes) -> Message:
-    return {"type": "http.response.body", "body": chunk, "more_body": True}
 
 
 async def _until_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

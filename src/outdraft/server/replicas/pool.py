@@ -14,8 +14,8 @@ from outdraft.engine.inputs import EncodedPrompt, InputProcessor
 from outdraft.kv.block_pool import extend_hashes
 from outdraft.server.client import OnLoading, Update
 from outdraft.server.messages import EngineInfo
+from outdraft.server.metrics import ReplicaMetrics
 from outdraft.server.process_client import Supervisor, input_processor_of
-from outdraft.server.replicas.replica_metrics import ReplicaMetrics
 from outdraft.server.replicas.router import PrefixRouter, Route
 from outdraft.server.replicas.switchboard import Address, RemoteEngine, Switchboard
 from outdraft.server.trace_file import TraceFile
