@@ -16,8 +16,7 @@ from outdraft.cli.serve import ServerOptions
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError, EngineDeadError
 from outdraft.dashboard.feed import LiveFeed
-from outdraft.server.client import EngineClient
-from outdraft.server.engine_process import EngineProcess
+from outdraft.server.client import EngineClient, EngineProcess
 from outdraft.server.messages import EngineInfo, Loading, Steps
 from outdraft.server.metrics import Metrics
 from outdraft.server.process_client import Supervisor

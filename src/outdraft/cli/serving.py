@@ -37,7 +37,7 @@ from outdraft.server.api.app import create_app
 from outdraft.server.api.middleware import is_loopback
 from outdraft.server.api.reasoning import check_marks
 from outdraft.server.api.settings import ApiContext, ApiSettings, ReasoningFormat, ToolCallFormat
-from outdraft.server.launcher import HttpOptions, Launcher, bind
+from outdraft.server.launcher import Launcher, bind, check_certificate
 from outdraft.server.logs import LogLevel, TrafficLog, set_up_logging
 from outdraft.server.messages import EngineInfo, Loading
 from outdraft.server.metrics import metrics_router
@@ -65,7 +65,8 @@ def run(
         ConfigError, EngineDeadError: the server could not start.
     """
     settings = settings_of(config, options, environ, is_embedded=is_embedded)
-    http = _http_options(options)
+    check_certificate(options.ssl_certfile, options.ssl_keyfile)
+    scheme = "http" if options.ssl_certfile is None else "https"
     chosen_hosts = listed(options.allowed_hosts, "--allowed-hosts")
     environ = {name: value for name, value in environ.items() if name != API_KEY_VARIABLE}
     given_template = _given_template(options)  # refused before anything is loaded
@@ -100,26 +101,24 @@ def run(
                 template = _chat_template(
                     client.info, options, given_template, is_embedded=is_embedded
                 )
-                console.print(
-                    f"\nserving {name} at {http.scheme}://{shown}", style="bold", markup=False
-                )
+                console.print(f"\nserving {name} at {scheme}://{shown}", style="bold", markup=False)
                 feed = LiveFeed(engine_facts(client.info, name))
                 started.show(feed)
-                launcher = Launcher(client, listener, options.drain_timeout, feed.close, http)
+                launcher = Launcher(
+                    client,
+                    listener,
+                    options.drain_timeout,
+                    feed.close,
+                    options.ssl_certfile,
+                    options.ssl_keyfile,
+                    options.header_timeout,
+                    options.body_timeout,
+                )
                 return await _serve(started, launcher, feed, complete, template)
 
     path = options.record_trace  # refused before anything is loaded
     with nullcontext() if path is None else TraceFile(path, config.speculation) as trace:
         return asyncio.run(serve(trace))
-
-
-def _http_options(options: ServerOptions) -> HttpOptions:
-    return HttpOptions(
-        ssl_certfile=options.ssl_certfile,
-        ssl_keyfile=options.ssl_keyfile,
-        header_timeout_s=options.header_timeout,
-        body_timeout_s=options.body_timeout,
-    )
 
 
 async def _serve(

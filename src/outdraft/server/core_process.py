@@ -20,7 +20,7 @@ from outdraft.core import child_process
 from outdraft.core.child_process import STOOD_STILL
 from outdraft.core.errors import ConfigError, RanksError
 from outdraft.server.engine_loop import EngineLoop, send_reports
-from outdraft.server.messages import Assignment, EngineFailed, EngineInfo, Loading
+from outdraft.server.messages import EngineFailed, EngineInfo, Loading
 
 # After this number of timeouts of a rank in which nothing happened, rank 0 counts as stuck: if it
 # waits for another one, an error names that one before. A GPU's first compilations take seconds.
@@ -86,16 +86,17 @@ class StepWatch:
 def main() -> int:
     """Run until the command to stop; 0 if nothing went wrong."""
     gc.disable()  # while it starts, next to nothing becomes garbage
-    assignment: Assignment = child_process.assignment()
-    logging.basicConfig(level=assignment.log_level, format="%(levelname)s %(name)s: %(message)s")
+    config: EngineConfig
+    config, commands_at, reports_at, log_level = child_process.assignment()
+    logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s")
     with zmq.Context() as context:
         commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         for socket in (commands, reports):
             socket.set_hwm(0)  # without bound: the other end merges what it has not read
-        commands.bind(assignment.commands)
-        reports.connect(assignment.reports)
+        commands.bind(commands_at)
+        reports.connect(reports_at)
         with commands, reports:
-            return _serve(assignment.config, commands, reports)
+            return _serve(config, commands, reports)
 
 
 def _serve(config: EngineConfig, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> int:

@@ -9,7 +9,6 @@ when it is ready, and later ones pass it.
 
 import logging
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -67,7 +66,8 @@ class EngineLoop:
         self._reports = reports
         self._decoder = msgspec.msgpack.Decoder(Command)
         self._compiler = ThreadPoolExecutor(1, "outdraft-grammar")
-        self._preparing: deque[tuple[Add, Future[None]]] = deque()  # compiled in this order
+        # requests whose grammars are compiled, in this order, by their ids
+        self._preparing: dict[str, tuple[Add, Future[None]]] = {}
         self._wakes, self._waker = socketpair()
         for one in (self._wakes, self._waker):
             one.setblocking(False)
@@ -145,7 +145,8 @@ class EngineLoop:
             else:
                 self._prepare(command)
         elif isinstance(command, Abort):
-            self._give_up_preparing(command.request_id)
+            if (waiting := self._preparing.pop(command.request_id, None)) is not None:
+                waiting[1].cancel()  # one that has begun goes on, and is not used
             self._engine.abort(command.request_id)
         elif isinstance(command, Profile):
             self._send([Profiled(self._profile(command.path))])
@@ -181,17 +182,8 @@ class EngineLoop:
             self._send([Refused(command.request_id, "capacity", message)])
             return
         compiling = self._compiler.submit(self._engine.prepare, command.params)
-        self._preparing.append((command, compiling))
+        self._preparing[command.request_id] = command, compiling
         compiling.add_done_callback(self._wake)
-
-    def _give_up_preparing(self, request_id: str) -> None:
-        """Forget a request that waits for its grammar, if it does."""
-        for waiting in self._preparing:
-            command, compiling = waiting
-            if command.request_id == request_id:
-                compiling.cancel()  # one that has begun goes on, and is not used
-                self._preparing.remove(waiting)
-                return
 
     def _wake(self, _: object = None) -> None:
         """In another thread: a loop that waits for commands is woken. One that has ended is not."""
@@ -199,9 +191,10 @@ class EngineLoop:
             self._waker.send(b"\0")
 
     def _add_prepared(self) -> None:
-        while self._preparing and self._preparing[0][1].done():
-            command, compiling = self._preparing.popleft()
-            self._add(command, compiling.exception())
+        for request_id, (command, compiling) in list(self._preparing.items()):
+            if compiling.done():
+                del self._preparing[request_id]
+                self._add(command, compiling.exception())
 
     def _add(self, command: Add, error: BaseException | None = None) -> None:
         """Queue a request, or say why not; `error`: why it cannot be prepared."""

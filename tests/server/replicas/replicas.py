@@ -13,8 +13,7 @@ from typing import Any
 from outdraft.config.engine import EngineConfig
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.server.client import Update
-from outdraft.server.engine_process import EngineProcess
+from outdraft.server.client import EngineProcess, Update
 from outdraft.server.metrics import ReplicaMetrics
 from outdraft.server.replicas.pool import ReplicaPool
 from outdraft.server.replicas.switchboard import Address, Relay, Switchboard

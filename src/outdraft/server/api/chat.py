@@ -30,7 +30,6 @@ from outdraft.server.api.reports import Row, TokenNames, content, prompt_logprob
 from outdraft.server.api.settings import ApiContext, guarded_router
 from outdraft.server.api.tools import (
     CallFormat,
-    ForcedCalls,
     active_tools,
     call_format,
     call_schema,
@@ -74,7 +73,7 @@ def _with_calls(
     """The parameters, so that the output has such calls, and its text has them too."""
     if hides_calls(calls, texts):
         params = replace(params, skip_special_tokens=False)
-    if isinstance(calls, ForcedCalls) and calls.may_be_several:
+    if calls is not None and calls.may_be_several:
         schema = call_schema(tools, calls.names, may_be_several=True)
         params = replace(params, structured=form_of("tool_choice", "json_schema", schema))
     return params

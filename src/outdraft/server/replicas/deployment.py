@@ -18,7 +18,7 @@ from ray.serve.schema import ApplicationStatus
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
-from outdraft.server.engine_process import EngineProcess
+from outdraft.server.client import EngineProcess
 from outdraft.server.replicas.router import ReplicaPlan, config_of_replica, num_wanted
 from outdraft.server.replicas.switchboard import Address, FrontEndLostError, Relay
 

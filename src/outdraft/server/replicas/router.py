@@ -82,8 +82,8 @@ class PrefixRouter:
         self._replicas[replica] = _ReplicaLoad()
 
     def leave(self, replica: str) -> None:
-        """A replica takes no more requests; what it still has is no longer counted."""
-        del self._replicas[replica]
+        """A replica takes no more requests, if it did; what it still has is no longer counted."""
+        self._replicas.pop(replica, None)
 
     def route(
         self, hashes: Sequence[bytes], num_tokens: int, avoided: Collection[str] = ()

@@ -18,8 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from outdraft.core.errors import EngineDeadError
-from outdraft.server.client import EngineLink
-from outdraft.server.engine_process import EngineProcess
+from outdraft.server.client import EngineLink, EngineProcess
 from outdraft.server.messages import EngineInfo, Progress, Report
 
 # Relay to front end.
