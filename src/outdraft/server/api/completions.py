@@ -78,16 +78,11 @@ class CompletionAnswer(ChoicesAnswer[CompletionRequest]):
         results: list[Json] = []
         for one in output.outputs:
             index = self._index(number, one.index)
-            result = self._prompt_choice(number, index, output)
-            result |= {"finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
-            if is_echo_only(self.body):
-                result |= {"finish_reason": "length", "stop_reason": None}
-            else:
-                result["text"] += one.text
-                following = self._take(index, one.logprobs)
-                result["logprobs"] = _joined(result["logprobs"], following)
-                if self.body.return_token_ids:
-                    result["token_ids"] = one.token_ids
+            first, [rest] = self._prompt_choice(number, index, output), self.pieces(number, one)
+            rest.pop("outdraft", None)  # of streams only
+            result = first | rest
+            result["text"] = first["text"] + rest["text"]
+            result["logprobs"] = _joined(first["logprobs"], rest["logprobs"])
             if self.body.prompt_logprobs is not None:
                 result["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
             results.append(result)
