@@ -102,12 +102,10 @@ def main() -> int:
 def _serve(config: EngineConfig, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> int:
     try:
         loop, watch, info = _start(config, commands, reports)
-    except ConfigError as error:
-        send_reports(reports, [EngineFailed("config", str(error))])
-        return 2
-    except RanksError as error:
-        send_reports(reports, [EngineFailed("ranks", str(error))])
-        return 1
+    except (ConfigError, RanksError) as error:
+        is_config = isinstance(error, ConfigError)
+        send_reports(reports, [EngineFailed("config" if is_config else "ranks", str(error))])
+        return 2 if is_config else 1
     except Exception as error:
         _logger.exception("the engine could not start")
         send_reports(reports, [EngineFailed("engine", f"{type(error).__name__}: {error}")])

@@ -21,7 +21,7 @@ from outdraft.server.api.errors import ApiError, error_json
 from outdraft.server.api.fields import ChoiceFields, SamplingFields, StreamOptions
 from outdraft.server.api.params import form_field, wants_metrics
 from outdraft.server.api.replies import COMMENT, DONE, EventStream, JsonLater, event
-from outdraft.server.api.reports import metrics, usage
+from outdraft.server.api.reports import metrics, trace, usage
 from outdraft.server.api.settings import ApiContext
 from outdraft.server.client import Update
 
@@ -82,10 +82,7 @@ class Answer(ABC, Generic[Body]):
         """A stream or a whole answer, as the body asks."""
         if not self.body.stream:
             return JsonLater(self.whole())
-        settings = self.context.settings
-        return EventStream(
-            self.events(), self.error_event, settings.retry_after_s, settings.silence_s
-        )
+        return EventStream(self.events(), self.error_event, self.context.settings)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -180,6 +177,13 @@ class ChoicesAnswer(Answer[ChoiceBody]):
     @abstractmethod
     def pieces(self, number: int, delta: CompletionOutput) -> list[Json]:
         """Choices of the chunks that a delta becomes."""
+
+    def details(self, delta: CompletionOutput) -> Json:
+        """Fields of a delta's first chunk that the body asks for."""
+        result: Json = {"token_ids": delta.token_ids} if self.body.return_token_ids else {}
+        if (traced := trace(delta, self.tokenizer)) is not None:
+            result["outdraft"] = traced
+        return result
 
     @property
     def counts_output(self) -> bool:

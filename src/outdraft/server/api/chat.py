@@ -26,7 +26,7 @@ from outdraft.server.api.reasoning import (
     whole_answer,
     with_form_after_thoughts,
 )
-from outdraft.server.api.reports import Row, TokenNames, content, prompt_logprobs, trace
+from outdraft.server.api.reports import Row, TokenNames, content, prompt_logprobs
 from outdraft.server.api.settings import ApiContext, guarded_router
 from outdraft.server.api.tools import (
     CallFormat,
@@ -122,13 +122,7 @@ class ChatAnswer(ChoicesAnswer[ChatRequest]):
         if self.body.include_reasoning is False:
             parts = [part for part in parts if not isinstance(part, Thought)]
         messages = [message for part in parts if (message := self._message(delta.index, part))]
-        details: Json = {}
-        if self.body.return_token_ids:
-            details["token_ids"] = delta.token_ids
-        traced = trace(delta, self.tokenizer)
-        if traced is not None:
-            details["outdraft"] = traced
-        logprobs = self._logprobs(delta.logprobs)
+        details, logprobs = self.details(delta), self._logprobs(delta.logprobs)
         if not messages and (details or logprobs or delta.finish_reason):
             messages = [{}]
         choices: list[Json] = [

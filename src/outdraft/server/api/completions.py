@@ -12,7 +12,7 @@ from outdraft.server.api.answers import ChoicesAnswer, Json, check_stream_option
 from outdraft.server.api.bodies import CompletionRequest
 from outdraft.server.api.params import sampling_params
 from outdraft.server.api.prompts import encode_prompts, model_name, prompt_encoder
-from outdraft.server.api.reports import CompletionLogprobs, Row, TokenNames, prompt_logprobs, trace
+from outdraft.server.api.reports import CompletionLogprobs, Row, TokenNames, prompt_logprobs
 from outdraft.server.api.settings import ApiContext, guarded_router
 from outdraft.text.detokenizer import Detokenizer, begun_text
 
@@ -104,14 +104,10 @@ class CompletionAnswer(ChoicesAnswer[CompletionRequest]):
         if is_echo_only(self.body):
             done = {"finish_reason": "length", "stop_reason": None}
             return [result | done] if delta.finish_reason is not None else []
-        result |= {"text": delta.text, "logprobs": self._take(index, delta.logprobs)}
-        if self.body.return_token_ids:
-            result["token_ids"] = delta.token_ids
-        traced = trace(delta, self.tokenizer)
-        if traced is not None:
-            result["outdraft"] = traced
-        is_empty = not delta.text and result["logprobs"] is None and delta.finish_reason is None
-        return [] if is_empty and not traced and "token_ids" not in result else [result]
+        logprobs, details = self._take(index, delta.logprobs), self.details(delta)
+        if not (delta.text or logprobs or delta.finish_reason or details):
+            return []
+        return [result | {"text": delta.text, "logprobs": logprobs} | details]
 
     def _index(self, number: int, index: int) -> int:
         return number * (self.body.n or 1) + index

@@ -12,6 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from outdraft.core.errors import OutdraftError
 from outdraft.server.api.errors import ApiError, as_api_error
+from outdraft.server.api.settings import ApiSettings
 
 _logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
@@ -53,15 +54,10 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[bytes, None],
         write_error: Callable[[ApiError], bytes],
-        retry_after_s: int,
-        silence_s: float,
+        settings: ApiSettings,
     ) -> None:
-        """`silence_s`: after this time without an event, a comment is sent."""
         super().__init__()
-        self._events = events
-        self._write_error = write_error
-        self._retry_after_s = retry_after_s
-        self._silence_s = silence_s
+        self._events, self._write_error, self._settings = events, write_error, settings
         self._num_sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,7 +84,9 @@ class EventStream(Response):
                 raise
             if not isinstance(error, OutdraftError):
                 _logger.exception("a stream failed")
-            await self._send(self._write_error(as_api_error(error, self._retry_after_s)), send)
+            await self._send(
+                self._write_error(as_api_error(error, self._settings.retry_after_s)), send
+            )
 
     async def _send(self, chunk: bytes, send: Send) -> None:
         self._num_sent += 1
@@ -100,7 +98,7 @@ class EventStream(Response):
         """Break every silence: proxies and clients end connections on which nothing comes."""
         while True:
             before = self._num_sent
-            await asyncio.sleep(self._silence_s)
+            await asyncio.sleep(self._settings.silence_s)
             if self._num_sent == before:
                 await self._send(COMMENT, send)
 
