@@ -156,15 +156,20 @@ class EngineLink(ABC):
     async def while_alive(self, work: Coroutine[Any, Any, Result], message: str) -> Result:
         """The result of some work. Raises EngineDeadError if the engine ends first."""
         working, dying = asyncio.create_task(work), asyncio.create_task(self.death())
-        try:
-            await asyncio.wait({working, dying}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise EngineDeadError(f"{message}: {dying.result()}", dying.result())
-            return working.result()
-        finally:
-            working.cancel()
-            dying.cancel()
-            await asyncio.gather(working, dying, return_exceptions=True)
+        if working not in await first_ended(working, dying):
+            raise EngineDeadError(f"{message}: {dying.result()}", dying.result())
+        return working.result()
+
+
+async def first_ended(*tasks: asyncio.Task[Any]) -> set[asyncio.Task[Any]]:
+    """Wait until one of some tasks has ended, or several have; the others are cancelled."""
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return done
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class EngineProcess(EngineLink):

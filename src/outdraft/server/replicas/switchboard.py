@@ -18,7 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from outdraft.core.errors import EngineDeadError
-from outdraft.server.client import EngineLink, EngineProcess
+from outdraft.server.client import EngineLink, EngineProcess, first_ended
 from outdraft.server.messages import EngineInfo, Progress, Report
 
 # Relay to front end.
@@ -315,17 +315,9 @@ class Relay:
 
     async def _relay(self) -> None:
         """Everything at once, until the first part of it ends."""
-        parts = [
-            asyncio.create_task(part())
-            for part in (self._pass_reports, self._pass_commands, self._beat)
-        ]
-        try:
-            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
-            done.pop().result()
-        finally:
-            for part in parts:
-                part.cancel()
-            await asyncio.gather(*parts, return_exceptions=True)
+        parts = (self._pass_reports(), self._pass_commands(), self._beat())
+        done = await first_ended(*map(asyncio.create_task, parts))
+        done.pop().result()
 
     async def _pass_reports(self) -> None:
         while True:
