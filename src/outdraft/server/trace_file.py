@@ -68,8 +68,6 @@ class TraceFile:
             params: its prediction is none, or ids.
             unfinished: why sequences without an end have none.
         """
-        if self._file.closed:
-            return
         output, asked, network = assembly.output, params.speculation, self._config.network
         prompt_ids, arrival_s = output.prompt_token_ids, output.metrics.arrival_s
         room = max_model_len - len(prompt_ids)

@@ -162,9 +162,9 @@ class ChoicesAnswer(Answer[ChoiceBody]):
     chunk_kind: ClassVar[str]
     opens_at_once: ClassVar[bool]
 
-    @abstractmethod
     def head(self, output: RequestOutput) -> Json:
         """Fields of a whole answer, and of the first chunk, beside their choices."""
+        return {}
 
     @abstractmethod
     def choices(self, number: int, output: RequestOutput) -> list[Json]:
@@ -185,10 +185,9 @@ class ChoicesAnswer(Answer[ChoiceBody]):
             result["outdraft"] = traced
         return result
 
-    @property
-    def counts_output(self) -> bool:
-        """False if the generated tokens are not part of the answer."""
-        return True
+    def usage(self, done: Iterable[RequestOutput]) -> Json:
+        """Counts of tokens, over all prompts and choices."""
+        return usage(done)
 
     async def whole(self) -> Json:
         done = await self.outputs()
@@ -196,7 +195,7 @@ class ChoicesAnswer(Answer[ChoiceBody]):
             choice for number, output in enumerate(done) for choice in self.choices(number, output)
         ]
         result = self._envelope(self.kind, choices) | self.head(done[0])
-        return result | {"usage": self._usage(done)} | self._metrics(done)
+        return result | {"usage": self.usage(done)} | self._metrics(done)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         options = self.body.stream_options or _NO_OPTIONS
@@ -215,13 +214,13 @@ class ChoicesAnswer(Answer[ChoiceBody]):
                 for delta in update.deltas:
                     chunks += [self._chunk([one]) for one in self.pieces(number, delta)]
                 if options.continuous_usage_stats:
-                    so_far = {"usage": self._usage(done.values())}
+                    so_far = {"usage": self.usage(done.values())}
                     chunks = [chunk | so_far for chunk in chunks]
                 for chunk in chunks:
                     yield event(chunk)
         last = self._metrics(list(done.values()))
         if options.include_usage:
-            last["usage"] = self._usage(done.values())
+            last["usage"] = self.usage(done.values())
         if last:
             yield event(self._chunk([]) | last)
         yield DONE
@@ -239,12 +238,6 @@ class ChoicesAnswer(Answer[ChoiceBody]):
             "model": self.model,
             "choices": choices,
         }
-
-    def _usage(self, done: Iterable[RequestOutput]) -> Json:
-        result = usage(done)
-        if not self.counts_output:
-            result |= {"completion_tokens": 0, "total_tokens": result["prompt_tokens"]}
-        return result
 
     def _metrics(self, done: list[RequestOutput]) -> Json:
         """Metrics if the body asks and, as in vLLM, has one prompt."""

@@ -1,5 +1,6 @@
 """/v1/completions."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from outdraft.server.api.answers import ChoicesAnswer, Json, check_stream_option
 from outdraft.server.api.bodies import CompletionRequest
 from outdraft.server.api.params import sampling_params
 from outdraft.server.api.prompts import encode_prompts, model_name, prompt_encoder
-from outdraft.server.api.reports import CompletionLogprobs, Row, TokenNames, prompt_logprobs
+from outdraft.server.api.reports import CompletionLogprobs, Row, TokenNames, prompt_logprobs, usage
 from outdraft.server.api.settings import ApiContext, guarded_router
 from outdraft.text.detokenizer import Detokenizer, begun_text
 
@@ -67,12 +68,11 @@ class CompletionAnswer(ChoicesAnswer[CompletionRequest]):
 
     logprobs: dict[int, CompletionLogprobs] = field(default_factory=dict)  # by choice
 
-    @property
-    def counts_output(self) -> bool:
-        return not is_echo_only(self.body)
-
-    def head(self, output: RequestOutput) -> Json:
-        return {}
+    def usage(self, done: Iterable[RequestOutput]) -> Json:
+        result = usage(done)
+        if is_echo_only(self.body):  # the one token that was made is no part of the answer
+            result |= {"completion_tokens": 0, "total_tokens": result["prompt_tokens"]}
+        return result
 
     def choices(self, number: int, output: RequestOutput) -> list[Json]:
         results: list[Json] = []

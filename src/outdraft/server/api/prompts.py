@@ -72,7 +72,7 @@ async def encode_prompts(
         ContextLengthError: one is too long.
         RequestError: there are too many, or one is empty or holds ids outside the vocabulary.
     """
-    several = _several(prompts)
+    several: Any = [prompts] if is_one_prompt(prompts) else prompts
     if not several:
         raise RequestError("prompt must not be empty", "prompt")
     most = context.settings.max_choices
@@ -81,12 +81,6 @@ async def encode_prompts(
             f"there are {len(several)} prompts, at most {most} are allowed", "prompt"
         )
     return await asyncio.to_thread(lambda: [encode(one) for one in several])
-
-
-def _several(prompts: AnyPrompts) -> Sequence[str | list[int]]:
-    if is_one_prompt(prompts):
-        return [prompts]  # pyright: ignore[reportReturnType]
-    return prompts  # pyright: ignore[reportReturnType]
 
 
 async def encode_chat(

@@ -79,24 +79,21 @@ class ResponseAnswer(Answer[ResponsesRequest]):
 
     async def events(self) -> AsyncGenerator[bytes]:
         """In the order that OpenAI documents; the last one holds the whole response."""
-        output = None
-        parser = AnswerParser(self.stage, None)
+        output, parser = None, AnswerParser(self.stage, None)
         async with aclosing(self.updates()) as stream:
             async for _, update in stream:
-                if output is None:
-                    for each in self._opening():
-                        yield each
+                events = list(self._opening()) if output is None else []
                 output = update.output
                 for delta in update.deltas:
-                    rows = self._logprobs(delta.logprobs)
                     parts: list[Part] = [delta.text]
                     if self.stage is not None:
                         parts = parser.push(delta.text, is_last=delta.finish_reason is not None)
-                    for each in self._told(parts, rows):
-                        yield each
-        if output is not None:
-            for each in self._closing(output):
-                yield each
+                    events += self._told(parts, self._logprobs(delta.logprobs))
+                for each in events:
+                    yield each
+        assert output is not None, "a request that is not accepted raises"
+        for each in self._closing(output):
+            yield each
 
     def error_event(self, error: ApiError) -> bytes:
         """The end of a stream that failed."""

@@ -200,19 +200,9 @@ class Switchboard:
 
         `on_arrival` gets the engine of each relay that says hello, while it still loads.
         """
-        beating = asyncio.create_task(self._beat())
-        try:
-            while True:
-                name, kind, body = await self._socket.recv_multipart()
-                if kind == HELLO and name not in self._engines:
-                    on_arrival(self._arrived(name, msgspec.msgpack.decode(body, type=Hello)))
-                elif (engine := self._engines.get(name)) is not None:
-                    engine.hear(kind, body)
-                elif kind != GONE:
-                    self._send(name, END, b"")  # it counts as lost: a new one has to come
-        finally:
-            beating.cancel()
-            await asyncio.gather(beating, return_exceptions=True)
+        tasks = map(asyncio.create_task, (self._hear(on_arrival), self._beat()))
+        done = await first_ended(*tasks)
+        done.pop().result()
 
     def close(self) -> None:
         """End all engines that are left."""
@@ -221,10 +211,18 @@ class Switchboard:
         self._socket.close()
         self._context.term()
 
-    def _arrived(self, name: bytes, hello: Hello) -> RemoteEngine:
-        send, forget = partial(self._send, name), partial(self._engines.pop, name)
-        engine = self._engines[name] = RemoteEngine(name.decode(), hello, send, forget)
-        return engine
+    async def _hear(self, on_arrival: Callable[[RemoteEngine], None]) -> None:
+        while True:
+            name, kind, body = await self._socket.recv_multipart()
+            if kind == HELLO and name not in self._engines:
+                hello = msgspec.msgpack.decode(body, type=Hello)
+                send, forget = partial(self._send, name), partial(self._engines.pop, name)
+                engine = self._engines[name] = RemoteEngine(name.decode(), hello, send, forget)
+                on_arrival(engine)
+            elif (engine := self._engines.get(name)) is not None:
+                engine.hear(kind, body)
+            elif kind != GONE:
+                self._send(name, END, b"")  # it counts as lost: a new one has to come
 
     def _send(self, name: bytes, kind: bytes, body: bytes) -> None:
         # Without a limit to what is queued, it is done at once.
