@@ -13,9 +13,9 @@ from contextlib import suppress
 from outdraft.core.errors import EngineDeadError, GenerationError, RanksError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.assembly import Assembler
+from outdraft.engine.assembly import Assembler, Queued
 from outdraft.engine.engine import Engine
-from outdraft.engine.inputs import EncodedPrompt, Prompt
+from outdraft.engine.inputs import Prompt
 
 MAX_FAILED_STEPS = 2  # one after another, and the engine is dead
 _Put = Callable[[RequestOutput | Exception], None]  # hands a request's reader its next item
@@ -48,12 +48,11 @@ class AsyncEngine:
     def start(self) -> None:
         """Watch the other ranks from now on, if there are some."""
         if self._engine.ranks is not None:
-            self._engine.ranks.watch(self._look_after_ranks)
+            self._engine.ranks.watch(lambda: self._call(self._step))
 
     async def stop(self) -> None:
         """Abort all requests and end the thread."""
-        with suppress(EngineDeadError):
-            self._call(self._end, EngineDeadError("the engine was stopped"))
+        self._call(self._end, EngineDeadError("the engine was stopped"))
         await asyncio.to_thread(self._thread.shutdown)
 
     async def generate(
@@ -79,7 +78,8 @@ class AsyncEngine:
             with suppress(RuntimeError):  # the reader's loop is closed
                 loop.call_soon_threadsafe(items.put_nowait, item)
 
-        self._call(self._add, request_id, encoded, params, priority, put)
+        if not self._call(self._add, (request_id, encoded, params, priority), put):
+            raise EngineDeadError("the engine has stopped")
         try:
             while True:
                 item = await items.get()
@@ -89,37 +89,25 @@ class AsyncEngine:
                 if item.finished:
                     return
         finally:
-            with suppress(EngineDeadError):
-                self._call(self._drop, request_id, put)
+            self._call(self._drop, request_id, put)
 
-    def _call(self, function: Callable[..., None], *arguments: object) -> None:
-        """Have a function called in the engine's thread."""
-        try:
+    def _call(self, function: Callable[..., None], *arguments: object) -> bool:
+        """Have a function called in the engine's thread; False: it has been stopped."""
+        with suppress(RuntimeError):
             self._thread.submit(function, *arguments)
-        except RuntimeError as error:
-            raise EngineDeadError("the engine has stopped") from error
+            return True
+        return False
 
-    def _look_after_ranks(self) -> None:
-        with suppress(EngineDeadError):
-            self._call(self._step)
-
-    def _add(
-        self,
-        request_id: str,
-        prompt: EncodedPrompt,
-        params: SamplingParams,
-        priority: int,
-        put: _Put,
-    ) -> None:
+    def _add(self, request: Queued, put: _Put) -> None:
         try:
             if self._dead is not None:
                 why = f": {self._dead}" if isinstance(self._dead.__cause__, RanksError) else ""
                 raise EngineDeadError(f"the engine has stopped{why}") from self._dead
-            self._assembler.add_request(request_id, prompt, params, priority)
+            self._assembler.add_request(*request)
         except Exception as error:
             put(error)
         else:
-            self._readers[request_id] = put
+            self._readers[request[0]] = put
             self._queue_step()
 
     def _drop(self, request_id: str, put: _Put) -> None:
@@ -127,29 +115,34 @@ class AsyncEngine:
             self._fail([request_id])
 
     def _queue_step(self) -> None:
-        if self._engine.has_work and not self._is_step_queued:
+        if self._engine.has_work and not self._is_step_queued and self._dead is None:
             self._is_step_queued = True
             self._call(self._step)
 
     def _step(self) -> None:
         """Step if there is something to do, and queue the next one."""
         self._is_step_queued = False
-        if self._dead is not None:
-            return
+        if self._dead is None:
+            try:
+                self._advance()
+            except Exception as error:
+                self._end(_died(error))
+        self._queue_step()
+
+    def _advance(self) -> None:
         try:
             if not self._engine.has_work and self._engine.ranks is not None:
                 self._engine.ranks.check()
             for output in self._assembler.step():
                 self._tell(output)
             self._num_failed = 0
-        except Exception as cause:
+        except RanksError:
+            raise  # there will be no next step
+        except Exception as error:
             self._num_failed += 1
-            error = _died(cause)
-            if isinstance(cause, RanksError) or self._num_failed == MAX_FAILED_STEPS:
-                self._end(error)
-            else:
-                self._fail(self._assembler.started_requests(), error)
-        self._queue_step()
+            if self._num_failed >= MAX_FAILED_STEPS:
+                raise
+            self._fail(self._assembler.started_requests(), _died(error))
 
     def _tell(self, output: RequestOutput) -> None:
         if output.error is not None:  # its other sequences are aborted
@@ -171,7 +164,12 @@ class AsyncEngine:
         """End everything, and refuse what comes."""
         if self._dead is None:
             self._dead = error
-            self._fail(list(self._readers), error)
+            for put in self._readers.values():
+                put(error)
+            for request_id in self._readers:
+                with suppress(Exception):  # the engine may be broken
+                    self._assembler.abort(request_id)
+            self._readers.clear()
 
 
 def _died(cause: Exception) -> EngineDeadError:
