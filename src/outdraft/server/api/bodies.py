@@ -135,7 +135,7 @@ class ChatRequest(ChoiceFields, TemplateFields):
     )
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = Field(
-        None, description="false: of several calls only the first is told."
+        None, description="false: of several calls only the first is sent."
     )
     modalities: Annotated[Any, Neutral((["text"], []))] = None
     echo: Annotated[Any, Neutral((False,))] = None
@@ -231,7 +231,7 @@ class ThoughtPart(Body):
 
 
 class InputReasoning(Body):
-    """What the model thought before the answer that follows."""
+    """The model's thoughts before the answer that follows."""
 
     type: Literal["reasoning"]
     content: list[ThoughtPart] | None = None
@@ -258,7 +258,7 @@ class JsonSchemaTextFormat(JsonSchemaSpec):
 
 
 class TextConfig(Body):
-    """What the output must be."""
+    """The form of the output."""
 
     format: (
         Annotated[TextFormat | JsonObjectFormat | JsonSchemaTextFormat, Field(discriminator="type")]
@@ -272,7 +272,7 @@ class ResponsesStreamOptions(Body):
 
 
 class Reasoning(Body):
-    """How the model is to think."""
+    """The way in which the model is to think."""
 
     effort: ReasoningEffort | None = Field(
         None, description="The template's variable reasoning_effort, if it reads it."

@@ -40,7 +40,7 @@ _CODES = {
 
 
 class ErrorBody(BaseModel):
-    """What is wrong, for programs and for people."""
+    """The error, for programs and for people."""
 
     message: str
     type: str

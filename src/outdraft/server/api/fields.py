@@ -140,7 +140,7 @@ class NeutralFields(Body):
 
 
 class StreamOptions(Body):
-    """What a stream tells besides its text."""
+    """The content of a stream beside its text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -169,7 +169,7 @@ class Prediction(Body):
 
 
 class Speculation(Body):
-    """How drafts are made for this request, within what the server was started with."""
+    """The speculation of this request, within the server's own."""
 
     enabled: bool | None = None
     method: str | None = None
@@ -208,7 +208,7 @@ ResponseFormat = Annotated[
 
 
 class StructuredOutputs(Body):
-    """What the output must match, one of them at most, and how JSON is spaced. Names are vLLM's."""
+    """The form that the output must match, one at most, and spaces in JSON. Names are vLLM's."""
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -277,7 +277,7 @@ class ChoiceFields(SamplingFields):
     prompt_logprobs: Int64 | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT64)] | None = Field(
         None,
-        description="Cut a longer prompt to its last so many tokens; -1: to what leaves room for "
+        description="Cut a longer prompt to its last N tokens; -1: to what leaves room for "
         "max_tokens.",
     )
     truncation_side: Annotated[Any, Neutral(("left",))] = None

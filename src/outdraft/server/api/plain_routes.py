@@ -50,7 +50,7 @@ def _health(context: ApiContext) -> APIRouter:
 
     @router.get("/load", operation_id="load")
     async def load() -> dict[str, int]:
-        """How many requests are waiting or running, each prompt of a body counted by itself."""
+        """The number of requests that wait or run, each prompt of a body counted by itself."""
         return {"server_load": context.client.num_unfinished}
 
     @router.get("/version", operation_id="version")
