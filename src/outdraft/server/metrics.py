@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from outdraft.server.process_client import Supervisor  # which imports this
 
 PREFIX = "outdraft:"
-Table = dict[str, tuple[Sequence[str], str]]  # labels beside model_name, and the text, by name
 
 # vLLM's buckets, so that its dashboards' quantiles compare; the small ones are ours.
 _TTFT_S = (
@@ -51,83 +50,67 @@ _KNOWN: dict[str, Sequence[object]] = {
     "alarm": tuple(AlarmKind),
 }
 
-_GAUGES: Table = {
-    "num_requests_running": ((), "Requests in the engine's batch."),
-    "num_requests_waiting": ((), "Requests waiting to be processed."),
-    "kv_cache_usage_perc": ((), "Share of the KV blocks in use, 0 to 1."),
-    "estimated_tokens_per_second_without_speculation": (
-        (),
-        "Estimate over recent steps without prompts: requests / seconds that the step would have "
-        "taken without drafts, as predicted; as measured without its draft phase where lengths are "
-        "fixed.",
-    ),
-    "spec_decode_is_drafting": (
-        (),
-        "1 if the newest step with something to decide granted drafts, else 0. NaN before one.",
-    ),
-    "spec_decode_price": (
-        (),
-        "Accepted tokens that a drafted row had to promise in the newest step with a price. NaN "
-        "before one, and while lengths are fixed.",
-    ),
-    "spec_decode_predicted_gain": (
-        (),
-        "Tokens per second against plain decoding, minus 1, as predicted for the newest step with "
-        "a prediction. NaN before one.",
-    ),
-    "spec_decode_alarm_active": (("alarm", "source"), "1 while the alarm lasts, else 0."),
+# Labels beside model_name.
+_LABELS: dict[str, Sequence[str]] = {
+    "step_seconds": ("phase",),
+    "request_success": ("finished_reason",),
+    "spec_decode_num_accepted_tokens_per_pos": ("position",),
+    "spec_decode_drafts_by_source": ("source",),
+    "spec_decode_steps": ("reason",),
+    "predicted_step_seconds": ("part",),
+    "spec_decode_drafts_per_pos": ("source", "position"),
+    "spec_decode_accepted_drafts_per_pos": ("source", "position"),
+    "spec_decode_alarm_active": ("alarm", "source"),
+    "spec_decode_draft_tokens_by_source": ("source",),
+    "spec_decode_accepted_tokens_by_source": ("source",),
+    "measured_step_seconds": ("part",),
+    "spec_decode_alarms": ("alarm", "source"),
+    "routed_requests": ("replica", "by"),
 }
-_COUNTERS: Table = {
-    "prompt_tokens": ((), "Prompt tokens processed."),
-    "generation_tokens": ((), "Generated tokens."),
-    "prefix_cache_queries": ((), "Prompt tokens looked up."),
-    "prefix_cache_hits": ((), "Prompt tokens found in the prefix cache."),
-    "num_preemptions": ((), "Requests that lost their memory."),
-    "spec_decode_num_drafts": ((), "Drafts verified."),
-    "spec_decode_num_draft_tokens": ((), "Drafted tokens."),
-    "spec_decode_num_accepted_tokens": ((), "Drafted tokens that the target accepted."),
-    "step_seconds": (
-        ("phase",),
-        "Seconds of engine steps by phase: draft (a network's drafts), verify (the target's "
-        "forward, and choosing where the logits are all that it needs), sample (choosing "
-        "otherwise), host (all the rest, drafts without a network included).",
-    ),
-    "request_success": (
-        ("finished_reason",),
-        "Sequences that ended, a request has n of them: stop, length, abort (the reader left), "
-        "error (the engine failed).",
-    ),
-    "spec_decode_num_accepted_tokens_per_pos": (
-        ("position",),
-        "Accepted tokens by position (depth) in the draft, from 0.",
-    ),
-    "spec_decode_draft_tokens_by_source": (("source",), "Drafted tokens by source."),
-    "spec_decode_accepted_tokens_by_source": (("source",), "Accepted tokens by source."),
-    "spec_decode_drafts_by_source": (
-        ("source",),
-        "Drafts verified by source. One plus the accepted tokens per draft is the acceptance "
-        "length.",
-    ),
-    "spec_decode_steps": (
-        ("reason",),
-        "Steps with something to decide, by the reason for drafting, or for not drafting.",
-    ),
-    "predicted_step_seconds": (
-        ("part",),
-        "Predicted seconds of the engine's steps, of those with a prediction: draft, target "
-        "(verify and sample), host.",
-    ),
-    "measured_step_seconds": (("part",), "What the same steps took."),
-    "spec_decode_drafts_per_pos": (
-        ("source", "position"),
-        "Drafts that reached this position (depth, from 0), by source.",
-    ),
-    "spec_decode_accepted_drafts_per_pos": (
-        ("source", "position"),
-        "Drafts that were accepted down to this position, by source. Divided by "
-        "spec_decode_drafts_per_pos_total it is the acceptance curve.",
-    ),
-    "spec_decode_alarms": (("alarm", "source"), "Alarms that began."),
+_GAUGES = {
+    "num_requests_running": "Requests in the engine's batch.",
+    "num_requests_waiting": "Requests waiting to be processed.",
+    "kv_cache_usage_perc": "Share of the KV blocks in use, 0 to 1.",
+    "estimated_tokens_per_second_without_speculation": "Estimate over recent steps without "
+    "prompts: requests / seconds that the step would have taken without drafts, as predicted; as "
+    "measured without its draft phase where lengths are fixed.",
+    "spec_decode_is_drafting": "1 if the newest step with something to decide granted drafts, "
+    "else 0. NaN before one.",
+    "spec_decode_price": "Accepted tokens that a drafted row had to promise in the newest step "
+    "with a price. NaN before one, and while lengths are fixed.",
+    "spec_decode_predicted_gain": "Tokens per second against plain decoding, minus 1, as "
+    "predicted for the newest step with a prediction. NaN before one.",
+    "spec_decode_alarm_active": "1 while the alarm lasts, else 0.",
+}
+_COUNTERS = {
+    "prompt_tokens": "Prompt tokens processed.",
+    "generation_tokens": "Generated tokens.",
+    "prefix_cache_queries": "Prompt tokens looked up.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "num_preemptions": "Requests that lost their memory.",
+    "spec_decode_num_drafts": "Drafts verified.",
+    "spec_decode_num_draft_tokens": "Drafted tokens.",
+    "spec_decode_num_accepted_tokens": "Drafted tokens that the target accepted.",
+    "step_seconds": "Seconds of engine steps by phase: draft (a network's drafts), verify (the "
+    "target's forward, and choosing where the logits are all that it needs), sample (choosing "
+    "otherwise), host (all the rest, drafts without a network included).",
+    "request_success": "Sequences that ended, a request has n of them: stop, length, abort (the "
+    "reader left), error (the engine failed).",
+    "spec_decode_num_accepted_tokens_per_pos": "Accepted tokens by position (depth) in the draft, "
+    "from 0.",
+    "spec_decode_draft_tokens_by_source": "Drafted tokens by source.",
+    "spec_decode_accepted_tokens_by_source": "Accepted tokens by source.",
+    "spec_decode_drafts_by_source": "Drafts verified by source. One plus the accepted tokens per "
+    "draft is the acceptance length.",
+    "spec_decode_steps": "Steps with something to decide, by the reason for drafting, or for not "
+    "drafting.",
+    "predicted_step_seconds": "Predicted seconds of the engine's steps, of those with a "
+    "prediction: draft, target (verify and sample), host.",
+    "measured_step_seconds": "What the same steps took.",
+    "spec_decode_drafts_per_pos": "Drafts that reached this position (depth, from 0), by source.",
+    "spec_decode_accepted_drafts_per_pos": "Drafts that were accepted down to this position, by "
+    "source. Divided by spec_decode_drafts_per_pos_total it is the acceptance curve.",
+    "spec_decode_alarms": "Alarms that began.",
 }
 _HISTOGRAMS: Mapping[str, tuple[Sequence[float] | None, str]] = {  # None: sizes up to the context
     "time_to_first_token_seconds": (_TTFT_S, "Time to first token."),
@@ -167,9 +150,12 @@ class Series:
         self._known = known
         self._metrics: dict[str, Any] = {}
 
-    def define(self, kind: type[Counter | Gauge | Histogram], table: Table, **options: Any) -> None:
-        """Add metrics of a kind, which has the options."""
-        for name, (labels, text) in table.items():
+    def define(
+        self, kind: type[Counter | Gauge | Histogram], texts: Mapping[str, str], **options: Any
+    ) -> None:
+        """Add metrics of a kind, which has the options. `texts`: what they mean, by name."""
+        for name, text in texts.items():
+            labels = _LABELS.get(name, ())
             names = ["model_name", *labels]
             metric = kind(PREFIX + name, text, names, registry=self.registry, **options)
             self._metrics[name] = metric
@@ -233,7 +219,7 @@ class Metrics:
         sizes = [digit * 10**power for power in powers for digit in (1, 2, 5)]
         sizes = [size for size in sizes if size <= info.max_model_len]
         for name, (buckets, text) in _HISTOGRAMS.items():
-            series.define(Histogram, {name: ((), text)}, buckets=buckets or sizes)
+            series.define(Histogram, {name: text}, buckets=buckets or sizes)
         self._estimate()
 
     @property
@@ -389,16 +375,13 @@ class ReplicaMetrics(Collector):
         self._series = series = Series(model_name, {})
         self.registry = series.registry
         self.registry.register(self)
-        series.define(Gauge, {"replicas": ((), "Replicas that are ready.")})
+        series.define(Gauge, {"replicas": "Replicas that are ready."})
         series.define(
             Counter,
             {
-                "routed_requests": (
-                    ("replica", "by"),
-                    "Requests sent to a replica, by why: prefix (it has the beginning of the "
-                    "prompt) or load (it has least to compute).",
-                ),
-                "retried_requests": ((), "Requests sent again because their replica was lost."),
+                "routed_requests": "Requests sent to a replica, by why: prefix (it has the "
+                "beginning of the prompt) or load (it has least to compute).",
+                "retried_requests": "Requests sent again because their replica was lost.",
             },
         )
 
