@@ -45,7 +45,7 @@ _OLD: JsonDict = {"deprecated": True}  # pydantic's own `deprecated` warns when 
 class Body(BaseModel):
     """A JSON object without unknown fields, in which "1" is no number."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -192,9 +192,8 @@ class TextFormat(Body):
 
 class JsonObjectFormat(Body):
     type: Literal["json_object"]
-    schema_: dict[str, Any] | None = Field(
-        None, alias="schema", description="As llama.cpp and others take it: the object's schema."
-    )
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    """As llama.cpp and others take it: the object's schema."""
 
 
 class JsonSchemaFormat(Body):
@@ -215,9 +214,8 @@ class StructuredOutputs(Body):
     regex: str | None = None
     grammar: str | None = None
     choice: Choices | None = None
-    disable_any_whitespace: bool | None = Field(
-        None, description="false: JSON may have white space, also that of response_format."
-    )
+    disable_any_whitespace: bool | None = None
+    """false: JSON may have white space, also that of response_format."""
     disable_fallback: Any = ignored("there is nothing else to fall back to.")
     disable_additional_properties: Annotated[Any, Neutral((False,))] = None
 
@@ -254,24 +252,20 @@ class SamplingFields(HarmlessExtras, NeutralFields):
     guided_grammar: str | None = Field(None, json_schema_extra=_OLD)
     stream: bool | None = None
     priority: Int64 | None = Field(None, description="Lower is earlier.")
-    request_id: Annotated[str, Field(pattern=r"^[!-~]{1,256}$")] | None = Field(
-        None, description="Is part of the answer's id; default: a random one."
-    )
-    cache_salt: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="Only requests of the same salt share blocks of the prefix cache."
-    )
-    include_metrics: bool | None = Field(
-        None, description="Tell how speculation fared, as metrics.speculative_decoding."
-    )
+    request_id: Annotated[str, Field(pattern=r"^[!-~]{1,256}$")] | None = None
+    """Is part of the answer's id; default: a random one."""
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    """Only requests of the same salt share blocks of the prefix cache."""
+    include_metrics: bool | None = None
+    """Tell how speculation fared, as metrics.speculative_decoding."""
 
 
 class ChoiceFields(SamplingFields):
     """Fields of the routes that give several choices."""
 
     n: Int64 | None = None
-    best_of: Int64 | None = Field(
-        None, description="Only as many as n: all answers that are made are sent."
-    )
+    best_of: Int64 | None = None
+    """Only as many as n: all answers that are made are sent."""
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: Int64 | None = None
@@ -287,9 +281,8 @@ class ChoiceFields(SamplingFields):
         "false for a conversation, whose template writes them.",
     )
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = Field(
-        None, description="Log-probabilities name tokens as token_id:N."
-    )
+    return_tokens_as_token_ids: bool | None = None
+    """Log-probabilities name tokens as token_id:N."""
 
     @field_validator("best_of")
     @classmethod
