@@ -197,12 +197,13 @@ class Supervisor:
             del self._requests[wire_id]
             if not assembly.output.finished and self.is_alive:
                 self._link.send(messages.Abort(wire_id))
-            if not request.is_refused:
+            if not isinstance(request.error, RequestError | CapacityError):  # it was accepted
+                reason = FinishReason.ABORT if request.error is None else FinishReason.ERROR
                 if self._metrics is not None:
                     unended = [one for one in assembly.output.outputs if one.finish_reason is None]
-                    self._metrics.observe_unfinished(len(unended), request.unfinished)
+                    self._metrics.observe_unfinished(len(unended), reason)
                 if trace is not None:
-                    trace.record(assembly, sent, inputs.max_model_len, request.unfinished)
+                    trace.record(assembly, sent, inputs.max_model_len, reason)
 
     async def _read(self, process: EngineLink) -> None:
         while self.is_alive:
@@ -248,23 +249,17 @@ class Supervisor:
 
 
 class _OpenRequest:
-    """Between the reports on one request and its reader."""
+    """Between the reports on one request and its reader.
+
+    Attributes:
+        error: the reason why it was refused, or failed.
+    """
 
     def __init__(self, assembly: RequestAssembly) -> None:
         self.assembly = assembly
         self._gained: dict[int, CompletionOutput] = {}  # by sequence; not read yet
         self._news = asyncio.Event()
-        self._error: OutdraftError | None = None
-
-    @property
-    def is_refused(self) -> bool:
-        """True if the engine did not accept it."""
-        return isinstance(self._error, RequestError | CapacityError)
-
-    @property
-    def unfinished(self) -> FinishReason:
-        """The reason of its sequences that have not ended."""
-        return FinishReason.ABORT if self._error is None else FinishReason.ERROR
+        self.error: OutdraftError | None = None
 
     def add(self, gained: Iterable[CompletionOutput]) -> None:
         """Wake the reader; what it has not read yet becomes one delta for each sequence."""
@@ -277,10 +272,10 @@ class _OpenRequest:
         """Everything that came since the last call."""
         await self._news.wait()
         output = self.assembly.output
-        if self._error is None and output.error is not None:
-            self._error = GenerationError(output.error)
-        if self._error is not None:
-            raise self._error
+        if self.error is None and output.error is not None:
+            self.error = GenerationError(output.error)
+        if self.error is not None:
+            raise self.error
         self._news.clear()
         deltas = [self._gained[index] for index in sorted(self._gained)]
         self._gained.clear()
@@ -288,7 +283,7 @@ class _OpenRequest:
 
     def fail(self, error: OutdraftError) -> None:
         if not self.assembly.output.finished:
-            self._error = error
+            self.error = error
             self._news.set()
 
 

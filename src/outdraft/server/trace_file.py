@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from outdraft.engine.assembly import RequestAssembly
 _logger = logging.getLogger(__name__)
 
 
-class TraceFile:
+class TraceFile(AbstractContextManager["TraceFile"]):
     """A new file that only its owner may read: with the tokenizer, ids are as good as texts.
 
     A line is written whole or not at all. Where that fails, as on a full disk, the recording ends
@@ -43,9 +44,6 @@ class TraceFile:
             ) from None
         except OSError as error:
             raise ConfigError(f"--record-trace: {path} cannot be made: {error.strerror}") from error
-
-    def __enter__(self) -> "TraceFile":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
