@@ -13,7 +13,7 @@ import torch  # noqa: E402
 
 from outdraft import LLM, SamplingParams, assets  # noqa: E402
 from outdraft.core.sampling import SpeculationParams  # noqa: E402
-from outdraft.engine.assembler import Assembler  # noqa: E402
+from outdraft.engine.assembly import Assembler  # noqa: E402
 
 
 def load(spec: Spec):

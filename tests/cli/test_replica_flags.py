@@ -13,7 +13,7 @@ from outdraft.cli.serving import NO_RAY, check_replicas, with_local_paths
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.ranks.launch import load_on_ranks
-from outdraft.server.replicas.plan import ReplicaPlan
+from outdraft.server.replicas.router import ReplicaPlan
 from tests.cli.pair import pair
 from tests.server.metrics.scripted import INFO
 

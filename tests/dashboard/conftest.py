@@ -15,10 +15,10 @@ from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 from outdraft.core.decision import Decision, Reason
 from outdraft.core.draft import DraftSource
 from outdraft.core.plan import PhaseTimes
-from outdraft.dashboard.feed import EngineFacts, LiveFeed
+from outdraft.dashboard.feed import LiveFeed
 from outdraft.dashboard.router import dashboard_router
 from tests.dashboard.fake_openai import FakeOpenAi
-from tests.dashboard.steps import stats
+from tests.dashboard.steps import facts, stats
 
 CHROMIUM = Path("/usr/bin/chromium")
 ARGS = [
@@ -31,7 +31,7 @@ ARGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-FACTS = EngineFacts("tiny", "float32", "cpu", ("prediction", "suffix", "draft_model"), 15)
+FACTS = facts("prediction", "suffix", "draft_model", num_speculative_tokens=15)
 
 
 @dataclass

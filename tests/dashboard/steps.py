@@ -1,4 +1,6 @@
-"""Statistics of made-up steps."""
+"""Statistics of made-up steps, and facts of a made-up engine."""
+
+from typing import Any
 
 from outdraft.core.draft import DraftSource
 from outdraft.core.plan import PhaseTimes, StepStats
@@ -31,3 +33,15 @@ def stats(
         times=times or PhaseTimes(),
         host_s=host_s,
     )
+
+
+def facts(*methods: str, num_speculative_tokens: int = 8) -> dict[str, Any]:
+    """Facts of an engine that has these sources of drafts."""
+    return {
+        "model": "tiny",
+        "dtype": "float32",
+        "device": "cpu",
+        "speculation_methods": methods,
+        "num_speculative_tokens": num_speculative_tokens,
+        "lossless": True,
+    }

@@ -13,10 +13,10 @@ from msgspec import structs
 from outdraft.core.decision import Decision, Reason
 from outdraft.core.draft import DraftSource
 from outdraft.core.plan import PhaseTimes, StepStats
-from outdraft.dashboard.feed import SMALLEST_S, EngineFacts, Latencies, LiveFeed, Second
-from tests.dashboard.steps import stats
+from outdraft.dashboard.feed import SMALLEST_S, Latencies, LiveFeed, Second
+from tests.dashboard.steps import facts, stats
 
-FACTS = EngineFacts("tiny", "float32", "cpu", ("suffix",), 8)
+FACTS = facts("suffix", num_speculative_tokens=8)
 
 
 class Clock:

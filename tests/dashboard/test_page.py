@@ -2,15 +2,14 @@
 
 import ast
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from playwright.sync_api import Page, expect
 
 from outdraft.core.outputs import TokenOrigin
-from outdraft.dashboard.feed import EngineFacts
 from tests.dashboard.conftest import FACTS, Site
 from tests.dashboard.fake_openai import ANSWER, API_KEY, HEADS, MIXED, TEXT, ScriptedStep
+from tests.dashboard.steps import facts
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dashboard")]  # one browser at a time
 
@@ -123,11 +122,11 @@ def test_every_guess_of_a_mixed_tree_shows_its_own_source(page: Page, site: Site
 @pytest.mark.full
 def test_the_legend_explains_what_the_engine_can_draft_and_nothing_else(page: Page, site: Site):
     own = ["Plain", "Bonus", "Recovered"]
-    facts = EngineFacts("tiny", "float32", "cpu", ("prediction", "eagle3", "suffix"), 4)
-    for site.feed.facts in (facts, EngineFacts("tiny", "float32", "cpu", (), 0)):
+    drafts = facts("prediction", "eagle3", "suffix", num_speculative_tokens=4)
+    for site.feed.facts in (drafts, facts(num_speculative_tokens=0)):
         page.reload()
         page.wait_for_selector("#link[data-state=open]")
-        drafting = ["Prediction", "Suffix", "EAGLE-3"] if site.feed.facts is facts else []
+        drafting = ["Prediction", "Suffix", "EAGLE-3"] if site.feed.facts is drafts else []
         expected = [own[0], *drafting, *own[1:]]
         assert page.locator("#meanings dt").all_inner_texts() == expected
         assert page.locator("#legend li").all_text_contents() == expected
@@ -137,7 +136,7 @@ def test_the_legend_explains_what_the_engine_can_draft_and_nothing_else(page: Pa
 def test_a_lossy_engine_says_so_and_promises_no_distribution(page: Page, site: Site):
     notice = page.locator("#speculation-lossy")
     expect(notice).to_be_hidden()
-    site.feed.facts = replace(FACTS, lossless=False)
+    site.feed.facts = FACTS | {"lossless": False}
     page.reload()
     expect(notice).to_be_visible()
     expect(notice).to_contain_text("sampled texts do not have")
@@ -265,7 +264,7 @@ def test_speculation_can_be_off_and_its_settings_are_then_out_of_reach(page: Pag
 
 @pytest.mark.full
 def test_settings_are_out_of_reach_on_an_engine_without_speculation(page: Page, site: Site):
-    site.feed.facts = EngineFacts("tiny", "float32", "cpu", (), 0)
+    site.feed.facts = facts(num_speculative_tokens=0)
     page.reload()
     expect(page.get_by_text("This engine runs without speculation.")).to_be_visible()
     expect(page.locator("#enabled")).to_be_disabled()

@@ -3,9 +3,9 @@
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from outdraft.dashboard.feed import EngineFacts
 from tests.dashboard.conftest import Site
 from tests.dashboard.fake_openai import TEXT
+from tests.dashboard.steps import facts
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dashboard")]  # one browser at a time
 
@@ -145,7 +145,7 @@ def test_the_charts_tell_what_was_decided_and_how_right_it_was(page: Page):
 
 @pytest.mark.full
 def test_an_engine_without_speculation_is_compared_with_nothing(page: Page, site: Site):
-    site.feed.facts = EngineFacts("tiny", "float32", "cpu", (), 0)
+    site.feed.facts = facts(num_speculative_tokens=0)
     page.reload()
     page.click("#tab-live")
     expect(page.locator(".chart")).to_have_count(8)

@@ -9,12 +9,12 @@ import pytest
 from fastapi import FastAPI
 
 from outdraft.core.draft import DraftSource
-from outdraft.dashboard.feed import EngineFacts, LiveFeed
+from outdraft.dashboard.feed import LiveFeed
 from outdraft.dashboard.router import dashboard_router
 from tests.dashboard.colours import STATIC
-from tests.dashboard.steps import stats
+from tests.dashboard.steps import facts, stats
 
-FACTS = EngineFacts("tiny", "float32", "cpu", ("suffix",), 8)
+FACTS = facts("suffix", num_speculative_tokens=8)
 FILES = sorted(entry.name for entry in STATIC.iterdir())
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from outdraft.core.errors import CapacityError, ConfigError, RequestError
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.assembler import Assembler
+from outdraft.engine.assembly import Assembler
 from outdraft.engine.llm import LLM
 from outdraft.text.tokenizer import load_tokenizer
 from tests.oracle.engines import (

@@ -13,8 +13,7 @@ from outdraft.core.draft import Draft, DraftAsk, DraftSource
 from outdraft.core.errors import EngineDeadError
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.policy import DraftPolicy
-from outdraft.engine.assembler import Assembler
-from outdraft.engine.assembly import RequestAssembly
+from outdraft.engine.assembly import Assembler, RequestAssembly
 from outdraft.engine.async_engine import AsyncEngine
 from outdraft.engine.engine import Engine, RequestDeltas
 from outdraft.engine.llm import LLM

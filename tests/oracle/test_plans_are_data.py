@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.plan import StepPlan, StepResult
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.assembler import Assembler
+from outdraft.engine.assembly import Assembler
 from outdraft.engine.llm import LLM
 from tests.oracle import forms
 from tests.oracle.engines import METHODS, engine, ids, prompts_of, run

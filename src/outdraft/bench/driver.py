@@ -8,9 +8,10 @@ from random import Random
 from time import perf_counter
 
 from outdraft.bench.workloads import BenchRequest
+from outdraft.core.errors import GenerationError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.assembler import Assembler, Queued, checked
+from outdraft.engine.assembly import Assembler, Queued
 from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import Prompt
 from outdraft.engine.stats import StatsTotal
@@ -92,7 +93,9 @@ class EngineRun:
                     self._num_first = len(output.outputs[0].token_ids)
                 self._newest = output
                 self._on_output(output)
-                if checked(output).finished:
+                if output.error is not None:
+                    raise GenerationError(output.error)
+                if output.finished:
                     self.num_left -= 1
                     self.finished.append(output)
         self.elapsed_s += passed_s

@@ -14,7 +14,7 @@ from outdraft.config.benchmarks import LatencyPlan
 from outdraft.core.errors import ConfigError, RequestError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.assembler import Queued
+from outdraft.engine.assembly import Queued
 from outdraft.engine.engine import Engine
 from outdraft.engine.stats import StatsTotal
 

@@ -22,7 +22,7 @@ from outdraft.config.engine import EngineConfig
 from outdraft.config.fields import flag
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.core.process import prepare_openmp
-from outdraft.server.replicas.plan import ReplicaPlan
+from outdraft.server.replicas.router import ReplicaPlan
 
 FILE: dict[str, Any] = {"exists": True, "dir_okay": False}
 API_KEY_VARIABLE = "OUTDRAFT_API_KEY"

@@ -24,15 +24,15 @@ from outdraft.cli.serve import (
 from outdraft.config.engine import EngineConfig
 from outdraft.config.fields import as_choice, check_choice
 from outdraft.core.errors import ConfigError, EngineDeadError
-from outdraft.dashboard.feed import EngineFacts, LiveFeed
+from outdraft.dashboard.feed import LiveFeed
 from outdraft.dashboard.router import dashboard_router
 from outdraft.loading.generation_config import default_sampling
 from outdraft.server.api.app import create_app
 from outdraft.server.api.middleware import is_loopback
 from outdraft.server.api.reasoning import check_marks
 from outdraft.server.api.settings import ApiContext, ApiSettings, ReasoningFormat, ToolCallFormat
-from outdraft.server.engine_process import EngineProcess
-from outdraft.server.launcher import HttpOptions, Launcher, bind
+from outdraft.server.client import EngineProcess
+from outdraft.server.launcher import Launcher, bind, check_certificate
 from outdraft.server.logs import LogLevel, TrafficLog, set_up_logging
 from outdraft.server.messages import EngineInfo, Loading, Steps
 from outdraft.server.metrics import Metrics, metrics_router
@@ -41,9 +41,9 @@ from outdraft.server.trace_file import TraceFile
 from outdraft.text.chat import ChatTemplate, as_content_format, special_tokens
 
 if TYPE_CHECKING:
+    from outdraft.server.metrics import ReplicaMetrics
     from outdraft.server.replicas.deployment import Deployment
     from outdraft.server.replicas.pool import ReplicaPool
-    from outdraft.server.replicas.replica_metrics import ReplicaMetrics
 
 _logger = logging.getLogger(__name__)
 
@@ -84,7 +84,8 @@ def run(
         ConfigError, EngineDeadError: the server could not start.
     """
     settings = settings_of(config, options, environ, is_embedded=is_embedded)
-    http = _http_options(options)
+    check_certificate(options.ssl_certfile, options.ssl_keyfile)
+    scheme = "http" if options.ssl_certfile is None else "https"
     chosen_hosts = listed(options.allowed_hosts, "--allowed-hosts")
     environ = {name: value for name, value in environ.items() if name != API_KEY_VARIABLE}
     given_template = _given_template(options)  # refused before anything is loaded
@@ -120,25 +121,23 @@ def run(
                     default_sampling=_default_sampling(config, info),
                 )
                 template = _chat_template(info, options, given_template, is_embedded=is_embedded)
-                console.print(
-                    f"\nserving {name} at {http.scheme}://{shown}", style="bold", markup=False
-                )
+                console.print(f"\nserving {name} at {scheme}://{shown}", style="bold", markup=False)
                 feed, client = live_feed(started, name), started.client
-                launcher = Launcher(client, listener, options.drain_timeout, feed.close, http)
+                launcher = Launcher(
+                    client,
+                    listener,
+                    options.drain_timeout,
+                    feed.close,
+                    options.ssl_certfile,
+                    options.ssl_keyfile,
+                    options.header_timeout,
+                    options.body_timeout,
+                )
                 return await _serve(started, launcher, feed, complete, template)
 
     path = options.record_trace  # refused before anything is loaded
     with nullcontext() if path is None else TraceFile(path, config.speculation) as trace:
         return asyncio.run(serve(trace))
-
-
-def _http_options(options: ServerOptions) -> HttpOptions:
-    return HttpOptions(
-        ssl_certfile=options.ssl_certfile,
-        ssl_keyfile=options.ssl_keyfile,
-        header_timeout_s=options.header_timeout,
-        body_timeout_s=options.body_timeout,
-    )
 
 
 async def _serve(
@@ -201,8 +200,8 @@ async def several_engines(
         from outdraft.server.replicas.deployment import Deployment, connect, has_gpus
     except ImportError:
         raise ConfigError(NO_RAY) from None
+    from outdraft.server.metrics import ReplicaMetrics
     from outdraft.server.replicas.pool import ReplicaPool
-    from outdraft.server.replicas.replica_metrics import ReplicaMetrics
     from outdraft.server.replicas.switchboard import Switchboard
 
     host = connect(replicas.ray_address)
@@ -284,16 +283,8 @@ def check_replicas(config: EngineConfig, options: ServerOptions, replicas: Repli
 def live_feed(started: Started, name: str) -> LiveFeed:
     """Make the page's feed, and have it shown latencies and steps. `name`: of the model."""
     info = started.client.info
-    feed = LiveFeed(
-        EngineFacts(
-            name,
-            info.dtype,
-            info.device,
-            tuple(info.speculation_methods),
-            info.num_speculative_tokens,
-            info.lossless,
-        )
-    )
+    shown = ("dtype", "device", "speculation_methods", "num_speculative_tokens", "lossless")
+    feed = LiveFeed({"model": name, **{field: getattr(info, field) for field in shown}})
 
     def record(news: Steps) -> None:
         feed.record(news.steps, news.num_running, news.num_waiting, news.kv_usage)

@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,89 +21,30 @@ DIGITS = 6  # of a time or a ratio: microseconds
 SMALLEST_S = 1e-5  # shorter ones count as this long
 GROWTH = 1.02  # of a bucket over the one before it
 MOST_BUCKETS = 1000  # past 3,000 s
+PHASES = ("draft_s", "verify_s", "sample_s", "host_s")  # of a step's time
 
 
-class Latencies:
+class Latencies(Counter[int]):
     """Latencies of any number of requests in little room: counts by bucket.
 
     Each bucket is a little above the last. A quantile is exact to within half a bucket, about 1 per
     cent.
     """
 
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
-
     def add(self, seconds: float) -> None:
         """Count one."""
         bucket = math.floor(math.log(max(seconds, SMALLEST_S) / SMALLEST_S, GROWTH))
-        self._counts[min(bucket, MOST_BUCKETS)] += 1
+        self[min(bucket, MOST_BUCKETS)] += 1
 
     def quantile(self, share: float) -> float | None:
         """Seconds that at least this share of all took at most; None before the first."""
-        rank = max(1, math.ceil(share * self._counts.total()))
+        rank = max(1, math.ceil(share * self.total()))
         seen = 0
-        for bucket in sorted(self._counts):
-            seen += self._counts[bucket]
+        for bucket in sorted(self):
+            seen += self[bucket]
             if seen >= rank:
                 return SMALLEST_S * GROWTH ** (bucket + 0.5)
         return None
-
-
-@dataclass(slots=True)
-class DecisionTotal:
-    """Decisions within a second: sums over steps.
-
-    Attributes:
-        reasons: steps by reason.
-        num_granted, granted: requests that were granted drafts, and their tokens.
-        num_predicted, predicted_s, measured_s: steps with a prediction, and their time.
-        num_priced, price: steps with a price, and the sum of the prices.
-        reached, accepted: drafts that were as deep, and accepted as deep, by position from 0.
-    """
-
-    reasons: Counter[str] = field(default_factory=Counter[str])
-    num_granted: int = 0
-    granted: int = 0
-    num_predicted: int = 0
-    predicted_s: float = 0.0
-    measured_s: float = 0.0
-    num_priced: int = 0
-    price: float = 0.0
-    reached: Counter[int] = field(default_factory=Counter[int])
-    accepted: Counter[int] = field(default_factory=Counter[int])
-
-    def add(self, step: StepStats) -> None:
-        """Count a step."""
-        self.num_granted += sum(length > 0 for length in step.granted_lengths)
-        self.granted += sum(step.granted_lengths)
-        for _, levels, accepted in step.draft_levels:
-            self.reached.update(range(levels))
-            self.accepted.update(range(accepted))
-        decision = step.decision
-        if decision is None:
-            return
-        self.reasons[decision.reason] += 1
-        if decision.price is not None:
-            self.num_priced += 1
-            self.price += decision.price
-        if decision.is_predicted:
-            self.num_predicted += 1
-            self.predicted_s += decision.step_s
-            self.measured_s += step.step_s
-
-    def to_json(self) -> dict[str, Any]:
-        """Means are None where there was nothing."""
-        return {
-            "reasons": dict(self.reasons),
-            "mean_granted_length": _mean(self.granted, self.num_granted),
-            "predicted_step_s": _mean(self.predicted_s, self.num_predicted),
-            "measured_step_s": _mean(self.measured_s, self.num_predicted),
-            "price": _mean(self.price, self.num_priced),
-            "acceptance_by_position": [
-                _mean(self.accepted[position], self.reached[position])
-                for position in range(max(self.reached, default=-1) + 1)
-            ],
-        }
 
 
 @dataclass(slots=True)
@@ -115,6 +56,11 @@ class Second:
         num_running, num_waiting, kv_usage: the newest that are known.
         plain_tokens_per_s: the newest estimate without speculation; None before the first token.
         ttft, itl: times to first token, and times between arrivals of a request's later tokens.
+        reasons: steps by the reason of their decision.
+        granted: requests that were granted drafts, by their number of tokens.
+        num_predicted, predicted_s, measured_s: steps with a prediction, and their time.
+        num_priced, price: steps with a price, and the sum of the prices.
+        reached, accepted: drafts that were as deep, and accepted as deep, by position from 0.
     """
 
     second: int
@@ -123,14 +69,35 @@ class Second:
     kv_usage: float = 0.0
     plain_tokens_per_s: float | None = None
     total: StatsTotal = field(default_factory=StatsTotal)
-    decisions: DecisionTotal = field(default_factory=DecisionTotal)
     ttft: Latencies = field(default_factory=Latencies)
     itl: Latencies = field(default_factory=Latencies)
+    reasons: Counter[str] = field(default_factory=Counter[str])
+    granted: Counter[int] = field(default_factory=Counter[int])
+    num_predicted: int = 0
+    predicted_s: float = 0.0
+    measured_s: float = 0.0
+    num_priced: int = 0
+    price: float = 0.0
+    reached: Counter[int] = field(default_factory=Counter[int])
+    accepted: Counter[int] = field(default_factory=Counter[int])
 
     def add(self, step: StepStats) -> None:
         """Count a step."""
         self.total.add(step)
-        self.decisions.add(step)
+        self.granted.update(filter(None, step.granted_lengths))
+        for _, levels, accepted in step.draft_levels:
+            self.reached.update(range(levels))
+            self.accepted.update(range(accepted))
+        if (decision := step.decision) is None:
+            return
+        self.reasons[decision.reason] += 1
+        if decision.price is not None:
+            self.num_priced += 1
+            self.price += decision.price
+        if decision.is_predicted:
+            self.num_predicted += 1
+            self.predicted_s += decision.step_s
+            self.measured_s += step.step_s
 
     def followed_by(self, second: int) -> "Second":
         """A later second in which nothing happened yet."""
@@ -146,7 +113,8 @@ class Second:
         """
         total = self.total
         lengths = total.acceptance_length_by_source
-        step_s = total.draft_s + total.verify_s + total.sample_s + total.host_s
+        step_s = sum(getattr(total, name) for name in PHASES)
+        granted = sum(length * number for length, number in self.granted.items())
         return {
             "second": self.second,
             "tokens_per_s": total.num_emitted,
@@ -162,14 +130,19 @@ class Second:
             "acceptance_length_by_source": {str(s): round(n, DIGITS) for s, n in lengths.items()},
             "mean_draft_length": _mean(total.num_draft_tokens, total.num_drafts),
             "accepted": {str(source): n for source, n in total.accepted_by_source.items()},
-            "draft_s": round(total.draft_s, DIGITS),
-            "verify_s": round(total.verify_s, DIGITS),
-            "sample_s": round(total.sample_s, DIGITS),
-            "host_s": round(total.host_s, DIGITS),
+            **{name: round(getattr(total, name), DIGITS) for name in PHASES},
             "kv_usage": round(self.kv_usage, DIGITS),
             "running": self.num_running,
             "waiting": self.num_waiting,
-            **self.decisions.to_json(),
+            "reasons": dict(self.reasons),
+            "mean_granted_length": _mean(granted, self.granted.total()),
+            "predicted_step_s": _mean(self.predicted_s, self.num_predicted),
+            "measured_step_s": _mean(self.measured_s, self.num_predicted),
+            "price": _mean(self.price, self.num_priced),
+            "acceptance_by_position": [
+                _mean(self.accepted[position], self.reached[position])
+                for position in range(max(self.reached, default=-1) + 1)
+            ],
         }
 
 
@@ -184,31 +157,19 @@ def _mean(total: float, count: float) -> float | None:
 WINDOW_S = 300
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """Facts about the engine that the page shows, or offers as settings."""
-
-    model: str
-    dtype: str
-    device: str
-    # sources that a request may name, most preferred first; empty: the engine runs without
-    # speculation
-    speculation_methods: Sequence[str]
-    num_speculative_tokens: int  # most drafts a step
-    lossless: bool = True  # False: the engine also accepts tokens that are only plausible
-
-
 class LiveFeed:
     """Collects the steps' statistics and streams them; all calls from one event loop.
 
     Args:
+        facts: about the engine, which the page shows or offers as settings: model, dtype, device,
+            speculation_methods, num_speculative_tokens, lossless; see EngineInfo.
         window_s: seconds that are kept.
         clock: seconds that only grow.
     """
 
     def __init__(
         self,
-        facts: EngineFacts,
+        facts: Mapping[str, Any],
         *,
         window_s: int = WINDOW_S,
         clock: Callable[[], float] = time.monotonic,

@@ -5,7 +5,6 @@ The files are read once and served by name from memory: no request ever becomes 
 
 import json
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import asdict
 from importlib.resources import files
 
 from fastapi import APIRouter, HTTPException, Response
@@ -67,7 +66,7 @@ def _asset(assets: Mapping[str, bytes], name: str) -> Response:
 
 async def _events(feed: LiveFeed) -> AsyncIterator[str]:
     """`facts` once, then `seconds`: the history first, then a list of one about every second."""
-    yield _event("facts", asdict(feed.facts))
+    yield _event("facts", feed.facts)
     async for seconds in feed.stream():
         yield _event("seconds", [second.to_json() for second in seconds])
 

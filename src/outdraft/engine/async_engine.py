@@ -6,21 +6,19 @@ error.
 """
 
 import asyncio
-import threading
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-
-import torch
 
 from outdraft.core.errors import EngineDeadError, GenerationError, RanksError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.assembler import Assembler
+from outdraft.engine.assembly import Assembler, Queued
 from outdraft.engine.engine import Engine
-from outdraft.engine.inputs import EncodedPrompt, Prompt
+from outdraft.engine.inputs import Prompt
 
-MAX_FAILED_STEPS = 2
+MAX_FAILED_STEPS = 2  # one after another, and the engine is dead
+_Put = Callable[[RequestOutput | Exception], None]  # hands a request's reader its next item
 
 
 class AsyncEngine:
@@ -31,14 +29,14 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._assembler = Assembler(engine)  # used by the engine's thread only, as the next
-        self._calls: deque[Callable[[], None]] = deque()
-        self._lock = threading.Lock()  # a call is either refused or carried out
-        self._wake = threading.Event()
-        self._stopping = False
-        self._dead: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._streams: dict[str, _OutputStream] = {}
+        # One thread: it adds and aborts requests between two steps, in the order of the calls.
+        self._thread = ThreadPoolExecutor(1, "engine")
+        # These are used in that thread only.
+        self._assembler = Assembler(engine)
+        self._readers: dict[str, _Put] = {}
+        self._is_step_queued = False
+        self._num_failed = 0
+        self._dead: EngineDeadError | None = None
 
     async def __aenter__(self) -> "AsyncEngine":
         self.start()
@@ -48,16 +46,14 @@ class AsyncEngine:
         await self.stop()
 
     def start(self) -> None:
-        """Begin to step."""
+        """Watch the other ranks from now on, if there are some."""
         if self._engine.ranks is not None:
-            self._engine.ranks.watch(self._wake.set)
-        self._thread.start()
+            self._engine.ranks.watch(self._look_after_ranks)
 
     async def stop(self) -> None:
         """Abort all requests and end the thread."""
-        self._stopping = True
-        self._wake.set()
-        await asyncio.to_thread(self._thread.join)
+        self._call(self._end, EngineDeadError("the engine was stopped"))
+        await asyncio.to_thread(self._thread.shutdown)
 
     async def generate(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
@@ -76,128 +72,117 @@ class AsyncEngine:
         encoded = await asyncio.to_thread(self._engine.inputs.encoded, prompt)
         if params.structured is not None:
             await asyncio.to_thread(self._engine.prepare, params)
-        stream = _OutputStream(asyncio.get_running_loop())
-        self._post(lambda: self._add(request_id, encoded, params, priority, stream))
+        loop, items = asyncio.get_running_loop(), asyncio.Queue[RequestOutput | Exception]()
+
+        def put(item: RequestOutput | Exception) -> None:
+            with suppress(RuntimeError):  # the reader's loop is closed
+                loop.call_soon_threadsafe(items.put_nowait, item)
+
+        if not self._call(self._add, (request_id, encoded, params, priority), put):
+            raise EngineDeadError("the engine has stopped")
         try:
             while True:
-                item = await stream.queue.get()
-                if isinstance(item, BaseException):
+                item = await items.get()
+                if isinstance(item, Exception):
                     raise item
                 yield item
                 if item.finished:
                     return
         finally:
-            with suppress(EngineDeadError):
-                self._post(lambda: self._drop(request_id, stream))
+            self._call(self._drop, request_id, put)
 
-    def _post(self, call: Callable[[], None]) -> None:
-        with self._lock:
+    def _call(self, function: Callable[..., None], *arguments: object) -> bool:
+        """Have a function called in the engine's thread; False: it has been stopped."""
+        with suppress(RuntimeError):
+            self._thread.submit(function, *arguments)
+            return True
+        return False
+
+    def _look_after_ranks(self) -> None:
+        self._call(self._step)
+
+    def _add(self, request: Queued, put: _Put) -> None:
+        try:
             if self._dead is not None:
-                why = f": {self._dead}" if isinstance(self._dead, RanksError) else ""
+                why = f": {self._dead}" if isinstance(self._dead.__cause__, RanksError) else ""
                 raise EngineDeadError(f"the engine has stopped{why}") from self._dead
-            self._calls.append(call)
-        self._wake.set()
-
-    def _add(
-        self,
-        request_id: str,
-        prompt: EncodedPrompt,
-        params: SamplingParams,
-        priority: int,
-        stream: "_OutputStream",
-    ) -> None:
-        try:
-            self._assembler.add_request(request_id, prompt, params, priority)
+            self._assembler.add_request(*request)
         except Exception as error:
-            stream.put(error)
+            put(error)
         else:
-            self._streams[request_id] = stream
+            self._readers[request[0]] = put
+            self._queue_step()
 
-    def _drop(self, request_id: str, stream: "_OutputStream") -> None:
-        if self._streams.get(request_id) is stream:
-            del self._streams[request_id]
-            self._assembler.abort(request_id)
+    def _drop(self, request_id: str, put: _Put) -> None:
+        if self._readers.get(request_id) is put:
+            self._fail([request_id])
 
-    def _run(self) -> None:
-        """Step until the engine stops; then end all streams, also after an error."""
-        cause: Exception = EngineDeadError("the engine was stopped")
-        try:
-            with torch.inference_mode():
-                self._step_until_stopped()
-        except Exception as error:
-            cause = error
-        with self._lock:
-            self._dead = cause
-        while self._calls:
-            with suppress(Exception):
-                self._calls.popleft()()
-        for stream in self._streams.values():
-            stream.put(_died(cause))
-        for request_id in list(self._streams):
-            with suppress(Exception):
-                self._assembler.abort(request_id)
-        self._streams.clear()
-
-    def _step_until_stopped(self) -> None:
-        failed = 0
-        while not self._stopping:
-            while self._calls:
-                self._calls.popleft()()
-            if not self._engine.has_work:
-                if self._engine.ranks is not None:
-                    self._engine.ranks.check()
-                self._wake.wait()
-                self._wake.clear()
-                continue
-            try:
-                self._step()
-                failed = 0
-            except RanksError:
-                raise  # there will be no next step
-            except Exception as error:
-                failed += 1
-                if failed >= MAX_FAILED_STEPS:
-                    raise
-                self._fail_running(error)
+    def _queue_step(self) -> None:
+        if self._engine.has_work and not self._is_step_queued and self._dead is None:
+            self._is_step_queued = True
+            self._call(self._step)
 
     def _step(self) -> None:
-        for output in self._assembler.step():
-            stream = self._streams.get(output.request_id)
-            if stream is None:
-                continue
-            if output.error is not None:
-                self._assembler.abort(output.request_id)  # its other sequences
-                stream.put(GenerationError(output.error))
-            else:
-                stream.put(output.snapshot())
-            if output.finished or output.error is not None:
-                del self._streams[output.request_id]
+        """Step if there is something to do, and queue the next one."""
+        self._is_step_queued = False
+        if self._dead is None:
+            try:
+                self._advance()
+            except Exception as error:
+                self._end(_died(error))
+        self._queue_step()
 
-    def _fail_running(self, cause: Exception) -> None:
-        for request_id in self._assembler.started_requests():
+    def _advance(self) -> None:
+        try:
+            if not self._engine.has_work and self._engine.ranks is not None:
+                self._engine.ranks.check()
+            for output in self._assembler.step():
+                self._tell(output)
+            self._num_failed = 0
+        except RanksError:
+            raise  # there will be no next step
+        except Exception as error:
+            self._num_failed += 1
+            if self._num_failed >= MAX_FAILED_STEPS:
+                raise
+            self._fail(self._assembler.started_requests(), _died(error))
+
+    def _tell(self, output: RequestOutput) -> None:
+        if output.error is not None:  # its other sequences are aborted
+            self._fail([output.request_id], GenerationError(output.error))
+        elif (put := self._readers.get(output.request_id)) is not None:
+            put(output.snapshot())
+            if output.finished:
+                del self._readers[output.request_id]
+
+    def _fail(self, request_ids: Iterable[str], error: Exception | None = None) -> None:
+        """Abort requests; their readers get the error, if there is one."""
+        for request_id in request_ids:
+            put = self._readers.pop(request_id, None)
+            if put is not None and error is not None:
+                put(error)
             self._assembler.abort(request_id)
-            stream = self._streams.pop(request_id, None)
-            if stream is not None:
-                stream.put(_died(cause))
+
+    def _end(self, error: EngineDeadError) -> None:
+        """End everything, and refuse what comes."""
+        if self._dead is None:
+            self._dead = error
+            for put in self._readers.values():
+                put(error)
+            for request_id in self._readers:
+                with suppress(Exception):  # the engine may be broken
+                    self._assembler.abort(request_id)
+            self._readers.clear()
 
 
 def _died(cause: Exception) -> EngineDeadError:
     """The error that readers get."""
-    if isinstance(cause, EngineDeadError):
-        return cause
-    message = f"a step of the engine failed: {type(cause).__name__}"
-    error = EngineDeadError(str(cause) if isinstance(cause, RanksError) else message)
+    message = str(cause) if isinstance(cause, RanksError) else step_failure(cause)
+    error = EngineDeadError(message)
     error.__cause__ = cause
     return error
 
 
-class _OutputStream:
-    """Carries outputs from the engine's thread to a task."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self.queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
-
-    def put(self, item: RequestOutput | BaseException) -> None:
-        with suppress(RuntimeError):  # the reader's loop is closed
-            self._loop.call_soon_threadsafe(self.queue.put_nowait, item)
+def step_failure(error: Exception) -> str:
+    """The message for readers, without any text of a request."""
+    return f"a step of the engine failed: {type(error).__name__}"

@@ -12,7 +12,7 @@ from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError, GenerationError, RequestError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.assembler import Assembler, Queued
+from outdraft.engine.assembly import Assembler, Queued
 from outdraft.engine.build import build_engine
 from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import Prompt, is_one_prompt

@@ -1,19 +1,32 @@
-"""Protocols between a server and its engines: the client that it asks, and the way to an engine."""
+"""A server's engines: the client that it asks, and the way to an engine elsewhere."""
 
 import asyncio
+import pickle
+import subprocess
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol, TypeVar
 
 import msgspec
+import psutil
+import zmq
+import zmq.asyncio
 
+from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError, EngineDeadError
 from outdraft.core.outputs import CompletionOutput, RequestOutput
+from outdraft.core.process import ending
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor
 from outdraft.server.messages import Command, EngineFailed, EngineInfo, Loading, Report
 
+DEATH_POLL_S = 0.1
+GOODBYE_S = 0.2  # for reports that were under way when the process ended
 OnLoading = Callable[[Loading], None]
 Result = TypeVar("Result")
 _REPORTS = msgspec.msgpack.Decoder(list[Report])
@@ -143,12 +156,88 @@ class EngineLink(ABC):
     async def while_alive(self, work: Coroutine[Any, Any, Result], message: str) -> Result:
         """The result of some work. Raises EngineDeadError if the engine ends first."""
         working, dying = asyncio.create_task(work), asyncio.create_task(self.death())
-        try:
-            await asyncio.wait({working, dying}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise EngineDeadError(f"{message}: {dying.result()}", dying.result())
-            return working.result()
-        finally:
-            working.cancel()
-            dying.cancel()
-            await asyncio.gather(working, dying, return_exceptions=True)
+        if working not in await first_ended(working, dying):
+            raise EngineDeadError(f"{message}: {dying.result()}", dying.result())
+        return working.result()
+
+
+async def first_ended(*tasks: asyncio.Task[Any]) -> set[asyncio.Task[Any]]:
+    """Wait until one of some tasks has ended, or several have; the others are cancelled."""
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return done
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class EngineProcess(EngineLink):
+    """An engine in a process of its own, and the sockets to it.
+
+    `environ` is the whole environment of the process: OpenMP reads its settings there when the
+    process begins, so they cannot be set later.
+    """
+
+    def __init__(self, config: EngineConfig, environ: Mapping[str, str], log_level: str) -> None:
+        self._folder = TemporaryDirectory(prefix="outdraft-")
+        folder = Path(self._folder.name)
+        commands, reports = f"ipc://{folder}/commands", f"ipc://{folder}/reports"
+        self._context = zmq.asyncio.Context()
+        self._reports = self._context.socket(zmq.PULL)
+        self._commands: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.PUSH)
+        for socket in (self._reports, self._commands):
+            socket.set_hwm(0)
+            socket.linger = 0
+        self._reports.bind(reports)
+        self._commands.connect(commands)  # connected, it queues what is sent too early
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "outdraft.server.core_process"],
+            stdin=subprocess.PIPE,
+            env=dict(environ),
+        )
+        assert self._process.stdin is not None
+        self._timeout_s = config.parallel.rank_timeout_s
+        pickle.dump((config, commands, reports, log_level), self._process.stdin)
+        self._process.stdin.flush()
+
+    async def started(self, on_loading: OnLoading) -> EngineInfo:
+        info = await super().started(on_loading)
+        self._folder.cleanup()  # both ends are connected
+        return info
+
+    async def receive_frame(self) -> bytes:
+        return await self._reports.recv()
+
+    def send_frame(self, command: bytes) -> None:
+        self._commands.send(command, zmq.NOBLOCK)
+
+    async def death(self) -> str:
+        """Wait for the end of the process and of its reports; how it ended, in words.
+
+        It counts as ended when it was stopped for as long as one rank waits for another: neither
+        the other ranks, which it watches, nor the relay of a replica would report that.
+        """
+        stopped_s = 0.0
+        while (code := self._process.poll()) is None:
+            await asyncio.sleep(DEATH_POLL_S)
+            stopped_s = stopped_s + DEATH_POLL_S if self._is_stopped() else 0.0
+            if stopped_s > self._timeout_s:
+                return f"its process was stopped for {self._timeout_s:g} s"
+        await asyncio.sleep(GOODBYE_S)
+        return ending(code)
+
+    def _is_stopped(self) -> bool:
+        with suppress(psutil.Error):  # it has ended
+            return psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
+        return False
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._commands.close()
+        self._reports.close()
+        self._context.term()
+        self._folder.cleanup()

@@ -20,7 +20,7 @@ from outdraft.core import process
 from outdraft.core.errors import ConfigError, RanksError
 from outdraft.core.process import STOOD_STILL
 from outdraft.server.engine_loop import EngineLoop, send_reports
-from outdraft.server.messages import Assignment, EngineFailed, EngineInfo, Loading
+from outdraft.server.messages import EngineFailed, EngineInfo, Loading
 
 # After this number of timeouts of a rank in which nothing happened, rank 0 counts as stuck: if it
 # waits for another one, an error names that one before. A GPU's first compilations take seconds.
@@ -86,27 +86,26 @@ class StepWatch:
 def main() -> int:
     """Run until the command to stop; 0 if nothing went wrong."""
     gc.disable()  # while it starts, next to nothing becomes garbage
-    assignment: Assignment = process.assignment()
-    logging.basicConfig(level=assignment.log_level, format="%(levelname)s %(name)s: %(message)s")
+    config: EngineConfig
+    config, commands_at, reports_at, log_level = process.assignment()
+    logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s")
     with zmq.Context() as context:
         commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         for socket in (commands, reports):
             socket.set_hwm(0)  # without bound: the other end merges what it has not read
-        commands.bind(assignment.commands)
-        reports.connect(assignment.reports)
+        commands.bind(commands_at)
+        reports.connect(reports_at)
         with commands, reports:
-            return _serve(assignment.config, commands, reports)
+            return _serve(config, commands, reports)
 
 
 def _serve(config: EngineConfig, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> int:
     try:
         loop, watch, info = _start(config, commands, reports)
-    except ConfigError as error:
-        send_reports(reports, [EngineFailed("config", str(error))])
-        return 2
-    except RanksError as error:
-        send_reports(reports, [EngineFailed("ranks", str(error))])
-        return 1
+    except (ConfigError, RanksError) as error:
+        is_config = isinstance(error, ConfigError)
+        send_reports(reports, [EngineFailed("config" if is_config else "ranks", str(error))])
+        return 2 if is_config else 1
     except Exception as error:
         _logger.exception("the engine could not start")
         send_reports(reports, [EngineFailed("engine", f"{type(error).__name__}: {error}")])

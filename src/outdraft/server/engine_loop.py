@@ -8,13 +8,12 @@ when it is ready, and later ones pass it.
 """
 
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
+from socket import socketpair
 
 import msgspec
 import numpy as np
@@ -22,6 +21,7 @@ import zmq
 
 from outdraft.core.errors import CapacityError, RanksError, RequestError
 from outdraft.core.plan import StepStats
+from outdraft.engine.async_engine import MAX_FAILED_STEPS, step_failure
 from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import EncodedPrompt
 from outdraft.server.messages import (
@@ -40,7 +40,6 @@ from outdraft.server.messages import (
     Stop,
 )
 
-MAX_FAILED_STEPS = 2
 MAX_PREPARING = 64  # requests that wait for their grammars
 STATISTICS_INTERVAL_S = 0.1
 
@@ -67,10 +66,11 @@ class EngineLoop:
         self._reports = reports
         self._decoder = msgspec.msgpack.Decoder(Command)
         self._compiler = ThreadPoolExecutor(1, "outdraft-grammar")
-        self._preparing: deque[tuple[Add, Future[None]]] = deque()  # compiled in this order
-        self._wake_address = f"inproc://wake-{id(self)}"
-        self._waking = threading.Lock()
-        self._has_ended = False  # its context must not be used any more
+        # requests whose grammars are compiled, in this order, by their ids
+        self._preparing: dict[str, tuple[Add, Future[None]]] = {}
+        self._wakes, self._waker = socketpair()
+        for one in (self._wakes, self._waker):
+            one.setblocking(False)
         self._steps: list[StepStats] = []
         self._has_news = False  # of statistics
         self._told_s = 0.0
@@ -79,26 +79,23 @@ class EngineLoop:
 
     def run(self) -> bool:
         """Run until the command to stop, or until steps fail; false if they did."""
-        with self._commands.context.socket(zmq.PULL) as wakes:
-            wakes.bind(self._wake_address)
-            if self._engine.ranks is not None:
-                self._engine.ranks.watch(self._wake)
+        if self._engine.ranks is not None:
+            self._engine.ranks.watch(self._wake)
+        with self._wakes, self._waker:
             try:
-                return self._run(wakes)
+                return self._run()
             except RanksError as error:
                 _logger.error("%s", error)
                 self._send([EngineFailed("ranks", str(error))])
                 return False
             finally:
-                with self._waking:
-                    self._has_ended = True
                 if self._trace is not None:
                     self._trace.close()
                 self._compiler.shutdown(cancel_futures=True)  # one compilation at most, of seconds
 
-    def _run(self, wakes: zmq.Socket[bytes]) -> bool:
+    def _run(self) -> bool:
         num_failed = 0
-        while self._obey(wakes):
+        while self._obey():
             try:
                 with self._watched:
                     deltas = self._engine.step()
@@ -111,13 +108,13 @@ class EngineLoop:
                 _logger.exception("a step of the engine failed")
                 num_failed += 1
                 if num_failed >= MAX_FAILED_STEPS:
-                    self._send([EngineFailed("engine", _failure(error))])
+                    self._send([EngineFailed("engine", step_failure(error))])
                     return False
                 self._fail_running(error)
             self._report_steps()
         return True
 
-    def _obey(self, wakes: zmq.Socket[bytes]) -> bool:
+    def _obey(self) -> bool:
         """Carry out the commands that are there, or wait for one if there is nothing else to do.
 
         False: the last one is to stop.
@@ -137,9 +134,9 @@ class EngineLoop:
                 self._report_steps(is_idle=True)
                 if self._engine.ranks is not None:
                     self._engine.ranks.check()
-                zmq.select([self._commands, wakes], [], [])
-                while wakes.poll(0):
-                    wakes.recv()
+                zmq.select([self._commands, self._wakes], [], [])
+                with suppress(BlockingIOError):
+                    self._wakes.recv(4096)
 
     def _carry_out(self, command: Add | Abort | EndSequence | Profile) -> None:
         if isinstance(command, Add):
@@ -148,7 +145,8 @@ class EngineLoop:
             else:
                 self._prepare(command)
         elif isinstance(command, Abort):
-            self._give_up_preparing(command.request_id)
+            if (waiting := self._preparing.pop(command.request_id, None)) is not None:
+                waiting[1].cancel()  # one that has begun goes on, and is not used
             self._engine.abort(command.request_id)
         elif isinstance(command, Profile):
             self._send([Profiled(self._profile(command.path))])
@@ -184,37 +182,19 @@ class EngineLoop:
             self._send([Refused(command.request_id, "capacity", message)])
             return
         compiling = self._compiler.submit(self._engine.prepare, command.params)
-        self._preparing.append((command, compiling))
-        compiling.add_done_callback(self._wake_for)
+        self._preparing[command.request_id] = command, compiling
+        compiling.add_done_callback(self._wake)
 
-    def _give_up_preparing(self, request_id: str) -> None:
-        """Forget a request that waits for its grammar, if it does."""
-        for waiting in self._preparing:
-            command, compiling = waiting
-            if command.request_id == request_id:
-                compiling.cancel()  # one that has begun goes on, and is not used
-                self._preparing.remove(waiting)
-                return
-
-    def _wake_for(self, compiling: Future[None]) -> None:
-        """In the compiler's thread."""
-        if not compiling.cancelled():
-            self._wake()
-
-    def _wake(self) -> None:
-        """In another thread: a loop that waits for commands is woken."""
-        with self._waking:
-            if self._has_ended:
-                return
-            with self._commands.context.socket(zmq.PUSH) as wake:  # a socket belongs to one thread
-                wake.linger = 0
-                wake.connect(self._wake_address)
-                wake.send(b"")
+    def _wake(self, _: object = None) -> None:
+        """In another thread: a loop that waits for commands is woken. One that has ended is not."""
+        with suppress(OSError):
+            self._waker.send(b"\0")
 
     def _add_prepared(self) -> None:
-        while self._preparing and self._preparing[0][1].done():
-            command, compiling = self._preparing.popleft()
-            self._add(command, compiling.exception())
+        for request_id, (command, compiling) in list(self._preparing.items()):
+            if compiling.done():
+                del self._preparing[request_id]
+                self._add(command, compiling.exception())
 
     def _add(self, command: Add, error: BaseException | None = None) -> None:
         """Queue a request, or say why not; `error`: why it cannot be prepared."""
@@ -222,7 +202,7 @@ class EngineLoop:
         try:
             if error is not None:
                 raise error
-            token_ids = np.array(command.token_ids, dtype=np.int32)
+            token_ids = np.frombuffer(command.token_ids, np.int32)
             prompt = EncodedPrompt(None, token_ids, command.cache_salt)
             self._engine.add_request(request_id, prompt, command.params, command.priority)
             self._send([Accepted(request_id)])
@@ -232,13 +212,13 @@ class EngineLoop:
             self._send([Refused(request_id, "capacity", str(error))])
         except Exception as error:
             _logger.exception("a request could not be added")
-            self._send([Refused(request_id, "engine", _failure(error))])
+            self._send([Refused(request_id, "engine", step_failure(error))])
 
     def _fail_running(self, error: Exception) -> None:
         failed = self._engine.running_requests()
         for request_id in failed:
             self._engine.abort(request_id)
-        self._send([Refused(request_id, "engine", _failure(error)) for request_id in failed])
+        self._send([Refused(request_id, "engine", step_failure(error)) for request_id in failed])
 
     def _report_steps(self, *, is_idle: bool = False) -> None:
         """Tell what steps were made, if it is time: often enough to watch, seldom enough to pay."""
@@ -260,8 +240,3 @@ class EngineLoop:
 def send_reports(socket: zmq.Socket[bytes], reports: Sequence[Report]) -> None:
     """Send reports as one frame."""
     socket.send(msgspec.msgpack.encode(reports))
-
-
-def _failure(error: Exception) -> str:
-    """The message for clients, without any text of a request."""
-    return f"a step of the engine failed: {type(error).__name__}"

@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from outdraft.core.errors import ConfigError, OutdraftError
-from outdraft.server.bounded_http import bounded_http
+from outdraft.server.api.errors import ApiError, error_json
 from outdraft.server.client import EngineClient
 
 POLL_S = 0.05
@@ -30,6 +32,87 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _logger = logging.getLogger(__name__)
 
 App = Callable[..., Any]  # of ASGI
+
+
+def bounded_http(header_timeout_s: float, body_timeout_s: float) -> type[asyncio.Protocol]:
+    """A protocol for uvicorn's `http`: HTTP/1.1, and requests have to arrive in time.
+
+    uvicorn itself limits only how long a connection may be idle between two requests.
+
+    Args:
+        header_timeout_s: from the opening of a connection, or the first byte of a later request,
+            to the end of its headers.
+        body_timeout_s: from there to the end of its body.
+    """
+    limits: dict[Any, tuple[str, float]] = {
+        h11.IDLE: ("headers", header_timeout_s),
+        h11.SEND_BODY: ("body", body_timeout_s),
+    }
+
+    class BoundedHttp(H11Protocol):
+        """Closes a connection whose request is not complete in time, with status 408."""
+
+        _waits_for: Any = None  # the client's state that the timer is for
+        _timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._limit()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._limit()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.conn.their_state is h11.SEND_BODY:  # it came before the last answer was given
+                self._limit()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_timer()
+            super().connection_lost(exc)
+
+        def _limit(self) -> None:
+            state = self.conn.their_state
+            if state is self._waits_for:
+                return
+            self._stop_timer()
+            if state in limits and not self.transport.is_closing():
+                self._waits_for = state
+                self._timer = self.loop.call_later(limits[state][1], self._expire)
+
+        def _stop_timer(self) -> None:
+            self._waits_for = None
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _expire(self) -> None:
+            part, limit_s = limits[self._waits_for]
+            self._stop_timer()
+            if self.transport.is_closing():
+                return
+            is_body = self.conn.their_state is h11.SEND_BODY
+            has_begun = is_body or bool(self.conn.trailing_data[0])
+            if has_begun and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                self._reply(f"the request's {part} did not arrive within {limit_s:g} s")
+            if is_body:  # the route that reads it gets an error
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+            self.transport.close()
+
+        def _reply(self, message: str) -> None:
+            body = error_json(ApiError(408, message, "request_timeout"))
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+                (b"connection", b"close"),
+            ]
+            response = h11.Response(status_code=408, headers=headers, reason=b"Request Timeout")
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+
+    return BoundedHttp
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -50,44 +133,44 @@ def bind(host: str, port: int) -> socket.socket:
     return result
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HttpOptions:
-    """Options of connections; the time limits are those of `bounded_http`."""
+def check_certificate(certfile: Path | None, keyfile: Path | None) -> None:
+    """Raise ConfigError if these PEM files hold no certificate with its key.
 
-    ssl_certfile: Path | None  # PEM file; None: without TLS
-    ssl_keyfile: Path | None  # PEM file; None: the certificate's file holds the key, too
-    header_timeout_s: float
-    body_timeout_s: float
-
-    def __post_init__(self) -> None:
-        if self.ssl_certfile is None:
-            if self.ssl_keyfile is not None:
-                raise ConfigError("--ssl-keyfile needs --ssl-certfile")
-            return
-        try:
-            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
-        except OSError as error:  # ssl's own errors are among them
-            raise ConfigError(
-                f"--ssl-certfile {self.ssl_certfile} and --ssl-keyfile {self.ssl_keyfile} hold no "
-                f"certificate with its key: {error}"
-            ) from None
-
-    @property
-    def scheme(self) -> str:
-        return "http" if self.ssl_certfile is None else "https"
+    `keyfile`: None: the certificate's file holds the key, too.
+    """
+    if certfile is None:
+        if keyfile is not None:
+            raise ConfigError("--ssl-keyfile needs --ssl-certfile")
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certfile, keyfile)
+    except OSError as error:  # ssl's own errors are among them
+        raise ConfigError(
+            f"--ssl-certfile {certfile} and --ssl-keyfile {keyfile} hold no certificate with its "
+            f"key: {error}"
+        ) from None
 
 
 @dataclass(slots=True)
 class Launcher:
-    """Serves an app for as long as its engine lives."""
+    """Serves an app for as long as its engine lives.
+
+    Attributes:
+        before_shutdown: ends responses that would never end by themselves.
+        ssl_certfile, ssl_keyfile: as `check_certificate` takes them; None: without TLS.
+        header_timeout_s, body_timeout_s: of `bounded_http`.
+        is_draining: no more requests are taken.
+    """
 
     client: EngineClient
     listener: socket.socket
     drain_timeout_s: float
-    before_shutdown: Callable[[], None]  # ends responses that would never end by themselves
-    http: HttpOptions
-    is_draining: bool = field(default=False, init=False)  # no more requests are taken
+    before_shutdown: Callable[[], None]
+    ssl_certfile: Path | None
+    ssl_keyfile: Path | None
+    header_timeout_s: float
+    body_timeout_s: float
+    is_draining: bool = field(default=False, init=False)
     _is_hurried: bool = field(default=False, init=False)
     _signalled: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
@@ -99,16 +182,15 @@ class Launcher:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
-        http = self.http
         config = uvicorn.Config(
             app,
             log_config=None,
             access_log=False,
             ws="none",
-            http=bounded_http(http.header_timeout_s, http.body_timeout_s),
+            http=bounded_http(self.header_timeout_s, self.body_timeout_s),
             timeout_graceful_shutdown=1,
-            ssl_certfile=http.ssl_certfile,
-            ssl_keyfile=http.ssl_keyfile,
+            ssl_certfile=self.ssl_certfile,
+            ssl_keyfile=self.ssl_keyfile,
         )
         server = _Server(config)
         running = asyncio.create_task(self.client.run())

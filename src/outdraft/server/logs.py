@@ -65,8 +65,7 @@ class LineFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        fields: Mapping[str, Any] = getattr(record, "fields", {})
-        entry.update(fields)
+        entry |= getattr(record, "fields", {})
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry)
@@ -153,19 +152,21 @@ def _traffic(before: _Values, now: _Values, elapsed_s: float) -> dict[str, Any] 
     }
 
 
+# Parts of a line for people, by their fields.
+_PARTS = {
+    "prompt_tokens_per_s": "prompt {:.1f} tok/s",
+    "generation_tokens_per_s": "generation {:.1f} tok/s",
+    "num_running": "running {}",
+    "num_waiting": "waiting {}",
+    "kv_cache_usage": "KV {:.1%}",
+    "prefix_cache_hit_rate": "prefix hits {:.1%}",
+    "acceptance_length": "acceptance length {:.2f}",
+}
+
+
 def _sentence(fields: Mapping[str, Any]) -> str:
     """The numbers for people; what there was none of is left out."""
-    parts = [
-        f"prompt {fields['prompt_tokens_per_s']:.1f} tok/s",
-        f"generation {fields['generation_tokens_per_s']:.1f} tok/s",
-        f"running {fields['num_running']}",
-        f"waiting {fields['num_waiting']}",
-        f"KV {fields['kv_cache_usage']:.1%}",
-    ]
-    if fields["prefix_cache_hit_rate"] is not None:
-        parts.append(f"prefix hits {fields['prefix_cache_hit_rate']:.1%}")
-    if fields["acceptance_length"] is not None:
-        parts.append(f"acceptance length {fields['acceptance_length']:.2f}")
+    parts = [_PARTS[name].format(fields[name]) for name in _PARTS if fields[name] is not None]
     rates: Mapping[str, float] = fields["acceptance_rate_by_source"]
     if rates:
         parts.append("accepted " + " ".join(f"{name} {rate:.1%}" for name, rate in rates.items()))

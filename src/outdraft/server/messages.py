@@ -1,34 +1,14 @@
 """Messages between the front end and the engine process; msgpack on the wire.
 
-The front end sends one `Command` a frame, the engine a list of `Report`. Only the Assignment, with
-which the process is started, is pickled. Times are seconds of the monotonic clock, which all
-processes of a machine share.
+The front end sends one `Command` a frame, the engine a list of `Report`. Times are seconds of the
+monotonic clock, which all processes of a machine share.
 """
-
-from dataclasses import dataclass
 
 from msgspec import Struct
 
-from outdraft.config.engine import EngineConfig
 from outdraft.core.outputs import RequestDelta
 from outdraft.core.plan import StepStats
 from outdraft.core.sampling import SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """Everything that the engine process is started with.
-
-    Attributes:
-        commands, reports: addresses of ZeroMQ; the process binds the first and connects to the
-            second.
-        log_level: of the logging module, in letters.
-    """
-
-    config: EngineConfig
-    commands: str
-    reports: str
-    log_level: str
 
 
 class Add(Struct, tag=True, frozen=True):
@@ -36,7 +16,7 @@ class Add(Struct, tag=True, frozen=True):
     stop strings in them are found by the front end."""
 
     request_id: str
-    token_ids: list[int]
+    token_ids: bytes  # of the prompt: int32 [num_tokens]
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None

@@ -1,16 +1,19 @@
-"""Prometheus metrics: vLLM's names after our prefix, and the time and tokens of speculation.
+"""Prometheus metrics of engines: vLLM's names after our prefix, and the time and tokens of
+speculation.
 
 Every metric has the label model_name. A counter's exposed name ends in _total.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import product
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastapi import APIRouter, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from outdraft.core.decision import AlarmKind, Reason
 from outdraft.core.outputs import CompletionOutput, RequestOutput
@@ -18,8 +21,10 @@ from outdraft.core.plan import StepStats
 from outdraft.core.request import FinishReason
 from outdraft.server.messages import EngineInfo, Steps
 
+if TYPE_CHECKING:
+    from outdraft.server.process_client import Supervisor  # which imports this
+
 PREFIX = "outdraft:"
-Table = dict[str, tuple[Sequence[str], str]]  # labels beside model_name, and the text, by name
 
 # vLLM's buckets, so that its dashboards' quantiles compare; the small ones are ours.
 _TTFT_S = (
@@ -45,83 +50,67 @@ _KNOWN: dict[str, Sequence[object]] = {
     "alarm": tuple(AlarmKind),
 }
 
-_GAUGES: Table = {
-    "num_requests_running": ((), "Requests in the engine's batch."),
-    "num_requests_waiting": ((), "Requests waiting to be processed."),
-    "kv_cache_usage_perc": ((), "Share of the KV blocks in use, 0 to 1."),
-    "estimated_tokens_per_second_without_speculation": (
-        (),
-        "Estimate over recent steps without prompts: requests / seconds that the step would have "
-        "taken without drafts, as predicted; as measured without its draft phase where lengths are "
-        "fixed.",
-    ),
-    "spec_decode_is_drafting": (
-        (),
-        "1 if the newest step with something to decide granted drafts, else 0. NaN before one.",
-    ),
-    "spec_decode_price": (
-        (),
-        "Accepted tokens that a drafted row had to promise in the newest step with a price. NaN "
-        "before one, and while lengths are fixed.",
-    ),
-    "spec_decode_predicted_gain": (
-        (),
-        "Tokens per second against plain decoding, minus 1, as predicted for the newest step with "
-        "a prediction. NaN before one.",
-    ),
-    "spec_decode_alarm_active": (("alarm", "source"), "1 while the alarm lasts, else 0."),
+# Labels beside model_name.
+_LABELS: dict[str, Sequence[str]] = {
+    "step_seconds": ("phase",),
+    "request_success": ("finished_reason",),
+    "spec_decode_num_accepted_tokens_per_pos": ("position",),
+    "spec_decode_drafts_by_source": ("source",),
+    "spec_decode_steps": ("reason",),
+    "predicted_step_seconds": ("part",),
+    "spec_decode_drafts_per_pos": ("source", "position"),
+    "spec_decode_accepted_drafts_per_pos": ("source", "position"),
+    "spec_decode_alarm_active": ("alarm", "source"),
+    "spec_decode_draft_tokens_by_source": ("source",),
+    "spec_decode_accepted_tokens_by_source": ("source",),
+    "measured_step_seconds": ("part",),
+    "spec_decode_alarms": ("alarm", "source"),
+    "routed_requests": ("replica", "by"),
 }
-_COUNTERS: Table = {
-    "prompt_tokens": ((), "Prompt tokens processed."),
-    "generation_tokens": ((), "Generated tokens."),
-    "prefix_cache_queries": ((), "Prompt tokens looked up."),
-    "prefix_cache_hits": ((), "Prompt tokens found in the prefix cache."),
-    "num_preemptions": ((), "Requests that lost their memory."),
-    "spec_decode_num_drafts": ((), "Drafts verified."),
-    "spec_decode_num_draft_tokens": ((), "Drafted tokens."),
-    "spec_decode_num_accepted_tokens": ((), "Drafted tokens that the target accepted."),
-    "step_seconds": (
-        ("phase",),
-        "Seconds of engine steps by phase: draft (a network's drafts), verify (the target's "
-        "forward, and choosing where the logits are all that it needs), sample (choosing "
-        "otherwise), host (all the rest, drafts without a network included).",
-    ),
-    "request_success": (
-        ("finished_reason",),
-        "Sequences that ended, a request has n of them: stop, length, abort (the reader left), "
-        "error (the engine failed).",
-    ),
-    "spec_decode_num_accepted_tokens_per_pos": (
-        ("position",),
-        "Accepted tokens by position (depth) in the draft, from 0.",
-    ),
-    "spec_decode_draft_tokens_by_source": (("source",), "Drafted tokens by source."),
-    "spec_decode_accepted_tokens_by_source": (("source",), "Accepted tokens by source."),
-    "spec_decode_drafts_by_source": (
-        ("source",),
-        "Drafts verified by source. One plus the accepted tokens per draft is the acceptance "
-        "length.",
-    ),
-    "spec_decode_steps": (
-        ("reason",),
-        "Steps with something to decide, by the reason for drafting, or for not drafting.",
-    ),
-    "predicted_step_seconds": (
-        ("part",),
-        "Predicted seconds of the engine's steps, of those with a prediction: draft, target "
-        "(verify and sample), host.",
-    ),
-    "measured_step_seconds": (("part",), "What the same steps took."),
-    "spec_decode_drafts_per_pos": (
-        ("source", "position"),
-        "Drafts that reached this position (depth, from 0), by source.",
-    ),
-    "spec_decode_accepted_drafts_per_pos": (
-        ("source", "position"),
-        "Drafts that were accepted down to this position, by source. Divided by "
-        "spec_decode_drafts_per_pos_total it is the acceptance curve.",
-    ),
-    "spec_decode_alarms": (("alarm", "source"), "Alarms that began."),
+_GAUGES = {
+    "num_requests_running": "Requests in the engine's batch.",
+    "num_requests_waiting": "Requests waiting to be processed.",
+    "kv_cache_usage_perc": "Share of the KV blocks in use, 0 to 1.",
+    "estimated_tokens_per_second_without_speculation": "Estimate over recent steps without "
+    "prompts: requests / seconds that the step would have taken without drafts, as predicted; as "
+    "measured without its draft phase where lengths are fixed.",
+    "spec_decode_is_drafting": "1 if the newest step with something to decide granted drafts, "
+    "else 0. NaN before one.",
+    "spec_decode_price": "Accepted tokens that a drafted row had to promise in the newest step "
+    "with a price. NaN before one, and while lengths are fixed.",
+    "spec_decode_predicted_gain": "Tokens per second against plain decoding, minus 1, as "
+    "predicted for the newest step with a prediction. NaN before one.",
+    "spec_decode_alarm_active": "1 while the alarm lasts, else 0.",
+}
+_COUNTERS = {
+    "prompt_tokens": "Prompt tokens processed.",
+    "generation_tokens": "Generated tokens.",
+    "prefix_cache_queries": "Prompt tokens looked up.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "num_preemptions": "Requests that lost their memory.",
+    "spec_decode_num_drafts": "Drafts verified.",
+    "spec_decode_num_draft_tokens": "Drafted tokens.",
+    "spec_decode_num_accepted_tokens": "Drafted tokens that the target accepted.",
+    "step_seconds": "Seconds of engine steps by phase: draft (a network's drafts), verify (the "
+    "target's forward, and choosing where the logits are all that it needs), sample (choosing "
+    "otherwise), host (all the rest, drafts without a network included).",
+    "request_success": "Sequences that ended, a request has n of them: stop, length, abort (the "
+    "reader left), error (the engine failed).",
+    "spec_decode_num_accepted_tokens_per_pos": "Accepted tokens by position (depth) in the draft, "
+    "from 0.",
+    "spec_decode_draft_tokens_by_source": "Drafted tokens by source.",
+    "spec_decode_accepted_tokens_by_source": "Accepted tokens by source.",
+    "spec_decode_drafts_by_source": "Drafts verified by source. One plus the accepted tokens per "
+    "draft is the acceptance length.",
+    "spec_decode_steps": "Steps with something to decide, by the reason for drafting, or for not "
+    "drafting.",
+    "predicted_step_seconds": "Predicted seconds of the engine's steps, of those with a "
+    "prediction: draft, target (verify and sample), host.",
+    "measured_step_seconds": "What the same steps took.",
+    "spec_decode_drafts_per_pos": "Drafts that reached this position (depth, from 0), by source.",
+    "spec_decode_accepted_drafts_per_pos": "Drafts that were accepted down to this position, by "
+    "source. Divided by spec_decode_drafts_per_pos_total it is the acceptance curve.",
+    "spec_decode_alarms": "Alarms that began.",
 }
 _HISTOGRAMS: Mapping[str, tuple[Sequence[float] | None, str]] = {  # None: sizes up to the context
     "time_to_first_token_seconds": (_TTFT_S, "Time to first token."),
@@ -160,33 +149,30 @@ class Series:
         self._model_name = model_name
         self._known = known
         self._metrics: dict[str, Any] = {}
-        # To look up a metric by its labels takes the library longer than to count.
-        self._bound: dict[tuple[str, tuple[object, ...]], Any] = {}
 
-    def define(self, kind: type[Counter | Gauge | Histogram], table: Table, **options: Any) -> None:
-        """Add metrics of a kind, which has the options."""
-        for name, (labels, text) in table.items():
+    def define(
+        self, kind: type[Counter | Gauge | Histogram], texts: Mapping[str, str], **options: Any
+    ) -> None:
+        """Add metrics of a kind, which has the options. `texts`: what they mean, by name."""
+        for name, text in texts.items():
+            labels = _LABELS.get(name, ())
             names = ["model_name", *labels]
             metric = kind(PREFIX + name, text, names, registry=self.registry, **options)
             self._metrics[name] = metric
             for values in product(*(self._known.get(label, ()) for label in labels)):
-                self._of(name, values)
+                self._of(name, *values)
 
     def add(self, name: str, count: float, *labels: object) -> None:
-        self._of(name, labels).inc(count)
+        self._of(name, *labels).inc(count)
 
     def set(self, name: str, value: float, *labels: object) -> None:
-        self._of(name, labels).set(value)
+        self._of(name, *labels).set(value)
 
     def observe(self, name: str, value: float) -> None:
-        self._of(name, ()).observe(value)
+        self._of(name).observe(value)
 
-    def _of(self, name: str, labels: tuple[object, ...]) -> Any:
-        bound = self._bound.get((name, labels))
-        if bound is None:
-            bound = self._metrics[name].labels(self._model_name, *map(str, labels))
-            self._bound[name, labels] = bound
-        return bound
+    def _of(self, name: str, *labels: object) -> Any:
+        return self._metrics[name].labels(self._model_name, *map(str, labels))
 
 
 class LatencyWatcher(Protocol):
@@ -233,7 +219,7 @@ class Metrics:
         sizes = [digit * 10**power for power in powers for digit in (1, 2, 5)]
         sizes = [size for size in sizes if size <= info.max_model_len]
         for name, (buckets, text) in _HISTOGRAMS.items():
-            series.define(Histogram, {name: ((), text)}, buckets=buckets or sizes)
+            series.define(Histogram, {name: text}, buckets=buckets or sizes)
         self._estimate()
 
     @property
@@ -371,6 +357,106 @@ def _observe_decision(series: Series, step: StepStats) -> None:
     for part, predicted_s, measured_s in zip(_PARTS, predicted, measured, strict=True):
         series.add("predicted_step_seconds", predicted_s, part)
         series.add("measured_step_seconds", measured_s, part)
+
+
+class ReplicaMetrics(Collector):
+    """Counts what a pool and its replicas do: metrics of one engine, and `replica` as a label more.
+
+    A replica's label is its place, a small number. The replica that replaces it goes on with the
+    same counters.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._watchers: list[LatencyWatcher] = []
+        self._step_watchers: list[Callable[[Steps], None]] = []
+        self._replicas: dict[int, Metrics] = {}
+        self._newest: dict[int, Steps] = {}
+        self._series = series = Series(model_name, {})
+        self.registry = series.registry
+        self.registry.register(self)
+        series.define(Gauge, {"replicas": "Replicas that are ready."})
+        series.define(
+            Counter,
+            {
+                "routed_requests": "Requests sent to a replica, by why: prefix (it has the "
+                "beginning of the prompt) or load (it has least to compute).",
+                "retried_requests": "Requests sent again because their replica was lost.",
+            },
+        )
+
+    @property
+    def all(self) -> Collection[Metrics]:
+        """Metrics of each replica there has been, by its place."""
+        return self._replicas.values()
+
+    def watch(self, watcher: LatencyWatcher) -> None:
+        """Tell it of the latencies that come."""
+        self._watchers.append(watcher)
+        for metrics in self.all:
+            metrics.watch(watcher)
+
+    def watch_steps(self, on_steps: Callable[[Steps], None]) -> None:
+        """Have a function called with the steps of each report, and the load of all replicas."""
+        self._step_watchers.append(on_steps)
+
+    def joined(self, place: int, client: "Supervisor") -> None:
+        """A replica is ready, at a place that no other one has now."""
+        if (metrics := self._replicas.get(place)) is None:
+            metrics = self._replicas[place] = Metrics(client.info, self._model_name)
+            for watcher in self._watchers:
+                metrics.watch(watcher)
+            for by in ("prefix", "load"):
+                self._series.add("routed_requests", 0, place, by)
+        client.observe(metrics)
+        client.watch(lambda steps: self._observe(place, steps))
+        self._series.add("replicas", 1)
+
+    def left(self, place: int) -> None:
+        """It has ended."""
+        self._replicas[place].observe_steps(Steps([], 0, 0, 0.0))
+        self._newest.pop(place, None)
+        self._series.add("replicas", -1)
+
+    def routed(self, place: int, num_matched: int) -> None:
+        """A request was sent to it; it knows `num_matched` blocks of the prompt."""
+        self._series.add("routed_requests", 1, place, "prefix" if num_matched else "load")
+
+    def retried(self) -> None:
+        """A request was lost before it brought anything, and is sent again."""
+        self._series.add("retried_requests", 1)
+
+    @property
+    def plain_tokens_per_s(self) -> float:
+        """The estimated speed without speculation of all together; NaN before the first token."""
+        speeds = [one.plain_tokens_per_s for one in self.all]
+        measured = [speed for speed in speeds if not math.isnan(speed)]
+        return sum(measured) if measured else math.nan
+
+    def _observe(self, place: int, steps: Steps) -> None:
+        self._newest[place] = steps
+        newest = self._newest.values()
+        news = Steps(
+            steps.steps,
+            sum(one.num_running for one in newest),
+            sum(one.num_waiting for one in newest),
+            sum(one.kv_usage for one in newest) / len(newest),
+        )
+        for on_steps in self._step_watchers:
+            on_steps(news)
+
+    def collect(self) -> Iterable[Metric]:
+        """Metrics of all replicas, which have the same names."""
+        merged: dict[str, Metric] = {}
+        for place, metrics in self._replicas.items():
+            for family in metrics.registry.collect():
+                one = merged.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                for sample in family.samples:
+                    labels = {**sample.labels, "replica": str(place)}
+                    one.samples.append(sample._replace(labels=labels))
+        return merged.values()
 
 
 def metrics_router(registry: CollectorRegistry) -> APIRouter:

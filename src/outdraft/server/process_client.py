@@ -30,14 +30,28 @@ from outdraft.server.trace_file import TraceFile
 from outdraft.text.tokenizer import load_tokenizer
 
 
+def input_processor_of(info: EngineInfo) -> InputProcessor:
+    """Checks and encodes prompts for an engine, with the tokenizer that it names."""
+    return InputProcessor(
+        load_tokenizer(Path(info.tokenizer_path)),
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        eos_token_ids=info.eos_token_ids,
+        seed=0,  # of no use here: the engine chooses the noise
+    )
+
+
 class Supervisor:
     """One `EngineClient` for the whole life of a server.
 
     It starts an engine, and another one when that dies if `restarts`. While there is none,
     `is_alive` is false and requests are refused.
 
-    `input_processor`: what checks and encodes prompts; None: `input_processor_of`.
+    `input_processor`: makes what checks and encodes prompts.
     """
+
+    info: EngineInfo  # as `start` has found it
+    inputs: InputProcessor
 
     def __init__(
         self,
@@ -45,14 +59,13 @@ class Supervisor:
         on_loading: OnLoading,
         *,
         restarts: bool,
-        input_processor: Callable[[EngineInfo], InputProcessor] | None = None,
+        input_processor: Callable[[EngineInfo], InputProcessor] = input_processor_of,
     ) -> None:
         self._launch = launch
         self._on_loading = on_loading
         self._restarts = restarts
-        self._input_processor = input_processor or input_processor_of
+        self._input_processor = input_processor
         self._is_closed = False
-        self._started: tuple[EngineLink, EngineInfo, InputProcessor] | None = None
         self._cause: str | None = "the engine has not been started"  # why there is none
         self.ended_by: str | None = None
         self._requests: dict[str, _OpenRequest] = {}
@@ -61,14 +74,6 @@ class Supervisor:
         self._watchers: list[Callable[[Steps], None]] = []
         self._metrics: Metrics | None = None
         self._trace: TraceFile | None = None
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._engine[1]
-
-    @property
-    def inputs(self) -> InputProcessor:
-        return self._engine[2]
 
     @property
     def is_alive(self) -> bool:
@@ -97,17 +102,13 @@ class Supervisor:
         Raises:
             ConfigError, EngineDeadError: there will be none.
         """
-        process = self._launch()
+        self._link = self._launch()
         try:
-            info = await process.started(self._on_loading)
-            if self._started is None:
-                inputs = await asyncio.to_thread(self._input_processor, info)
-            else:
-                inputs = self.inputs
+            self.info = await self._link.started(self._on_loading)
+            self.inputs = await asyncio.to_thread(self._input_processor, self.info)
         except BaseException:
-            process.end()
+            self._link.end()
             raise
-        self._started = process, info, inputs
         self._cause = self.ended_by = None
 
     async def run(self) -> None:
@@ -129,28 +130,19 @@ class Supervisor:
         if not self.is_alive:
             raise self._dead()
         answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        self._send(messages.Profile(path))
+        self._link.send(messages.Profile(path))
         self._profiles.append(answer)
         return await answer
-
-    @property
-    def _engine(self) -> tuple[EngineLink, EngineInfo, InputProcessor]:
-        if self._started is None:
-            raise self._dead()
-        return self._started
 
     def _dead(self) -> EngineDeadError:
         return EngineDeadError(self._cause or "the engine process has died", self.ended_by)
 
-    def _send(self, command: messages.Command) -> None:
-        self._engine[0].send(command)
-
     async def _run(self) -> None:
         """Read reports until the engine dies."""
-        process, cause = self._engine[0], "the engine process has died"
+        cause = "the engine process has died"
         try:
             # A report that cannot be read is no better than none.
-            await process.while_alive(self._read(process), cause)
+            await self._link.while_alive(self._read(self._link), cause)
         except EngineDeadError as error:
             if self.is_alive:
                 cause, self.ended_by = str(error), error.ended_by
@@ -165,7 +157,7 @@ class Supervisor:
         if not self.is_alive:
             return
         self._cause = cause
-        self._engine[0].end()
+        self._link.end()
         for request in self._requests.values():
             request.fail(self._dead())
         while self._profiles:
@@ -177,9 +169,10 @@ class Supervisor:
     ) -> AsyncGenerator[Update]:
         inputs = self.inputs
         inputs.check_params(params)
-        prediction = params.prediction
-        if isinstance(prediction, str):
-            prediction = await asyncio.to_thread(inputs.prediction_ids, params)
+        sent = params
+        if isinstance(params.prediction, str):
+            ids = await asyncio.to_thread(inputs.prediction_ids, params)
+            sent = replace(params, prediction=ids)
         if not self.is_alive:
             if self._metrics is not None:
                 self._metrics.observe_unfinished(params.n, FinishReason.ERROR)
@@ -191,9 +184,8 @@ class Supervisor:
         assembly = RequestAssembly(
             request_id, prompt, params, inputs, keeps_steps=trace is not None
         )
-        sent = replace(params, prediction=prediction)
-        ids = assembly.output.prompt_token_ids
-        self._send(messages.Add(wire_id, ids, sent, priority, prompt.cache_salt))
+        token_ids = prompt.token_ids.tobytes()
+        self._link.send(messages.Add(wire_id, token_ids, sent, priority, prompt.cache_salt))
         request = self._requests[wire_id] = _OpenRequest(assembly)
         try:
             is_last = False
@@ -204,13 +196,14 @@ class Supervisor:
         finally:
             del self._requests[wire_id]
             if not assembly.output.finished and self.is_alive:
-                self._send(messages.Abort(wire_id))
-            if not request.is_refused:
+                self._link.send(messages.Abort(wire_id))
+            if not isinstance(request.error, RequestError | CapacityError):  # it was accepted
+                reason = FinishReason.ABORT if request.error is None else FinishReason.ERROR
                 if self._metrics is not None:
                     unended = [one for one in assembly.output.outputs if one.finish_reason is None]
-                    self._metrics.observe_unfinished(len(unended), request.unfinished)
+                    self._metrics.observe_unfinished(len(unended), reason)
                 if trace is not None:
-                    trace.record(assembly, sent, inputs.max_model_len, request.unfinished)
+                    trace.record(assembly, sent, inputs.max_model_len, reason)
 
     async def _read(self, process: EngineLink) -> None:
         while self.is_alive:
@@ -252,27 +245,21 @@ class Supervisor:
         request.add(gained)
         for completion in stopped:
             num_tokens = len(completion.token_ids)
-            self._send(messages.EndSequence(wire_id, completion.index, num_tokens))
+            self._link.send(messages.EndSequence(wire_id, completion.index, num_tokens))
 
 
 class _OpenRequest:
-    """Between the reports on one request and its reader."""
+    """Between the reports on one request and its reader.
+
+    Attributes:
+        error: the reason why it was refused, or failed.
+    """
 
     def __init__(self, assembly: RequestAssembly) -> None:
         self.assembly = assembly
         self._gained: dict[int, CompletionOutput] = {}  # by sequence; not read yet
         self._news = asyncio.Event()
-        self._error: OutdraftError | None = None
-
-    @property
-    def is_refused(self) -> bool:
-        """True if the engine did not accept it."""
-        return isinstance(self._error, RequestError | CapacityError)
-
-    @property
-    def unfinished(self) -> FinishReason:
-        """The reason of its sequences that have not ended."""
-        return FinishReason.ABORT if self._error is None else FinishReason.ERROR
+        self.error: OutdraftError | None = None
 
     def add(self, gained: Iterable[CompletionOutput]) -> None:
         """Wake the reader; what it has not read yet becomes one delta for each sequence."""
@@ -285,10 +272,10 @@ class _OpenRequest:
         """Everything that came since the last call."""
         await self._news.wait()
         output = self.assembly.output
-        if self._error is None and output.error is not None:
-            self._error = GenerationError(output.error)
-        if self._error is not None:
-            raise self._error
+        if self.error is None and output.error is not None:
+            self.error = GenerationError(output.error)
+        if self.error is not None:
+            raise self.error
         self._news.clear()
         deltas = [self._gained[index] for index in sorted(self._gained)]
         self._gained.clear()
@@ -296,7 +283,7 @@ class _OpenRequest:
 
     def fail(self, error: OutdraftError) -> None:
         if not self.assembly.output.finished:
-            self._error = error
+            self.error = error
             self._news.set()
 
 
@@ -306,14 +293,3 @@ def _refusal(report: messages.Refused) -> OutdraftError:
     if report.kind == "capacity":
         return CapacityError(report.message)
     return EngineDeadError(report.message)
-
-
-def input_processor_of(info: EngineInfo) -> InputProcessor:
-    """Checks and encodes prompts for an engine, with the tokenizer that it names."""
-    return InputProcessor(
-        load_tokenizer(Path(info.tokenizer_path)),
-        vocab_size=info.vocab_size,
-        max_model_len=info.max_model_len,
-        eos_token_ids=info.eos_token_ids,
-        seed=0,  # of no use here: the engine chooses the noise
-    )

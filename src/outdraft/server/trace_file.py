@@ -3,6 +3,8 @@
 import logging
 import os
 import time
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -18,7 +20,7 @@ from outdraft.engine.assembly import RequestAssembly
 _logger = logging.getLogger(__name__)
 
 
-class TraceFile:
+class TraceFile(AbstractContextManager["TraceFile"]):
     """A new file that only its owner may read: with the tokenizer, ids are as good as texts.
 
     A line is written whole or not at all. Where that fails, as on a full disk, the recording ends
@@ -34,9 +36,8 @@ class TraceFile:
         self.started_s = time.monotonic()
         self._config = config
         self._encoder = msgspec.json.Encoder()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            self._file: int | None = os.open(path, flags, 0o600)
+            self._file = open(path, "xb", buffering=0, opener=partial(os.open, mode=0o600))  # noqa: SIM115
         except FileExistsError:
             raise ConfigError(
                 f"--record-trace: {path} exists already: remove it, or name another file"
@@ -44,17 +45,12 @@ class TraceFile:
         except OSError as error:
             raise ConfigError(f"--record-trace: {path} cannot be made: {error.strerror}") from error
 
-    def __enter__(self) -> "TraceFile":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Record no more."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        self._file.close()
 
     def record(
         self,
@@ -70,8 +66,6 @@ class TraceFile:
             params: its prediction is none, or ids.
             unfinished: why sequences without an end have none.
         """
-        if self._file is None:
-            return
         output, asked, network = assembly.output, params.speculation, self._config.network
         prompt_ids, arrival_s = output.prompt_token_ids, output.metrics.arrival_s
         room = max_model_len - len(prompt_ids)
@@ -106,15 +100,14 @@ class TraceFile:
 
     def write(self, request: RecordedRequest) -> None:
         """Append a line, if the recording has not ended."""
-        if self._file is None:
+        if self._file.closed:
             return
-        line = self._encoder.encode(request) + b"\n"
-        size = os.lseek(self._file, 0, os.SEEK_END)
+        line, size = self._encoder.encode(request) + b"\n", self._file.tell()
         try:
-            written = os.write(self._file, line)
+            written = self._file.write(line)
             if written < len(line):
                 raise OSError(f"{written} of {len(line)} bytes were written")
         except OSError as error:
             _logger.error("the trace %s ends here: %s", self.path, error)
-            os.ftruncate(self._file, size)
+            self._file.truncate(size)
             self.close()

@@ -13,7 +13,7 @@ import uvicorn
 
 from outdraft.server.api.app import create_app
 from outdraft.server.api.settings import ApiContext, ApiSettings
-from outdraft.server.bounded_http import bounded_http
+from outdraft.server.launcher import bounded_http
 from outdraft.text.chat import ChatTemplate
 from tests.server.api.fake_engine import FakeEngine
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from outdraft.core.errors import EngineDeadError
-from outdraft.server.bounded_http import bounded_http
+from outdraft.server.launcher import bounded_http
 from tests.server.api.fake_engine import FakeEngine
 from tests.server.api.serving import MODEL, serve
 

@@ -13,7 +13,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.structured_outputs import StructuredOutput, Thoughts
 from outdraft.server.api.calls import ParsedCall, whole_calls
 from outdraft.server.api.reasoning import AnswerParser, Stage, Thought, check_marks, stage_after
-from outdraft.server.api.tools import FreeCalls
+from outdraft.server.api.tools import CallFormat
 from tests.engine.byte_level import tokenizer
 from tests.server.api.fake_engine import FakeEngine
 from tests.server.api.serving import MODEL, serve
@@ -267,7 +267,7 @@ pieces = st.sampled_from(["<think>", "</think>", "<", "think>", "\n", " ", "a", 
 def test_however_an_output_is_cut_its_parts_are_the_same(text, data, stage):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     places = [0, *cuts, len(text)]
-    calls = FreeCalls(("f",), "hermes")
+    calls = CallFormat(("f",), "hermes")
     whole, cut = AnswerParser(stage, calls), AnswerParser(stage, calls)
     expected = whole.push(text, is_last=True)
     found = [part for a, b in pairwise(places) for part in cut.push(text[a:b], is_last=False)]

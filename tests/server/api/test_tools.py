@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outdraft.server.api.call_reader import CallArguments, CallName, CallReader
-from outdraft.server.api.calls import MARKS, CallFinder, ForcedCallParser, ParsedCall, whole_calls
+from outdraft.server.api.calls import (
+    MARKS,
+    CallArguments,
+    CallFinder,
+    CallName,
+    CallReader,
+    ForcedCallParser,
+    ParsedCall,
+    whole_calls,
+)
 
 HERMES = '<tool_call>{"name": "f", "arguments": {"a": [1, "é"]}}</tool_call>'
 F = ParsedCall("f", '{"a": [1, "é"]}')

@@ -11,8 +11,7 @@ from outdraft.config.engine import EngineConfig
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
-from outdraft.server.client import Update
-from outdraft.server.engine_process import EngineProcess
+from outdraft.server.client import EngineProcess, Update
 from outdraft.server.process_client import Supervisor
 from tests.cli.pair import pair
 

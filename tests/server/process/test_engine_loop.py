@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
@@ -58,6 +59,10 @@ def engine(**options) -> Engine:
     return LLM.from_config(config(**options), offline().models).engine
 
 
+def prompt(*token_ids: int) -> bytes:
+    return np.array(token_ids, np.int32).tobytes()
+
+
 def greedy(num_tokens: int, **changes) -> SamplingParams:
     return SamplingParams(
         temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, **changes
@@ -107,7 +112,7 @@ def num_ended(delta: RequestDelta) -> int:
 def test_a_request_is_reported_step_by_step_until_it_is_finished(sockets):
     core = engine()
     Script(core, sockets, {})
-    ended_well, reports = live(core, sockets, Add("0", [5, 6, 7], greedy(9)))
+    ended_well, reports = live(core, sockets, Add("0", prompt(5, 6, 7), greedy(9)))
     deltas = deltas_of(reports, "0")
     assert ended_well
     assert [num_ended(delta) for delta in deltas] == [0] * (len(deltas) - 1) + [1]
@@ -133,7 +138,7 @@ def test_a_profile_holds_the_steps_between_its_begin_and_its_end(sockets, tmp_pa
 
     def complete(request_id: str) -> None:
         tell(
-            Add(request_id, [5, 6, 7], greedy(9)),
+            Add(request_id, prompt(5, 6, 7), greedy(9)),
             lambda report: isinstance(report, Progress) and any(map(num_ended, report.deltas)),
         )
 
@@ -162,7 +167,7 @@ def test_a_profile_holds_the_steps_between_its_begin_and_its_end(sockets, tmp_pa
 def test_statistics_cover_every_step_and_come_when_the_engine_gets_idle(sockets):
     core = engine()
     push, pull, report_push, report_pull = sockets
-    push.send(msgspec.msgpack.encode(Add("0", [5, 6, 7], greedy(30))))
+    push.send(msgspec.msgpack.encode(Add("0", prompt(5, 6, 7), greedy(30))))
     loop = threading.Thread(target=EngineLoop(core, pull, report_push).run)
     loop.start()
     news: list[Steps] = []
@@ -179,7 +184,9 @@ def test_statistics_cover_every_step_and_come_when_the_engine_gets_idle(sockets)
 def test_an_abort_ends_a_request_before_the_next_step(sockets):
     core = engine()
     Script(core, sockets, {3: Abort("0")})
-    _, reports = live(core, sockets, Add("0", [5, 6], greedy(90)), Add("1", [5], greedy(8)))
+    _, reports = live(
+        core, sockets, Add("0", prompt(5, 6), greedy(90)), Add("1", prompt(5), greedy(8))
+    )
     of_0 = deltas_of(reports, "0")
     assert len(of_0) == 3
     assert not num_ended(of_0[-1])
@@ -190,7 +197,7 @@ def test_an_abort_ends_a_request_before_the_next_step(sockets):
 def test_one_sequence_can_end_and_the_others_go_on(sockets):
     core = engine()
     Script(core, sockets, {2: EndSequence("0", 1, 1)})
-    _, reports = live(core, sockets, Add("0", [5, 6], greedy(40, n=3)))
+    _, reports = live(core, sockets, Add("0", prompt(5, 6), greedy(40, n=3)))
     lengths = [0, 0, 0]
     for delta in deltas_of(reports, "0"):
         for part in delta.sequences:
@@ -206,10 +213,10 @@ def test_requests_that_cannot_run_are_refused_and_harm_no_other(sockets):
     _, reports = live(
         core,
         sockets,
-        Add("long", [5] * 500, greedy(4)),
-        Add("many", [5], greedy(4, n=3)),
-        Add("good", [5], greedy(4, n=2)),
-        Add("late", [5], greedy(4)),
+        Add("long", prompt(*[5] * 500), greedy(4)),
+        Add("many", prompt(5), greedy(4, n=3)),
+        Add("good", prompt(5), greedy(4, n=2)),
+        Add("late", prompt(5), greedy(4)),
     )
     refused = {r.request_id: (r.kind, r.field) for r in reports if isinstance(r, Refused)}
     assert set(refused) == {"long", "many", "late"}
@@ -231,7 +238,7 @@ def test_a_failing_step_ends_what_ran_in_it_and_a_second_one_the_loop(sockets):
     core.runner.launch = breaking
     Script(core, sockets, {})
     failing.insert(0, False)
-    adds = [Add("0", [5], greedy(4)), Add("1", [6], greedy(4))]
+    adds = [Add("0", prompt(5), greedy(4)), Add("1", prompt(6), greedy(4))]
     ended_well, reports = live(core, sockets, *adds)
     [refused] = [r for r in reports if isinstance(r, Refused)]
     assert ended_well
@@ -247,7 +254,9 @@ def test_the_loop_ends_with_the_second_failure_in_a_row(sockets):
         raise RuntimeError("on fire")
 
     core.runner.launch = breaking
-    ended_well, reports = live(core, sockets, *(Add(str(i), [5], greedy(4)) for i in range(70)))
+    ended_well, reports = live(
+        core, sockets, *(Add(str(i), prompt(5), greedy(4)) for i in range(70))
+    )
     assert not ended_well
     assert isinstance(reports[-1], EngineFailed)
     assert reports[-1].kind == "engine"
@@ -308,7 +317,7 @@ def test_the_loop_ends_with_the_first_step_that_loses_a_rank(sockets: Sockets):
         raise RanksError("rank 1 of 2: its process was ended by SIGKILL")
 
     core.runner.launch = losing
-    ended_well, reports = live(core, sockets, Add("0", [5], greedy(4)))
+    ended_well, reports = live(core, sockets, Add("0", prompt(5), greedy(4)))
     assert not ended_well
     assert reports[-1] == EngineFailed("ranks", "rank 1 of 2: its process was ended by SIGKILL")
     assert not any(isinstance(report, Refused) for report in reports)
@@ -330,10 +339,10 @@ def test_a_request_whose_grammar_is_compiled_is_passed_by_others_and_answered(so
     form = {"kind": "regex", "text": "[ab]{3}"}
     push, pull, report_push, report_pull = sockets
     for command in (
-        Add("form", [5, 6, 7], greedy(20, structured=form)),
-        Add("plain", [5, 6, 7], greedy(3)),
-        Add("given up", [5, 6, 7], greedy(20, structured=form)),
-        Add("bad", [5, 6, 7], greedy(20, structured={"kind": "regex", "text": "(("})),
+        Add("form", prompt(5, 6, 7), greedy(20, structured=form)),
+        Add("plain", prompt(5, 6, 7), greedy(3)),
+        Add("given up", prompt(5, 6, 7), greedy(20, structured=form)),
+        Add("bad", prompt(5, 6, 7), greedy(20, structured={"kind": "regex", "text": "(("})),
         Abort("given up"),
     ):
         push.send(msgspec.msgpack.encode(command))
@@ -370,7 +379,7 @@ def test_grammars_that_nobody_waits_for_are_not_compiled(sockets: Sockets):
     commands: list[Command] = []
     for i in range(3 * MAX_PREPARING):
         form = greedy(1, structured={"kind": "regex", "text": f"a{i}"})
-        commands += [Add(str(i), [5], form), Abort(str(i))]
+        commands += [Add(str(i), prompt(5), form), Abort(str(i))]
     _, reports = live(core, sockets, *commands, Stop())
     assert not any(isinstance(report, Refused | Progress) for report in reports)
     assert len(compiled) < MAX_PREPARING
@@ -380,7 +389,7 @@ def test_grammars_that_wait_are_bounded(sockets: Sockets):
     core = engine()
     core.prepare = lambda params: threading.Event().wait(0.2)
     form = greedy(1, structured={"kind": "regex", "text": "a"})
-    commands = [Add(str(i), [5], form) for i in range(MAX_PREPARING + 3)]
+    commands = [Add(str(i), prompt(5), form) for i in range(MAX_PREPARING + 3)]
     _, reports = live(core, sockets, *commands, Stop())
     refused = [report for report in reports if isinstance(report, Refused)]
     assert [report.kind for report in refused] == ["capacity"] * 3

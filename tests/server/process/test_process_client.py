@@ -24,7 +24,7 @@ from outdraft.core.errors import (
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.process import ending
 from outdraft.core.sampling import SamplingParams
-from outdraft.server.engine_process import EngineProcess
+from outdraft.server.client import EngineProcess
 from outdraft.server.messages import Steps
 from outdraft.server.process_client import Supervisor
 from tests.cli.pair import pair

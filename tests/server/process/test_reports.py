@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from outdraft.core.outputs import CompletionOutput, RequestOutput
@@ -194,6 +195,8 @@ def test_every_parameter_arrives():
         prediction=[5, 6],
         speculation={"num_speculative_tokens": 2},
     )
-    frame = msgspec.msgpack.encode(Add("0", [1, 2], params, -3))
+    frame = msgspec.msgpack.encode(Add("0", np.array([1, 2], np.int32).tobytes(), params, -3))
     command = msgspec.msgpack.decode(frame, type=Command)
-    assert command == Add("0", [1, 2], replace(params, allowed_token_ids=[1, 2, 3]), -3)
+    assert command == Add(
+        "0", np.array([1, 2], np.int32).tobytes(), replace(params, allowed_token_ids=[1, 2, 3]), -3
+    )

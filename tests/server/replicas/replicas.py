@@ -13,12 +13,10 @@ from typing import Any
 from outdraft.config.engine import EngineConfig
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.server.client import Update
-from outdraft.server.engine_process import EngineProcess
+from outdraft.server.client import EngineProcess, Update
+from outdraft.server.metrics import ReplicaMetrics
 from outdraft.server.replicas.pool import ReplicaPool
-from outdraft.server.replicas.relay import Relay
-from outdraft.server.replicas.replica_metrics import ReplicaMetrics
-from outdraft.server.replicas.switchboard import Address, Switchboard
+from outdraft.server.replicas.switchboard import Address, Relay, Switchboard
 from tests.server.process.engines import config, processes
 
 LOST_AFTER_S = 2.0

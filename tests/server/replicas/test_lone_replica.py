@@ -11,8 +11,8 @@ import zmq.asyncio
 from outdraft.core.errors import EngineDeadError
 from outdraft.core.sampling import SamplingParams
 from outdraft.server.messages import Add, Command, EngineFailed, EngineInfo, Refused, Report
+from outdraft.server.metrics import ReplicaMetrics
 from outdraft.server.replicas.pool import ReplicaPool
-from outdraft.server.replicas.replica_metrics import ReplicaMetrics
 from outdraft.server.replicas.switchboard import (
     COMMAND,
     END,

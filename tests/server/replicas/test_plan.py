@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
-from outdraft.server.replicas.plan import config_of_replica
+from outdraft.server.replicas.router import config_of_replica
 from tests.server.process.engines import config
 
 

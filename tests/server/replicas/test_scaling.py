@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outdraft.server.replicas.plan import num_wanted
+from outdraft.server.replicas.router import num_wanted
 
 loads = st.lists(st.integers(0, 1000), min_size=1, max_size=20)
 targets = st.integers(1, 64)

@@ -43,9 +43,8 @@ class FunctionCall(Body):
     """A call of a function that the model wrote."""
 
     name: str
-    arguments: str | None = Field(
-        None, description="A JSON object, as text; the beginning of one if the call was cut short."
-    )
+    arguments: str | None = None
+    """A JSON object, as text; the beginning of one if the call was cut short."""
 
 
 class ToolCall(Body):
@@ -104,18 +103,14 @@ class TemplateFields(Body):
 
     messages: list[ChatMessage]
     tools: list[Tool] | None = None
-    add_generation_prompt: bool | None = Field(
-        None, description="End with the beginning of an answer; default: true."
-    )
-    continue_final_message: bool | None = Field(
-        None, description="End within the last message, which the model goes on with."
-    )
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Variables of the template, such as enable_thinking."
-    )
-    documents: list[dict[str, Any]] | None = Field(
-        None, description="A variable of the template, if it reads it: texts with titles."
-    )
+    add_generation_prompt: bool | None = None
+    """End with the beginning of an answer; default: true."""
+    continue_final_message: bool | None = None
+    """End within the last message, which the model goes on with."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the template, such as enable_thinking."""
+    documents: list[dict[str, Any]] | None = None
+    """A variable of the template, if it reads it: texts with titles."""
     media_io_kwargs: Annotated[Any, Neutral(({},))] = None
     mm_processor_kwargs: Annotated[Any, Neutral(({},))] = None
 
@@ -127,16 +122,13 @@ class ChatRequest(ChoiceFields, TemplateFields):
     max_completion_tokens: Int64 | None = None
     logprobs: bool | None = None
     top_logprobs: Int64 | None = None
-    reasoning_effort: ReasoningEffort | None = Field(
-        None, description="A variable of the template, if it reads it."
-    )
-    include_reasoning: bool | None = Field(
-        None, description="false: with --reasoning-parser, the answer comes without the thoughts."
-    )
+    reasoning_effort: ReasoningEffort | None = None
+    """A variable of the template, if it reads it."""
+    include_reasoning: bool | None = None
+    """false: with --reasoning-parser, the answer comes without the thoughts."""
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
-    parallel_tool_calls: bool | None = Field(
-        None, description="false: of several calls only the first is told."
-    )
+    parallel_tool_calls: bool | None = None
+    """false: of several calls only the first is sent."""
     modalities: Annotated[Any, Neutral((["text"], []))] = None
     echo: Annotated[Any, Neutral((False,))] = None
     functions: Annotated[Any, Neutral(([],))] = None
@@ -231,7 +223,7 @@ class ThoughtPart(Body):
 
 
 class InputReasoning(Body):
-    """What the model thought before the answer that follows."""
+    """The model's thoughts before the answer that follows."""
 
     type: Literal["reasoning"]
     content: list[ThoughtPart] | None = None
@@ -258,7 +250,7 @@ class JsonSchemaTextFormat(JsonSchemaSpec):
 
 
 class TextConfig(Body):
-    """What the output must be."""
+    """The form of the output."""
 
     format: (
         Annotated[TextFormat | JsonObjectFormat | JsonSchemaTextFormat, Field(discriminator="type")]
@@ -272,11 +264,10 @@ class ResponsesStreamOptions(Body):
 
 
 class Reasoning(Body):
-    """How the model is to think."""
+    """The way in which the model is to think."""
 
-    effort: ReasoningEffort | None = Field(
-        None, description="The template's variable reasoning_effort, if it reads it."
-    )
+    effort: ReasoningEffort | None = None
+    """The template's variable reasoning_effort, if it reads it."""
     summary: Any = ignored("whether to sum the thoughts up: they come as they are.")
     generate_summary: Any = ignored("the same, under its older name.")
     context: Annotated[Any, Neutral(("auto",))] = None

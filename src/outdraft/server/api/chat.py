@@ -12,12 +12,10 @@ from outdraft.core.errors import RequestError
 from outdraft.core.outputs import CompletionOutput, RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.structured_outputs import form_of
-from outdraft.server.api.answers import Answer, Json, check_stream_options
+from outdraft.server.api.answers import ChoicesAnswer, Json, check_stream_options
 from outdraft.server.api.bodies import ChatRequest, Tool
-from outdraft.server.api.call_reader import CallArguments, CallName
-from outdraft.server.api.calls import ParsedCall
+from outdraft.server.api.calls import CallArguments, CallName, ParsedCall
 from outdraft.server.api.params import check_numbers, sampling_params
-from outdraft.server.api.prompt_batch import prompt_batch
 from outdraft.server.api.prompts import conversation, encode_chat, model_name, prompt_encoder
 from outdraft.server.api.reasoning import (
     AnswerParser,
@@ -28,11 +26,10 @@ from outdraft.server.api.reasoning import (
     whole_answer,
     with_form_after_thoughts,
 )
-from outdraft.server.api.reports import Row, TokenNames, content, prompt_logprobs, trace
+from outdraft.server.api.reports import Row, TokenNames, content, prompt_logprobs
 from outdraft.server.api.settings import ApiContext, guarded_router
 from outdraft.server.api.tools import (
     CallFormat,
-    ForcedCalls,
     active_tools,
     call_format,
     call_schema,
@@ -65,8 +62,7 @@ def chat_router(context: ApiContext) -> APIRouter:
         continued = body.messages[-1] if body.continue_final_message else None
         stage = first_stage(context.settings, prompt, continued)
         params = with_form_after_thoughts(params, stage)
-        batch = prompt_batch(context, "chatcmpl-", [prompt], params, body)
-        return ChatAnswer(batch, body, model, stage, calls).reply()
+        return ChatAnswer(context, body, model, [prompt], params, stage, calls).reply()
 
     return router
 
@@ -77,7 +73,7 @@ def _with_calls(
     """The parameters, so that the output has such calls, and its text has them too."""
     if hides_calls(calls, texts):
         params = replace(params, skip_special_tokens=False)
-    if isinstance(calls, ForcedCalls) and calls.may_be_several:
+    if calls is not None and calls.may_be_several:
         schema = call_schema(tools, calls.names, may_be_several=True)
         params = replace(params, structured=form_of("tool_choice", "json_schema", schema))
     return params
@@ -90,9 +86,10 @@ def _num_logprobs(body: ChatRequest) -> int | None:
 
 
 @dataclass(slots=True)
-class ChatAnswer(Answer[ChatRequest]):
+class ChatAnswer(ChoicesAnswer[ChatRequest]):
     """An answer whose choices are messages."""
 
+    prefix = "chatcmpl-"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     opens_at_once = True
@@ -125,13 +122,7 @@ class ChatAnswer(Answer[ChatRequest]):
         if self.body.include_reasoning is False:
             parts = [part for part in parts if not isinstance(part, Thought)]
         messages = [message for part in parts if (message := self._message(delta.index, part))]
-        details: Json = {}
-        if self.body.return_token_ids:
-            details["token_ids"] = delta.token_ids
-        traced = trace(delta, self.tokenizer)
-        if traced is not None:
-            details["outdraft"] = traced
-        logprobs = self._logprobs(delta.logprobs)
+        details, logprobs = self.details(delta), self._logprobs(delta.logprobs)
         if not messages and (details or logprobs or delta.finish_reason):
             messages = [{}]
         choices: list[Json] = [

@@ -1,5 +1,6 @@
 """/v1/completions."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,12 +9,11 @@ from fastapi import APIRouter, Response
 from outdraft.core.errors import RequestError
 from outdraft.core.outputs import CompletionOutput, RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.server.api.answers import Answer, Json, check_stream_options
+from outdraft.server.api.answers import ChoicesAnswer, Json, check_stream_options
 from outdraft.server.api.bodies import CompletionRequest
 from outdraft.server.api.params import sampling_params
-from outdraft.server.api.prompt_batch import prompt_batch
 from outdraft.server.api.prompts import encode_prompts, model_name, prompt_encoder
-from outdraft.server.api.reports import CompletionLogprobs, Row, TokenNames, prompt_logprobs, trace
+from outdraft.server.api.reports import CompletionLogprobs, Row, TokenNames, prompt_logprobs, usage
 from outdraft.server.api.settings import ApiContext, guarded_router
 from outdraft.text.detokenizer import Detokenizer, begun_text
 
@@ -31,8 +31,7 @@ def completions_router(context: ApiContext) -> APIRouter:
         params = _params(body, context)
         encode = prompt_encoder(context, body, params.max_tokens, adds_special_tokens=True)
         prompts = await encode_prompts(context, body.prompt, encode)
-        batch = prompt_batch(context, "cmpl-", prompts, params, body)
-        return CompletionAnswer(batch, body, model).reply()
+        return CompletionAnswer(context, body, model, prompts, params).reply()
 
     return router
 
@@ -59,36 +58,31 @@ def _params(body: CompletionRequest, context: ApiContext) -> SamplingParams:
 
 
 @dataclass(slots=True)
-class CompletionAnswer(Answer[CompletionRequest]):
+class CompletionAnswer(ChoicesAnswer[CompletionRequest]):
     """An answer whose choices are texts."""
 
+    prefix = "cmpl-"
     kind = "text_completion"
     chunk_kind = "text_completion"
     opens_at_once = False  # the prompt's log-probabilities may be part of it
 
     logprobs: dict[int, CompletionLogprobs] = field(default_factory=dict)  # by choice
 
-    @property
-    def counts_output(self) -> bool:
-        return not is_echo_only(self.body)
-
-    def head(self, output: RequestOutput) -> Json:
-        return {}
+    def usage(self, done: Iterable[RequestOutput]) -> Json:
+        result = usage(done)
+        if is_echo_only(self.body):  # the one token that was made is no part of the answer
+            result |= {"completion_tokens": 0, "total_tokens": result["prompt_tokens"]}
+        return result
 
     def choices(self, number: int, output: RequestOutput) -> list[Json]:
         results: list[Json] = []
         for one in output.outputs:
             index = self._index(number, one.index)
-            result = self._prompt_choice(number, index, output)
-            result |= {"finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
-            if is_echo_only(self.body):
-                result |= {"finish_reason": "length", "stop_reason": None}
-            else:
-                result["text"] += one.text
-                following = self._take(index, one.logprobs)
-                result["logprobs"] = _joined(result["logprobs"], following)
-                if self.body.return_token_ids:
-                    result["token_ids"] = one.token_ids
+            first, [rest] = self._prompt_choice(number, index, output), self.pieces(number, one)
+            rest.pop("outdraft", None)  # of streams only
+            result = first | rest
+            result["text"] = first["text"] + rest["text"]
+            result["logprobs"] = _joined(first["logprobs"], rest["logprobs"])
             if self.body.prompt_logprobs is not None:
                 result["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
             results.append(result)
@@ -110,14 +104,10 @@ class CompletionAnswer(Answer[CompletionRequest]):
         if is_echo_only(self.body):
             done = {"finish_reason": "length", "stop_reason": None}
             return [result | done] if delta.finish_reason is not None else []
-        result |= {"text": delta.text, "logprobs": self._take(index, delta.logprobs)}
-        if self.body.return_token_ids:
-            result["token_ids"] = delta.token_ids
-        traced = trace(delta, self.tokenizer)
-        if traced is not None:
-            result["outdraft"] = traced
-        is_empty = not delta.text and result["logprobs"] is None and delta.finish_reason is None
-        return [] if is_empty and not traced and "token_ids" not in result else [result]
+        logprobs, details = self._take(index, delta.logprobs), self.details(delta)
+        if not (delta.text or logprobs or delta.finish_reason or details):
+            return []
+        return [result | {"text": delta.text, "logprobs": logprobs} | details]
 
     def _index(self, number: int, index: int) -> int:
         return number * (self.body.n or 1) + index
@@ -133,7 +123,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         return result
 
     def _prompt_text(self, number: int) -> str:
-        prompt = self.batch.prompts[number]
+        prompt = self.prompts[number]
         if prompt.text is not None:
             return prompt.text
         if self.tokenizer is None:
@@ -152,7 +142,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
             start = len(self._prompt_text(number)) if self.body.echo else 0
             writer = self.logprobs[index] = self._writer(
                 start,
-                prompt_ids=self.batch.prompts[number].token_ids.tolist(),
+                prompt_ids=self.prompts[number].token_ids.tolist(),
                 skip_special_tokens=self.body.skip_special_tokens is not False,
             )
         return writer.take(rows)

@@ -5,7 +5,7 @@ the request's own parameters.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -40,7 +40,7 @@ _CODES = {
 
 
 class ErrorBody(BaseModel):
-    """What is wrong, for programs and for people."""
+    """The error, for programs and for people."""
 
     message: str
     type: str
@@ -55,48 +55,39 @@ class ErrorReply(BaseModel):
 
 
 class ApiError(OutdraftError):
-    """A reply that is not a success."""
+    """A reply that is not a success. `kind`: whether the request is its cause, or the server."""
 
     def __init__(
-        self, status: int, body: ErrorBody, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        *,
+        param: str | None = None,
+        kind: str = "invalid_request_error",
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(body.message)
+        super().__init__(message)
         self.status = status
-        self.body = body
+        self.body = ErrorBody(message=message, type=kind, param=param, code=code)
         self.headers = headers
 
 
-def api_error(
-    status: int, kind: str, code: str, message: str, retry_after_s: int | None = None
-) -> ApiError:
-    """An error whose cause is the server, or how busy it is."""
-    headers = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else None
-    return ApiError(status, ErrorBody(message=message, type=kind, code=code), headers)
-
-
-def invalid_request(
-    message: str, param: str | None = None, code: str | None = None, status: int = 400
-) -> ApiError:
-    """An error whose cause is the request."""
-    kind = "invalid_request_error"
-    return ApiError(status, ErrorBody(message=message, type=kind, param=param, code=code))
-
-
 def unknown_model(name: str) -> ApiError:
-    return invalid_request(
-        f"the model {name!r} does not exist: see /v1/models", "model", "model_not_found", 404
-    )
+    message = f"the model {name!r} does not exist: see /v1/models"
+    return ApiError(404, message, "model_not_found", param="model")
 
 
 def draining(retry_after_s: int) -> ApiError:
     message = "the server is shutting down and takes no more requests"
-    return api_error(503, "service_unavailable_error", "draining", message, retry_after_s)
+    headers = {"Retry-After": str(retry_after_s)}
+    return ApiError(503, message, "draining", kind="service_unavailable_error", headers=headers)
 
 
 def engine_dead(status: int = 500, ended_by: str | None = None) -> ApiError:
     """`ended_by`: the signal or exit code of the engine's process, where it is known."""
     message = "the engine has stopped" + (f": {ended_by}" if ended_by else "")
-    return api_error(status, "server_error", "engine_dead", message)
+    return ApiError(status, message, "engine_dead", kind="server_error")
 
 
 def as_api_error(error: Exception, retry_after_s: int) -> ApiError:
@@ -104,22 +95,21 @@ def as_api_error(error: Exception, retry_after_s: int) -> ApiError:
     match error:
         case ApiError():
             return error
-        case ContextLengthError():
-            return invalid_request(str(error), error.field, "context_length_exceeded")
         case RequestError():
-            return invalid_request(str(error), error.field, "invalid_value")
+            is_long = isinstance(error, ContextLengthError)
+            code = "context_length_exceeded" if is_long else "invalid_value"
+            return ApiError(400, str(error), code, param=error.field)
         case CapacityError():
-            kind, code = "rate_limit_error", "rate_limit_exceeded"
-            return api_error(429, kind, code, str(error), retry_after_s)
+            kind, headers = "rate_limit_error", {"Retry-After": str(retry_after_s)}
+            return ApiError(429, str(error), "rate_limit_exceeded", kind=kind, headers=headers)
         case GenerationError():
-            return api_error(500, "server_error", "generation_failed", str(error))
+            return ApiError(500, str(error), "generation_failed", kind="server_error")
         case EngineDeadError():
             return engine_dead(ended_by=error.ended_by)
         case _:
-            result = api_error(500, "server_error", "internal_error", "internal error")
             # uvicorn closes the connection after such a reply: a client must not use it again.
-            result.headers = {"connection": "close"}
-            return result
+            kind, headers = "server_error", {"connection": "close"}
+            return ApiError(500, "internal error", "internal_error", kind=kind, headers=headers)
 
 
 def error_json(error: ApiError) -> bytes:
@@ -160,42 +150,35 @@ def _http_error(request: Request, error: HTTPException) -> ApiError:
         code = "method_not_supported"
     elif error.status_code == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
         code = "request_too_large"
-    result = invalid_request(message, None, code, error.status_code)
-    result.headers = error.headers
-    return result
+    return ApiError(error.status_code, message, code, headers=error.headers)
 
 
-def _validation_error(error: RequestValidationError, kind: object) -> ApiError:
+def _validation_error(error: RequestValidationError, body_kind: object) -> ApiError:
     """The most specific of what pydantic found: of a union it lists the errors of every member.
 
-    `kind`: annotation of the body, for the name that a misspelt one is closest to.
+    `body_kind`: its annotation, for the name that a misspelt one is closest to.
     """
     details: Sequence[Any] = error.errors()
     paths = [_path(detail, error.body) for detail in details]
-    depth, index = max((len(path), -index) for index, path in enumerate(paths))
-    path, detail = paths[-index], details[-index]
-    if depth == 0 and detail["type"] == TOO_MANY_ERRORS:
-        return invalid_request(f"the body is not as documented: {detail['msg']}")
-    if depth == 0:
-        return invalid_request("the body must be a JSON object, sent as application/json")
-    if detail["type"] == "union_tag_not_found":  # what tells the members of the union apart
+    path, detail = max(zip(paths, details, strict=True), key=lambda pair: len(pair[0]))
+    kind = detail["type"]
+    if not path and kind == TOO_MANY_ERRORS:
+        return ApiError(400, f"the body is not as documented: {detail['msg']}")
+    if not path:
+        return ApiError(400, "the body must be a JSON object, sent as application/json")
+    if kind == "union_tag_not_found":  # what tells the members of the union apart
         path = [*path, detail["ctx"]["discriminator"].strip("'")]
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in path]
     name = "".join(parts).removeprefix(".")
-    if detail["type"] == "extra_forbidden":
-        close = closest_name(str(path[-1]), _names_at(kind, path[:-1]))
+    if kind == "extra_forbidden":
+        close = closest_name(str(path[-1]), _names_at(body_kind, path[:-1]))
         hint = f": did you mean {close!r}?" if close is not None else ""
         wrong = f"this field is unknown or not supported{hint}"
     else:
         same = [one for one, other in zip(details, paths, strict=True) if other == path]
         wrong = _what_is_wrong(detail, same)
-    return invalid_request(f"{name}: {wrong}", name, _code(detail["type"]))
-
-
-def _code(kind: str) -> str:
-    """OpenAI's name of what pydantic found wrong."""
-    default = "invalid_type" if kind.endswith("_type") else "invalid_value"
-    return _CODES.get(kind, default)
+    code = _CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
+    return ApiError(400, f"{name}: {wrong}", code, param=name)
 
 
 def _what_is_wrong(detail: Mapping[str, Any], same: Sequence[Mapping[str, Any]]) -> str:
@@ -222,36 +205,18 @@ def _body_kind(request: Request) -> object:
 
 
 def _names_at(kind: object, path: Sequence[str | int]) -> set[str]:
-    """Names of the fields that an object may have which stands at a path in a value."""
-    kinds = list(_members(kind))
-    for part in path:
-        kinds = [member for one in kinds for member in _members(_inside(one, part))]
-    return {name for one in kinds for name in _fields(one)}
-
-
-def _members(kind: object) -> Iterator[object]:
-    """The types that an annotation allows."""
-    if get_origin(kind) is Annotated:
-        yield from _members(get_args(kind)[0])
-    elif get_origin(kind) in (Union, UnionType):
-        for one in get_args(kind):
-            yield from _members(one)
-    else:
-        yield kind
-
-
-def _inside(kind: object, part: str | int) -> object:
-    """Annotation of a list's items or of an object's field; None: there is none."""
-    if isinstance(part, str):
-        return _fields(kind).get(part)
-    return get_args(kind)[0] if get_origin(kind) is list else None
-
-
-def _fields(kind: object) -> dict[str, Any]:
-    """Annotations of an object's fields by their names in JSON."""
+    """Names of the fields that an object may have at a path in a value; `kind`: its annotation."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _names_at(arguments[0], path)
+    if origin in (Union, UnionType):
+        return {name for member in arguments for name in _names_at(member, path)}
+    if origin is list and path:
+        return _names_at(arguments[0], path[1:])
     if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
-        return {}
-    return {field.alias or name: field.annotation for name, field in kind.model_fields.items()}
+        return set()
+    fields = {field.alias or name: field.annotation for name, field in kind.model_fields.items()}
+    return _names_at(fields.get(str(path[0])), path[1:]) if path else set(fields)
 
 
 def _path(detail: Mapping[str, Any], body: object) -> list[str | int]:

@@ -6,24 +6,25 @@ as an absent field, everywhere: clients send it for what they leave alone.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
+from annotated_types import GroupedMetadata
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     ModelWrapValidatorHandler,
     ValidationError,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
 from pydantic.config import JsonDict
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import PydanticCustomError
 
 from outdraft.core.sampling import MAX_INT64
 
@@ -44,7 +45,7 @@ _OLD: JsonDict = {"deprecated": True}  # pydantic's own `deprecated` warns when 
 class Body(BaseModel):
     """A JSON object without unknown fields, in which "1" is no number."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -73,7 +74,7 @@ def ignored(why: str) -> Any:
 
 
 @dataclass(frozen=True, eq=False)  # typing takes equal ones for the same, and 0 for False
-class Neutral:
+class Neutral(GroupedMetadata):
     """Metadata of a field that is accepted with values that change nothing, and with no others.
 
     Clients send the defaults of their own libraries, of vLLM and of OpenAI's service.
@@ -81,15 +82,9 @@ class Neutral:
 
     values: tuple[Any, ...] = ()  # beside null
 
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._checked, handler(source))
-
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        return {"enum": [*self.values, None]}
+    def __iter__(self) -> Iterator[object]:
+        yield AfterValidator(self._checked)
+        yield WithJsonSchema({"enum": [*self.values, None]})
 
     def _checked(self, given: Any) -> Any:
         for value in (None, *self.values):
@@ -145,7 +140,7 @@ class NeutralFields(Body):
 
 
 class StreamOptions(Body):
-    """What a stream tells besides its text."""
+    """The content of a stream beside its text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -174,7 +169,7 @@ class Prediction(Body):
 
 
 class Speculation(Body):
-    """How drafts are made for this request, within what the server was started with."""
+    """The speculation of this request, within the server's own."""
 
     enabled: bool | None = None
     method: str | None = None
@@ -197,9 +192,8 @@ class TextFormat(Body):
 
 class JsonObjectFormat(Body):
     type: Literal["json_object"]
-    schema_: dict[str, Any] | None = Field(
-        None, alias="schema", description="As llama.cpp and others take it: the object's schema."
-    )
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    """As llama.cpp and others take it: the object's schema."""
 
 
 class JsonSchemaFormat(Body):
@@ -213,16 +207,15 @@ ResponseFormat = Annotated[
 
 
 class StructuredOutputs(Body):
-    """What the output must match, one of them at most, and how JSON is spaced. Names are vLLM's."""
+    """The form that the output must match, one at most, and spaces in JSON. Names are vLLM's."""
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
     grammar: str | None = None
     choice: Choices | None = None
-    disable_any_whitespace: bool | None = Field(
-        None, description="false: JSON may have white space, also that of response_format."
-    )
+    disable_any_whitespace: bool | None = None
+    """false: JSON may have white space, also that of response_format."""
     disable_fallback: Any = ignored("there is nothing else to fall back to.")
     disable_additional_properties: Annotated[Any, Neutral((False,))] = None
 
@@ -259,30 +252,26 @@ class SamplingFields(HarmlessExtras, NeutralFields):
     guided_grammar: str | None = Field(None, json_schema_extra=_OLD)
     stream: bool | None = None
     priority: Int64 | None = Field(None, description="Lower is earlier.")
-    request_id: Annotated[str, Field(pattern=r"^[!-~]{1,256}$")] | None = Field(
-        None, description="Is part of the answer's id; default: a random one."
-    )
-    cache_salt: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="Only requests of the same salt share blocks of the prefix cache."
-    )
-    include_metrics: bool | None = Field(
-        None, description="Tell how speculation fared, as metrics.speculative_decoding."
-    )
+    request_id: Annotated[str, Field(pattern=r"^[!-~]{1,256}$")] | None = None
+    """Is part of the answer's id; default: a random one."""
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    """Only requests of the same salt share blocks of the prefix cache."""
+    include_metrics: bool | None = None
+    """Tell how speculation fared, as metrics.speculative_decoding."""
 
 
 class ChoiceFields(SamplingFields):
     """Fields of the routes that give several choices."""
 
     n: Int64 | None = None
-    best_of: Int64 | None = Field(
-        None, description="Only as many as n: all answers that are made are sent."
-    )
+    best_of: Int64 | None = None
+    """Only as many as n: all answers that are made are sent."""
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: Int64 | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT64)] | None = Field(
         None,
-        description="Cut a longer prompt to its last so many tokens; -1: to what leaves room for "
+        description="Cut a longer prompt to its last N tokens; -1: to what leaves room for "
         "max_tokens.",
     )
     truncation_side: Annotated[Any, Neutral(("left",))] = None
@@ -292,9 +281,8 @@ class ChoiceFields(SamplingFields):
         "false for a conversation, whose template writes them.",
     )
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = Field(
-        None, description="Log-probabilities name tokens as token_id:N."
-    )
+    return_tokens_as_token_ids: bool | None = None
+    """Log-probabilities name tokens as token_id:N."""
 
     @field_validator("best_of")
     @classmethod

@@ -10,7 +10,7 @@ from uuid import uuid4
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outdraft.server.api.errors import error_response, invalid_request
+from outdraft.server.api.errors import ApiError, error_response
 
 
 class HostGuard:
@@ -33,7 +33,7 @@ class HostGuard:
                     f"the Host header names {host!r}, and this server answers to loopback names "
                     "only: allow more with --allowed-hosts"
                 )
-                error = invalid_request(message, None, "host_not_allowed", 403)
+                error = ApiError(403, message, "host_not_allowed")
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

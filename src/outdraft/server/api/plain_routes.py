@@ -17,7 +17,7 @@ from outdraft.server.api.bodies import (
     TokenizeResponse,
     TokenizeTextRequest,
 )
-from outdraft.server.api.errors import draining, engine_dead, invalid_request, unknown_model
+from outdraft.server.api.errors import ApiError, draining, engine_dead, unknown_model
 from outdraft.server.api.prompts import chat_text, conversation, model_name
 from outdraft.server.api.settings import ApiContext, guarded_router
 
@@ -50,7 +50,7 @@ def _health(context: ApiContext) -> APIRouter:
 
     @router.get("/load", operation_id="load")
     async def load() -> dict[str, int]:
-        """How many requests are waiting or running, each prompt of a body counted by itself."""
+        """The number of requests that wait or run, each prompt of a body counted by itself."""
         return {"server_load": context.client.num_unfinished}
 
     @router.get("/version", operation_id="version")
@@ -69,7 +69,7 @@ def _profiles(context: ApiContext) -> APIRouter:
     async def profile(path: Path | None) -> None:
         error = await context.client.profile(None if path is None else str(path))
         if error is not None:
-            raise invalid_request(error, None, "profile_conflict", 409)
+            raise ApiError(409, error, "profile_conflict")
 
     @router.post("/start_profile", operation_id="start_profile")
     async def start() -> dict[str, str]:
@@ -93,12 +93,12 @@ def _stored_responses(context: ApiContext) -> APIRouter:
     router = guarded_router(context)
 
     async def refuse(response_id: str) -> Response:
-        raise invalid_request(
+        raise ApiError(
+            404,
             f"there is no response {response_id!r}: this server stores none, so an answer is there "
             "once, as the reply to POST /v1/responses",
-            "response_id",
             "responses_not_stored",
-            404,
+            param="response_id",
         )
 
     for method, path in (

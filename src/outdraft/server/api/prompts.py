@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from outdraft.core.errors import RequestError
-from outdraft.engine.inputs import EncodedPrompt
+from outdraft.engine.inputs import EncodedPrompt, is_one_prompt
 from outdraft.server.api.bodies import (
     ChatMessage,
     ChatRequest,
@@ -72,7 +72,7 @@ async def encode_prompts(
         ContextLengthError: one is too long.
         RequestError: there are too many, or one is empty or holds ids outside the vocabulary.
     """
-    several = _several(prompts)
+    several: Any = [prompts] if is_one_prompt(prompts) else prompts
     if not several:
         raise RequestError("prompt must not be empty", "prompt")
     most = context.settings.max_choices
@@ -81,15 +81,6 @@ async def encode_prompts(
             f"there are {len(several)} prompts, at most {most} are allowed", "prompt"
         )
     return await asyncio.to_thread(lambda: [encode(one) for one in several])
-
-
-def _several(prompts: AnyPrompts) -> Sequence[str | list[int]]:
-    if isinstance(prompts, str):
-        return [prompts]
-    texts = [one for one in prompts if isinstance(one, str)]
-    lists = [one for one in prompts if isinstance(one, list)]
-    ids = [one for one in prompts if isinstance(one, int)]
-    return texts or lists or ([ids] if ids else [])
 
 
 async def encode_chat(
@@ -146,13 +137,9 @@ def _template_tool(tool: Tool) -> dict[str, Any]:
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:
     entry = _turn(message)
-    thoughts = message.reasoning or message.reasoning_content
-    if thoughts:
-        entry |= _thoughts(thoughts)
-    if message.name is not None:
-        entry["name"] = message.name
-    if message.tool_call_id is not None:
-        entry["tool_call_id"] = message.tool_call_id
+    entry |= message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+    if thoughts := message.reasoning or message.reasoning_content:
+        entry["reasoning"] = thoughts
     if message.tool_calls:
         entry["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return entry
@@ -169,7 +156,7 @@ def input_messages(
     if instructions is not None:
         result.append({"role": "system", "content": instructions})
     if isinstance(items, str):
-        return [*result, {"role": "user", "content": items}]
+        items = [InputMessage(role="user", content=items)]
     thoughts = ""
     for item in items:
         if isinstance(item, InputReasoning):
@@ -177,26 +164,19 @@ def input_messages(
             continue
         entry = _turn(item)
         if thoughts and item.role == "assistant":
-            entry |= _thoughts(thoughts)
+            entry["reasoning"] = thoughts
         thoughts = ""
         result.append(entry)
     return result
 
 
-def _thoughts(text: str) -> dict[str, str]:
-    """Templates know one name or the other."""
-    return {"reasoning": text, "reasoning_content": text}
-
-
 def _turn(message: ChatMessage | InputMessage) -> dict[str, Any]:
     role = message.role
-    parts = message.content or ""
-    return {
-        "role": "system" if role == "developer" else role,  # templates do not know the newer name
-        "content": parts
-        if isinstance(parts, str)
-        else [{"type": "text", "text": part.text} for part in parts],
-    }
+    content: Any = message.content or ""
+    if not isinstance(content, str):
+        content = [{"type": "text", "text": part.text} for part in content]
+    # Templates do not know the newer name.
+    return {"role": "system" if role == "developer" else role, "content": content}
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.core.structured_outputs import Thoughts
 from outdraft.engine.inputs import EncodedPrompt
 from outdraft.server.api.bodies import ChatMessage
-from outdraft.server.api.call_reader import CallArguments, CallName
-from outdraft.server.api.calls import ParsedCall, whole_calls
+from outdraft.server.api.calls import CallArguments, CallName, ParsedCall, whole_calls
 from outdraft.server.api.settings import ApiSettings, ReasoningFormat
 from outdraft.server.api.tools import CallFormat, tool_call_parser
 from outdraft.text.detokenizer import overlap
@@ -133,10 +132,13 @@ class ReasoningParser:
             self._stage, self._is_at_start = Stage.ANSWERING, False
         return True
 
-    def _think(self, pieces: list[Thought | str]) -> None:
+    def _drop_line_breaks(self) -> None:
         if self._is_at_start:
             self._held = self._held.lstrip("\n")
             self._is_at_start = not self._held
+
+    def _think(self, pieces: list[Thought | str]) -> None:
+        self._drop_line_breaks()
         before, found, behind = self._held.partition(END)
         certain = before if found else before[: len(before) - overlap(before, END)]
         certain = certain.rstrip("\n")
@@ -148,9 +150,7 @@ class ReasoningParser:
             self._stage, self._is_at_start = Stage.ANSWERING, True
 
     def _answer(self, pieces: list[Thought | str]) -> None:
-        if self._is_at_start:
-            self._held = self._held.lstrip("\n")
-            self._is_at_start = not self._held
+        self._drop_line_breaks()
         if self._held:
             pieces.append(self._held)
             self._held = ""

@@ -11,7 +11,9 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from outdraft.core.errors import OutdraftError
-from outdraft.server.api.errors import ApiError, as_api_error, error_json
+from outdraft.server.api.errors import ApiError, as_api_error
+from outdraft.server.api.settings import ApiSettings
+from outdraft.server.client import first_ended
 
 _logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
@@ -52,38 +54,21 @@ class EventStream(Response):
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
-        retry_after_s: int,
-        write_error: Callable[[ApiError], bytes] | None = None,
-        *,
-        silence_s: float,
+        write_error: Callable[[ApiError], bytes],
+        settings: ApiSettings,
     ) -> None:
-        """`silence_s`: after this time without an event, a comment is sent."""
         super().__init__()
-        self._events = events
-        self._retry_after_s = retry_after_s
-        self._write_error = write_error or (
-            lambda error: b"data: " + error_json(error) + b"\n\n" + DONE
-        )
-        self._silence_s = silence_s
+        self._events, self._write_error, self._settings = events, write_error, settings
         self._num_sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _until_disconnected(receive, self._pump(send))
+        await _until_disconnected(receive, self._send_all(send), self._comment(send))
 
-    async def _pump(self, send: Send) -> None:
-        commenting = asyncio.ensure_future(self._comment(send))
+    async def _send_all(self, send: Send) -> None:
         try:
             async with aclosing(self._events) as events:
-                await self._send_all(events, send)
-        finally:
-            commenting.cancel()
-            await asyncio.gather(commenting, return_exceptions=True)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send_all(self, events: AsyncGenerator[bytes, None], send: Send) -> None:
-        try:
-            async for each in events:
-                await self._send(each, send)
+                async for each in events:
+                    await self._send(each, send)
         except OSError:
             raise  # of `send`: the client has left
         except Exception as error:
@@ -91,19 +76,21 @@ class EventStream(Response):
                 raise
             if not isinstance(error, OutdraftError):
                 _logger.exception("a stream failed")
-            await self._send(self._write_error(as_api_error(error, self._retry_after_s)), send)
+            reply = as_api_error(error, self._settings.retry_after_s)
+            await self._send(self._write_error(reply), send)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, chunk: bytes, send: Send) -> None:
         self._num_sent += 1
         if self._num_sent == 1:
             await send(_START)
-        await send(_body(chunk))
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def _comment(self, send: Send) -> None:
         """Break every silence: proxies and clients end connections on which nothing comes."""
         while True:
             before = self._num_sent
-            await asyncio.sleep(self._silence_s)
+            await asyncio.sleep(self._settings.silence_s)
             if self._num_sent == before:
                 await self._send(COMMENT, send)
 
@@ -119,22 +106,14 @@ _START: Message = {
 }
 
 
-def _body(chunk: bytes) -> Message:
-    return {"type": "http.response.body", "body": chunk, "more_body": True}
-
-
-async def _until_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do the work, but end it at once when the client leaves."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            working.result()
-    finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+async def _until_disconnected(
+    receive: Receive, work: Coroutine[Any, Any, None], *beside: Coroutine[Any, Any, None]
+) -> None:
+    """Do the work, and something beside it, but end both at once when the client leaves."""
+    working = asyncio.create_task(work)
+    others = map(asyncio.create_task, (*beside, _disconnected(receive)))
+    if working in await first_ended(working, *others):
+        working.result()
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -11,10 +11,10 @@ from fastapi import APIRouter, Response
 
 from outdraft.core.errors import RequestError
 from outdraft.core.outputs import RequestOutput
+from outdraft.server.api.answers import Answer, Json
 from outdraft.server.api.bodies import ResponsesRequest
 from outdraft.server.api.errors import ApiError
 from outdraft.server.api.params import check_numbers, sampling_params, wants_metrics
-from outdraft.server.api.prompt_batch import PromptBatch, prompt_batch
 from outdraft.server.api.prompts import encode_chat, input_messages, model_name, prompt_encoder
 from outdraft.server.api.reasoning import (
     AnswerParser,
@@ -25,11 +25,9 @@ from outdraft.server.api.reasoning import (
     whole_answer,
     with_form_after_thoughts,
 )
-from outdraft.server.api.replies import EventStream, JsonLater, event
+from outdraft.server.api.replies import event
 from outdraft.server.api.reports import Row, TokenNames, content, metrics, usage
 from outdraft.server.api.settings import ApiContext, guarded_router
-
-Json = dict[str, Any]
 
 
 def responses_router(context: ApiContext) -> APIRouter:
@@ -55,32 +53,20 @@ def responses_router(context: ApiContext) -> APIRouter:
         if stage is not None and body.includes_logprobs:
             raise RequestError("include needs a server without --reasoning-parser", "include")
         params = with_form_after_thoughts(params, stage)
-        batch = prompt_batch(context, "resp_", [prompt], params, body)
-        answer = ResponseAnswer(batch, body, model, stage)
-        if body.stream:
-            settings = context.settings
-            return EventStream(
-                answer.events(),
-                settings.retry_after_s,
-                answer.error_event,
-                silence_s=settings.silence_s,
-            )
-        return JsonLater(answer.whole())
+        return ResponseAnswer(context, body, model, [prompt], params, stage).reply()
 
     return router
 
 
 @dataclass(slots=True)
-class ResponseAnswer:
-    """A response under way: one message with one part of text, and before it the thoughts, if the
+class ResponseAnswer(Answer[ResponsesRequest]):
+    """A response: one message with one part of text, and before it the thoughts, if the
     server splits them from the text.
     """
 
-    batch: PromptBatch
-    body: ResponsesRequest
-    model: str
-    stage: Stage | None = None  # where the model begins; None: thoughts are part of the text
-    created_s: int = field(default_factory=lambda: int(time.time()), init=False)
+    prefix = "resp_"
+
+    stage: Stage | None  # where the model begins; None: thoughts are part of the text
     message_id: str = field(default_factory=lambda: f"msg_{uuid4().hex}", init=False)
     thoughts_id: str = field(default_factory=lambda: f"rs_{uuid4().hex}", init=False)
     num_events: int = field(default=0, init=False)
@@ -88,29 +74,26 @@ class ResponseAnswer:
     is_message_open: bool = field(default=False, init=False)
 
     async def whole(self) -> Json:
-        [output] = await self.batch.outputs()
+        [output] = await self.outputs()
         return self._finished(output)
 
     async def events(self) -> AsyncGenerator[bytes]:
         """In the order that OpenAI documents; the last one holds the whole response."""
-        output = None
-        parser = AnswerParser(self.stage, None)
-        async with aclosing(self.batch.updates()) as stream:
+        output, parser = None, AnswerParser(self.stage, None)
+        async with aclosing(self.updates()) as stream:
             async for _, update in stream:
-                if output is None:
-                    for each in self._opening():
-                        yield each
+                events = list(self._opening()) if output is None else []
                 output = update.output
                 for delta in update.deltas:
-                    rows = self._logprobs(delta.logprobs)
                     parts: list[Part] = [delta.text]
                     if self.stage is not None:
                         parts = parser.push(delta.text, is_last=delta.finish_reason is not None)
-                    for each in self._told(parts, rows):
-                        yield each
-        if output is not None:
-            for each in self._closing(output):
-                yield each
+                    events += self._told(parts, self._logprobs(delta.logprobs))
+                for each in events:
+                    yield each
+        assert output is not None, "a request that is not accepted raises"
+        for each in self._closing(output):
+            yield each
 
     def error_event(self, error: ApiError) -> bytes:
         """The end of a stream that failed."""
@@ -214,15 +197,15 @@ class ResponseAnswer:
         return result
 
     def _logprobs(self, rows: list[Row] | None) -> list[Json]:
-        names = TokenNames(self.batch.context.inputs.tokenizer)
+        names = TokenNames(self.tokenizer)
         return content(rows or [], self.body.top_logprobs or 0, names)
 
     def _response(self, status: str) -> Json:
-        body, params = self.body, self.batch.params
+        body, params = self.body, self.params
         format_ = body.text.format if body.text is not None else None
         shown = format_.model_dump(by_alias=True) if format_ is not None else {"type": "text"}
         return {
-            "id": self.batch.request_id,
+            "id": self.request_id,
             "object": "response",
             "created_at": self.created_s,
             "status": status,

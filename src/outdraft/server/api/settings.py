@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message
 
 from outdraft.engine.inputs import InputProcessor
-from outdraft.server.api.errors import ErrorReply, draining, invalid_request
+from outdraft.server.api.errors import ApiError, ErrorReply, draining
 from outdraft.server.client import EngineClient
 from outdraft.text.chat import ChatTemplate
 
@@ -115,9 +115,8 @@ def check_key(request: Request, api_key: str | None) -> None:
     scheme, _, key = given.partition(" ")
     same = hmac.compare_digest(key.strip().encode("latin-1"), api_key.encode())
     if scheme.lower() != "bearer" or not same:
-        error = invalid_request("the API key is missing or wrong", None, "invalid_api_key", 401)
-        error.headers = {"WWW-Authenticate": "Bearer"}
-        raise error
+        message, headers = "the API key is missing or wrong", {"WWW-Authenticate": "Bearer"}
+        raise ApiError(401, message, "invalid_api_key", headers=headers)
 
 
 class BoundedRequest(Request):

@@ -13,28 +13,25 @@ from outdraft.server.api.settings import ApiSettings, ToolCallFormat
 
 
 @dataclass(frozen=True, slots=True)
-class FreeCalls:
-    """The model may call the named functions, and writes calls in this way."""
+class CallFormat:
+    """The calls that a model may write, or has to.
+
+    Attributes:
+        names: functions that may be called.
+        format: in which the model writes calls; None: it has to call one of the functions, and
+            writes what `call_schema` says.
+        may_be_several: it may have to write a list of calls.
+    """
 
     names: tuple[str, ...]
-    format: ToolCallFormat
-
-
-@dataclass(frozen=True, slots=True)
-class ForcedCalls:
-    """The model has to call one of the named functions, and writes what `call_schema` says."""
-
-    names: tuple[str, ...]
+    format: ToolCallFormat | None = None
     may_be_several: bool = False
-
-
-CallFormat = FreeCalls | ForcedCalls
 
 
 def tool_call_parser(calls: CallFormat) -> CallFinder | ForcedCallParser:
     """For one answer. `push` gives what is certain now that the answer goes on with a text,
     `finish` what remains when it has ended."""
-    if isinstance(calls, ForcedCalls):
+    if calls.format is None:
         return ForcedCallParser(calls.names)
     # Without marks of its own a call is known by the name of a function.
     names = calls.names if calls.format == "qwen2_5_coder" else None
@@ -74,7 +71,7 @@ def call_format(
     names = forced_functions(body)
     if names:
         may_be_several = body.tool_choice == "required" and body.parallel_tool_calls is not False
-        return ForcedCalls(tuple(names), may_be_several and template_takes_several)
+        return CallFormat(tuple(names), None, may_be_several and template_takes_several)
     if settings.tool_call_parser is None:
         raise RequestError("tools need a server that was started with --tool-call-parser", "tools")
     if not settings.auto_tool_choice:
@@ -83,12 +80,12 @@ def call_format(
             "or ask for a call with tool_choice",
             "tools",
         )
-    return FreeCalls(tuple(tool.function.name for tool in tools), settings.tool_call_parser)
+    return CallFormat(tuple(tool.function.name for tool in tools), settings.tool_call_parser)
 
 
 def hides_calls(calls: CallFormat | None, tokenizer: Tokenizer | None) -> bool:
     """True if a text without special tokens would lack the tags around its calls."""
-    if not isinstance(calls, FreeCalls) or tokenizer is None:
+    if calls is None or calls.format is None or tokenizer is None:
         return False
     marks = MARKS[calls.format]
     if marks.may_begin_answer:

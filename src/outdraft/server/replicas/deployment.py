@@ -18,10 +18,9 @@ from ray.serve.schema import ApplicationStatus
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
-from outdraft.server.engine_process import EngineProcess
-from outdraft.server.replicas.plan import ReplicaPlan, config_of_replica, num_wanted
-from outdraft.server.replicas.relay import FrontEndLostError, Relay
-from outdraft.server.replicas.switchboard import Address
+from outdraft.server.client import EngineProcess
+from outdraft.server.replicas.router import ReplicaPlan, config_of_replica, num_wanted
+from outdraft.server.replicas.switchboard import Address, FrontEndLostError, Relay
 
 HEALTH_PERIOD_S = 2.0  # of Serve's question whether a replica lives
 LEAVES_AFTER_S = 0.1  # Serve looks for requests of its own first, of which there are none

@@ -14,8 +14,8 @@ from outdraft.engine.inputs import EncodedPrompt, InputProcessor
 from outdraft.kv.block_pool import extend_hashes
 from outdraft.server.client import OnLoading, Update
 from outdraft.server.messages import EngineInfo
+from outdraft.server.metrics import ReplicaMetrics
 from outdraft.server.process_client import Supervisor, input_processor_of
-from outdraft.server.replicas.replica_metrics import ReplicaMetrics
 from outdraft.server.replicas.router import PrefixRouter, Route
 from outdraft.server.replicas.switchboard import Address, RemoteEngine, Switchboard
 from outdraft.server.trace_file import TraceFile
@@ -37,6 +37,9 @@ class ReplicaPool:
         localised: the same facts with paths of this machine.
     """
 
+    info: EngineInfo  # of the replica that was ready first, as the next; from `start` on
+    inputs: InputProcessor
+
     def __init__(
         self,
         switchboard: Switchboard,
@@ -51,14 +54,14 @@ class ReplicaPool:
         self._localised = localised
         self._metrics = metrics
         self._trace: TraceFile | None = None
+        self._is_known = False
         self._router = PrefixRouter(block_size)
         self.clients: dict[str, Supervisor] = {}  # by name; those that leave included
         self._places: dict[str, int] = {}  # of the same replicas, for metrics
-        self._known: tuple[EngineInfo, InputProcessor] | None = None
         self._lives: set[asyncio.Task[None]] = set()
         self._calls: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
-        self._closed = asyncio.Event()
+        self._is_closed = False
         self._failure: Exception | None = None
         self.num_unfinished = 0
         self.ended_by: str | None = None  # of the replica that ended last
@@ -67,15 +70,6 @@ class ReplicaPool:
     def address(self) -> Address:
         """The address that replicas have to call."""
         return self._switchboard.address
-
-    @property
-    def info(self) -> EngineInfo:
-        """Facts of the replica that was ready first."""
-        return self._first[0]
-
-    @property
-    def inputs(self) -> InputProcessor:
-        return self._first[1]
 
     @property
     def is_alive(self) -> bool:
@@ -104,16 +98,14 @@ class ReplicaPool:
     async def run(self) -> None:
         """Until it is closed. A pool without replicas waits for some."""
         assert self._calls is not None
-        closed = asyncio.create_task(self._closed.wait())
-        await asyncio.wait({closed, self._calls}, return_when=asyncio.FIRST_COMPLETED)
-        if not self._closed.is_set():
+        await asyncio.wait({self._calls})
+        if not self._is_closed:
             self._calls.result()
-        closed.cancel()
 
     def close(self, cause: str) -> None:
-        if self._closed.is_set():
+        if self._is_closed:
             return
-        self._closed.set()
+        self._is_closed = True
         for client in self.clients.values():
             client.close(cause)
         for task in (*self._lives, self._calls):
@@ -150,7 +142,7 @@ class ReplicaPool:
                     if has_begun:
                         raise ReplicaLostError(str(error), error.ended_by) from error
                     others = set(self._router.replicas) - avoided
-                    if not others or len(avoided) == ATTEMPTS or self._closed.is_set():
+                    if not others or len(avoided) == ATTEMPTS or self._is_closed:
                         raise
                     self._metrics.retried()
                 finally:
@@ -160,12 +152,6 @@ class ReplicaPool:
 
     async def profile(self, path: str | None) -> str | None:
         return "steps of several replicas cannot be traced"
-
-    @property
-    def _first(self) -> tuple[EngineInfo, InputProcessor]:
-        if self._known is None:
-            raise EngineDeadError("no replica has been ready yet", self.ended_by)
-        return self._known
 
     def _arrived(self, engine: RemoteEngine) -> None:
         life = asyncio.create_task(self._live(engine))
@@ -182,9 +168,6 @@ class ReplicaPool:
             client.record(self._trace)
         try:
             await client.start()
-            if self._known is None:
-                info = await asyncio.to_thread(self._localised, client.info)
-                self._known = self._known or (info, client.inputs)
         except Exception as error:  # whatever it is, `start` raises it
             _logger.error("a replica on %s could not start: %s", engine.node, error)
             client.close("it could not start")
@@ -202,7 +185,7 @@ class ReplicaPool:
             await client.run()
         finally:
             leaving.cancel()
-            self._leave(engine.name)
+            self._router.leave(engine.name)
             del self.clients[engine.name], self._places[engine.name]
             self.ended_by = client.ended_by
             self._metrics.left(place)
@@ -212,7 +195,7 @@ class ReplicaPool:
     async def _let_go(self, engine: RemoteEngine) -> None:
         """Wait until a replica wants no more requests, then until it has none, then end it."""
         await engine.is_leaving.wait()
-        self._leave(engine.name)
+        self._router.leave(engine.name)
         client = self.clients[engine.name]
         _logger.info(
             "replica %d on %s is not needed any more: it has %d requests left",
@@ -224,14 +207,13 @@ class ReplicaPool:
             await asyncio.sleep(0.05)
         client.close("it has left")
 
-    def _leave(self, name: str) -> None:
-        if name in self._router.replicas:
-            self._router.leave(name)
-
     def _inputs_for(self, info: EngineInfo) -> InputProcessor:
-        if self._known is not None:
-            return self._known[1]
-        return input_processor_of(self._localised(info))
+        """In a thread. Replicas are alike: the first one's facts are those of all."""
+        if not self._is_known:
+            self.info = self._localised(info)
+            self.inputs = input_processor_of(self.info)
+            self._is_known = True
+        return self.inputs
 
     def _settle(self, route: Route, update: Update, num_output: int, *, is_first: bool) -> None:
         num_done = sum(len(delta.token_ids) for delta in update.deltas)
