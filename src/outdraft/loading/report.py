@@ -15,15 +15,14 @@ from outdraft.loading.models import choose_device, choose_dtype
 from outdraft.models.checkpoints.config_json import read_config
 from outdraft.models.checkpoints.deferred import DeferredTensor
 from outdraft.models.checkpoints.files import resolve_model_path
-from outdraft.models.checkpoints.placing import Placing, place
 from outdraft.models.checkpoints.quantization import read_quantization
 from outdraft.models.checkpoints.reader import Checkpoint
-from outdraft.models.checkpoints.slots import Slot, check_slots, rows_of
+from outdraft.models.checkpoints.slots import Slot, check_slots, rows_of, stored_product
 from outdraft.models.checkpoints.stored import StoredParameter
 from outdraft.models.choose import checkpoint_dtype, transformers_loader, uses_transformers
 from outdraft.models.decoder.causal_lm import EMBEDDING_NAME, CausalLM
 from outdraft.models.decoder.config import ModelConfig
-from outdraft.models.decoder.loader import keeps_blocks, open_checkpoint, placings_of
+from outdraft.models.decoder.loader import keeps_blocks, open_checkpoint, stored_products
 from outdraft.models.modules import dtype_name, linears_of
 
 _OUTSIDE = "read by the library's code"
@@ -91,21 +90,23 @@ class _KeptFormats:
     has_tiles: bool
 
     def kept(
-        self, names: Sequence[str], slots: Mapping[str, Slot], placing: Placing
+        self, names: Sequence[str], slots: Mapping[str, Slot], product: StoredParameter | None
     ) -> Iterator[tuple[str, int]]:
-        """Yield the format and bytes of each of a product's weights."""
-        tile = placing.tile if self.has_tiles else None
-        for name in names:
-            if tile is not None:
-                stored = placing.weights[name]
+        """Yield the format and bytes of each of a product's weights; `product`: of those that are
+        quantised."""
+        tile = None if product is None else product.tile
+        if product is not None and tile is not None and self.has_tiles:
+            for stored in product.weights:
                 own = stored.tile if tile.is_blocks else tile
                 kept_as = f"{own}, codes and scales as stored ({stored.label})"
                 yield kept_as, replace(stored, tile=own).coded_bytes
-                continue
-            kept, size = self._numbers(name, is_rounded=bool(placing.reason))
-            why = f", {DEQUANTISED}: {placing.reason}" if placing.reason else ""
-            if placing.tile is not None:
-                why = f", {DEQUANTISED}: these kernels have no tiles of {placing.tile}"
+            return
+        reason = "" if product is None else product.weights[0].reason
+        why = f", {DEQUANTISED}: {reason}" if reason else ""
+        if tile is not None:
+            why = f", {DEQUANTISED}: these kernels have no tiles of {tile}"
+        for name in names:
+            kept, size = self._numbers(name, is_rounded=bool(reason))
             yield kept + why, slots[name].to.numel() * size
 
     def _numbers(self, name: str, *, is_rounded: bool) -> tuple[str, int]:
@@ -162,13 +163,12 @@ def _own_weights(path: Path, model: CausalLM, has_tiles: bool) -> Iterator[Kept]
     check_slots(model.checkpoint_slots(), checkpoint.places, checkpoint.stored)
     formats = _KeptFormats(checkpoint, model.dtype, has_tiles)
     for part, slots in model.parts():
-        placings = placings_of(model, part, slots, checkpoint.stored)
+        stored = stored_products(model, part, slots, checkpoint.stored)
         products = {module: name for name, module in part.named_modules()}
         for linear in linears_of(part):
             names = [name for name, slot in slots.items() if linear.owns(slot.to)]
             names = names or [EMBEDDING_NAME]  # a tied head
-            placing = placings.get(linear, Placing({}, None))
-            for kept in formats.kept(names, slots, placing):
+            for kept in formats.kept(names, slots, stored.get(linear)):
                 yield products[linear] or "lm_head", *kept
     yield from _table(checkpoint, model, formats)
 
@@ -179,8 +179,8 @@ def _table(checkpoint: Checkpoint, model: CausalLM, formats: _KeptFormats) -> It
     slots = {EMBEDDING_NAME: rows_of(model.vocabulary, model.embed_tokens.weight)}
     if stored is not None and keeps_blocks(stored) and formats.has_tiles:
         if not model.config.tie_word_embeddings:
-            placing = place((EMBEDDING_NAME,), checkpoint.stored, slots)
-            for kept in formats.kept((EMBEDDING_NAME,), slots, placing):
+            product = stored_product((EMBEDDING_NAME,), checkpoint.stored, slots)
+            for kept in formats.kept((EMBEDDING_NAME,), slots, product):
                 yield "embedding", *kept
         return
     why = f", {DEQUANTISED}: it is read row by row" if stored and not stored.is_plain else ""

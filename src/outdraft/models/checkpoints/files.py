@@ -152,17 +152,11 @@ class StoredTensors:
         with safe_open(file, framework="pt") as tensors:
             return tensors.get_tensor(stored)
 
-    def read_at(self, name: str, index: int) -> Tensor:
-        """The one at that index in a stack of tensors; raises as `read`."""
+    def read_part(self, name: str, *indices: int | slice) -> Tensor:
+        """The part at these indices, of which no more is read; raises as `read`."""
         file, stored = self._place(name)
         with safe_open(file, framework="pt") as tensors:
-            return tensors.get_slice(stored)[index]
-
-    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Some outputs and inputs of a weight: no more is read; raises as `read`."""
-        file, stored = self._place(name)
-        with safe_open(file, framework="pt") as tensors:
-            return tensors.get_slice(stored)[rows, columns]
+            return tensors.get_slice(stored)[indices]
 
     def shape(self, name: str) -> list[int]:
         """The sizes of a tensor; raises ConfigError if there is none of this name."""

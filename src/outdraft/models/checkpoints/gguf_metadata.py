@@ -70,58 +70,39 @@ class TokenKind(IntEnum):
     BYTE = 6
 
 
+def _texts(listed: str) -> tuple[str, ...]:
+    return tuple(listed.split())
+
+
 # Texts that have a role in files that name no token for it, by the role's key.
 _ROLES = {
-    "eot": (
-        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"),
-        *("<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "<\uff5cend▁of▁sentence\uff5c>"),
-        "<end_of_utterance>",
+    "eot": _texts(
+        "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> "
+        "[EOT] <\uff5cend▁of▁sentence\uff5c> <end_of_utterance>"
     ),
     "eom": ("<|eom_id|>",),
-    "fim_pre": (
-        *(
-            "<|fim_prefix|>",
-            "<fim-prefix>",
-            "<fim_prefix>",
-            "<\uff5cfim▁begin\uff5c>",
-            "<PRE>",
-            "▁<PRE>",
-        ),
-        *("<|code_prefix|>", "<|prefix|>"),
+    "fim_pre": _texts(
+        "<|fim_prefix|> <fim-prefix> <fim_prefix> <\uff5cfim▁begin\uff5c> <PRE> ▁<PRE> "
+        "<|code_prefix|> <|prefix|>"
     ),
-    "fim_suf": (
-        *(
-            "<|fim_suffix|>",
-            "<fim-suffix>",
-            "<fim_suffix>",
-            "<\uff5cfim▁hole\uff5c>",
-            "<SUF>",
-            "▁<SUF>",
-        ),
-        *("<|code_suffix|>", "<|suffix|>"),
+    "fim_suf": _texts(
+        "<|fim_suffix|> <fim-suffix> <fim_suffix> <\uff5cfim▁hole\uff5c> <SUF> ▁<SUF> "
+        "<|code_suffix|> <|suffix|>"
     ),
-    "fim_mid": (
-        *(
-            "<|fim_middle|>",
-            "<fim-middle>",
-            "<fim_middle>",
-            "<\uff5cfim▁end\uff5c>",
-            "<MID>",
-            "▁<MID>",
-        ),
-        *("<|code_middle|>", "<|middle|>"),
+    "fim_mid": _texts(
+        "<|fim_middle|> <fim-middle> <fim_middle> <\uff5cfim▁end\uff5c> <MID> ▁<MID> "
+        "<|code_middle|> <|middle|>"
     ),
-    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
-    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_pad": _texts("<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]"),
+    "fim_rep": _texts("<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
 _OLDER_KEYS = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
 _END_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _ENDS = {
-    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
-    *("<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
-    *("<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>"),
-    *("<\uff5cend▁of▁sentence\uff5c>", "[e~["),
+    *_texts("<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn>"),
+    *_texts("<|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <eos> [e~["),
+    *_texts("<end_of_utterance> <turn|> <|tool_response> <\uff5cend▁of▁sentence\uff5c>"),
 }
 # Where all of the first end an output, the second goes on with it, and has another kind.
 _EXCEPTIONS = (

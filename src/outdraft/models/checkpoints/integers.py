@@ -70,7 +70,7 @@ def _read(
     scales_EN = scales_EN.float().expand(len(codes_ED), -1)
     shifts_EN = middle - zeros_EN.float() if has_zero and zeros_EN is not None else None
     if order_D is None:
-        return GroupedCodes(bits, group_inputs, codes_ED, scales_EN, shifts_EN)
+        return GroupedCodes(group_inputs, codes_ED, scales_EN, shifts_EN)
     assert len(order_D) == num_inputs
     shifts_ED = 0 if shifts_EN is None else shifts_EN[:, order_D]
     return (codes_ED.float() + shifts_ED) * scales_EN[:, order_D]

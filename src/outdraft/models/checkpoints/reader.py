@@ -121,13 +121,11 @@ def _quantised_modules(
                 raise ConfigError(
                     f"the checkpoint has {name!r}, but its quantization_config ignores {module}"
                 )
-        elif part == _MARKS.get(scheme.storage) and _is_quantised(name, scheme, tensors):
+        elif part == _MARKS.get(scheme.storage) and (
+            scheme.storage is not Storage.FP8 or tensors.dtype(name) == FLOAT8
+        ):
             found[module] = scheme
     return found
-
-
-def _is_quantised(name: str, scheme: WeightScheme, tensors: StoredTensors) -> bool:
-    return scheme.storage is not Storage.FP8 or tensors.dtype(name) == FLOAT8
 
 
 def _is_zero(tensors: StoredTensors, name: str) -> bool:

@@ -1,11 +1,13 @@
 """Places in a network where the tensors of a checkpoint belong.
 
 All names and shapes are compared before any weight is copied, so a wrong checkpoint fails at once
-and by name.
+and by name. Quantised weights of a product, which may fuse several, stay codes or become numbers
+together.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from outdraft.core.errors import ConfigError
+from outdraft.core.weights import WeightFormat
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.models.checkpoints.files import Place, StoredTensors, listed
-from outdraft.models.checkpoints.stored import StoredWeight
+from outdraft.models.checkpoints.stored import StoredParameter, StoredWeight
 
 _READABLE = {"F64", "F32", "F16", "BF16"}
 
@@ -50,11 +53,14 @@ class Slot:
 
     def part_of(self, whole: Any) -> Tensor:
         """The part, of a tensor or of anything that gives parts of one as a tensor does."""
-        if self.is_whole:
-            return whole[:]
-        end = self.start + self.to.shape[self.dim]
-        places = [slice(None)] * self.dim + [slice(self.start, end)]
-        return whole[tuple(places)]
+        return whole[:] if self.is_whole else whole[self.indices]
+
+    @property
+    def indices(self) -> tuple[slice, ...]:
+        """The indices of the part in the whole tensor."""
+        indices = [slice(0, size) for size in self.to.shape]
+        indices[self.dim] = slice(self.start, self.start + self.to.shape[self.dim])
+        return tuple(indices)
 
 
 def rows_of(shard: VocabularyShard, weight: Tensor | None) -> Slot:
@@ -148,3 +154,60 @@ def _part(tensors: Any, name: str, slot: Slot) -> Tensor:
     if slot.is_whole:
         return tensors.get_tensor(name)
     return slot.part_of(tensors.get_slice(name))
+
+
+def stored_product(
+    names: Sequence[str],
+    stored: Mapping[str, StoredWeight],
+    slots: Mapping[str, Slot],
+    *,
+    is_permuted: bool = False,
+) -> StoredParameter | None:
+    """This rank's parts of the weights of a product; where they cannot stay codes together, they
+    have no tiles but a reason. None: none of them is quantised.
+
+    Args:
+        names: of the weights, one below the other; those that are not in `stored` are plain.
+        is_permuted: the order of the outputs changes.
+    """
+    found = [stored[name].part(*slots[name].indices) for name in names if name in stored]
+    quantised = [one for one in found if not one.is_plain]
+    if not quantised:
+        return None
+    if numbers := [one for one in quantised if one.tile is None]:
+        reason = numbers[0].reason
+    elif len(quantised) < len(names):
+        reason = "a part of the same product is not quantised"
+    elif is_permuted:
+        reason = "its heads turn in part, so their order changes"
+    elif (product := StoredParameter([found])).has_tiles:
+        return product
+    else:
+        reason = "parts of the same product do not fit one tile"
+    return StoredParameter([[replace(one, tile=None, reason=reason) for one in found]])
+
+
+def check_quantization(quantization: WeightFormat | None, kept: Iterable[StoredWeight]) -> None:
+    """Raise ConfigError if weights that stay codes are to be quantised: a second rounding would add
+    its error to that of the first."""
+    stored = next(iter(kept), None)
+    if quantization is not None and stored is not None:
+        raise ConfigError(
+            f"quantization {quantization}: this checkpoint is quantised already ({stored.label}), "
+            f"and its weights are kept as they are, in {stored.tile} tiles: leave the option out"
+        )
+
+
+def describe(kept: Iterable[tuple[str, str]], dequantised: Iterable[tuple[str, str]]) -> list[str]:
+    """Lines for a log: the fate of quantised weights, by label and tile, or by label and the reason
+    for none."""
+    return [
+        *(
+            f"{count} weights ({label}) are kept as they are, in {tile} tiles"
+            for (label, tile), count in Counter(kept).items()
+        ),
+        *(
+            f"{count} weights ({label}) are dequantised: {reason}"
+            for (label, reason), count in Counter(dequantised).items()
+        ),
+    ]

@@ -14,17 +14,17 @@ from outdraft.kernels.ops import Kernels
 from outdraft.models.checkpoints.files import tensor_places, weight_files
 from outdraft.models.checkpoints.gguf_file import is_gguf, open_gguf
 from outdraft.models.checkpoints.gguf_weights import gguf_weights
-from outdraft.models.checkpoints.placing import (
-    Placing,
-    check_quantization,
-    fill_stored,
-    place,
-    summary,
-)
 from outdraft.models.checkpoints.quantization import check_unquantised, log_purpose
 from outdraft.models.checkpoints.reader import Checkpoint, read_stored
-from outdraft.models.checkpoints.slots import Slot, check_slots, mapped_tensors
-from outdraft.models.checkpoints.stored import StoredWeight
+from outdraft.models.checkpoints.slots import (
+    Slot,
+    check_quantization,
+    check_slots,
+    describe,
+    mapped_tensors,
+    stored_product,
+)
+from outdraft.models.checkpoints.stored import StoredParameter, StoredWeight
 from outdraft.models.decoder.causal_lm import EMBEDDING_NAME, HEAD_NAME, CausalLM
 from outdraft.models.decoder.config import ModelConfig
 from outdraft.models.modules import Linear, linears_of
@@ -109,36 +109,45 @@ def load_weights(
         check_quantization(quantization, (one for one in stored.values() if one.tile is not None))
         stored = {name: replace(one, tile=None, reason=_GPU) for name, one in stored.items()}
     check_slots(model.checkpoint_slots(), places, stored)
-    placings: list[Placing] = []
-    others: list[StoredWeight] = []
+    kept: list[tuple[str, str]] = []
+    dequantised: list[tuple[str, str]] = []
     table: Slot | None = None
     for part, slots in model.parts():
-        of_linears = placings_of(model, part, slots, stored)
-        placings += of_linears.values()
-        kept = (one for one in of_linears.values() if one.tile is not None)
-        check_quantization(quantization, (one for each in kept for one in each.weights.values()))
+        products = stored_products(model, part, slots, stored)
+        coded: dict[Linear, StoredParameter] = {}
+        for linear, product in products.items():
+            if product.tile is None:
+                weights = [one for one in product.weights if not one.is_plain]
+                dequantised += [(one.label, one.reason) for one in weights]
+            else:
+                coded[linear] = product
+                kept += [(one.label, str(product.tile)) for one in product.weights]
+                check_quantization(quantization, product.weights)
         tensors = mapped_tensors(slots, places)
         borrowed: dict[Linear, list[Tensor]] = {}
         if model.decoder.rotary.order_C is None:
             borrowed = {linear: _borrowed(linear, slots, tensors) for linear in linears_of(part)}
+        if EMBEDDING_NAME in slots and keeps_blocks(stored.get(EMBEDDING_NAME)):
+            table = slots.pop(EMBEDDING_NAME)
         for name, slot in slots.items():
             if name in tensors:
                 slot.to.copy_(tensors.pop(name))
-        if EMBEDDING_NAME in slots and keeps_blocks(stored.get(EMBEDDING_NAME)):
-            table = slots.pop(EMBEDDING_NAME)
-        others += fill_stored(slots, stored, of_linears)
+            elif name in stored and not any(linear.owns(slot.to) for linear in coded):
+                slot.to.copy_(slot.part_of(stored[name].rounded(slot.to.dtype)))
+                if not (stored[name].is_plain or any(one.owns(slot.to) for one in products)):
+                    dequantised.append((stored[name].label, "it is read row by row"))
         del slots  # so that a plain weight is gone when it is packed
         model.decoder.arrange(part)
         for linear in linears_of(part):
-            if linear in of_linears and of_linears[linear].tile is not None:
-                linear.pack_codes(model.kernels, of_linears[linear].coded(), model.dtype)
+            if linear in coded:
+                linear.pack_codes(model.kernels, coded[linear].coded(), model.dtype)
             else:
                 linear.pack(model.kernels, quantization, borrowed.pop(linear, ()))
         checkpoint.release()
     if table is not None:
         _keep_table(model, stored[EMBEDDING_NAME], table)
         checkpoint.release()
-    for line in summary(placings, others):
+    for line in describe(kept, dequantised):
         _logger.info("%s", line)
 
 
@@ -153,27 +162,27 @@ def _keep_table(model: CausalLM, weight: StoredWeight, slot: Slot) -> None:
     if model.config.tie_word_embeddings and head is not None:
         model.embed_tokens.take(head, is_shared=True)
         return
-    coded = place((EMBEDDING_NAME,), {EMBEDDING_NAME: weight}, {EMBEDDING_NAME: slot}).coded()
+    coded = StoredParameter([[weight.part(*slot.indices)]]).coded()
     product = model.kernels.pack_codes(coded, None, model.dtype)
     model.embed_tokens.take(product, is_shared=False)
 
 
-def placings_of(
+def stored_products(
     model: CausalLM,
     part: nn.Module,
     slots: Mapping[str, Slot],
     stored: Mapping[str, StoredWeight],
-) -> dict[Linear, Placing]:
-    """The way each product of a part keeps its weights, where the checkpoint quantised some."""
-    if not stored:
-        return {}
-    found: dict[Linear, Placing] = {}
+) -> dict[Linear, StoredParameter]:
+    """The weights of each product of a part of which the checkpoint quantised some."""
+    found: dict[Linear, StoredParameter] = {}
     for linear in linears_of(part):
         names = [name for name, slot in slots.items() if linear.owns(slot.to)]
         if not names and linear is model.lm_head:  # a tied one, which reads what the table is of
             names = [EMBEDDING_NAME]
         is_permuted = model.decoder.permutes(part, linear)
-        found[linear] = place(names, stored, slots, is_permuted=is_permuted)
+        product = stored_product(names, stored, slots, is_permuted=is_permuted)
+        if product is not None:
+            found[linear] = product
     return found
 
 

@@ -82,7 +82,7 @@ def frequencies(config: RopeConfig, head_size: int) -> Tensor:
             return _llama3(plain_F, config)
         case RopeKind.LONGROPE:
             is_long = config.context_len > config.original_max_len
-            factors = config.long_factors if is_long else config.short_factors
+            factors = config.long_factor if is_long else config.short_factor
             return 1.0 / (torch.tensor(factors) * config.theta**exponents_F)
         case RopeKind.YARN:
             return _yarn(plain_F, config)

@@ -31,16 +31,16 @@ from outdraft.models.checkpoints.config_json import read_json
 from outdraft.models.checkpoints.files import tensor_places, weight_files
 from outdraft.models.checkpoints.slots import Slot, fill_slots, slot_of
 from outdraft.models.decoder.layers import Decoder, DecoderLayer, Kind, product_of
-from outdraft.models.drafters.config import check_taps
-from outdraft.models.drafters.dflash_config import DFlashConfig
-from outdraft.models.drafters.loading import (
+from outdraft.models.drafters.config import DFlashConfig, check_taps
+from outdraft.models.drafters.tables import (
     OF_TRAINING,
+    DrafterTables,
+    TargetTables,
     check_fit,
     drop_the_targets_embedding,
     drop_the_targets_head,
     take_draft_ids,
 )
-from outdraft.models.drafters.tables import DrafterTables, TargetTables
 from outdraft.models.modules import Linear, RMSNorm, linears_of, memory_bytes
 from outdraft.models.shape import DRAFT_RANKS
 

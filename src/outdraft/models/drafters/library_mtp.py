@@ -10,6 +10,7 @@ Dimension key: T rows, R rows that need logits, Q of them on this rank, D hidden
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -33,7 +34,6 @@ from outdraft.models.library.experts import replace_experts
 from outdraft.models.library.loader import (
     LOADING,
     causal_class,
-    layer_shape,
     mtp_patterns,
     quiet_library,
     read_config,
@@ -174,7 +174,16 @@ def load_library_mtp(
     replace_experts(holder, packing)
     fuse_layers(holder, packing)
     pack_products(holder, packing)
-    shard = layer_shape(target.config, attention)
+    cache = attention.cache
+    shard = replace(
+        target.config,
+        num_layers=1,
+        num_heads=attention.num_heads,
+        num_kv_heads=cache.num_kv_heads,
+        head_size=max(cache.key_size, cache.value_size),
+        layers=(cache,),
+        has_moving_frequencies=False,
+    )
     return LibraryMtp(layer, rotary, (module, attention), tables, shard)
 
 

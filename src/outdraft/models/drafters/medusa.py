@@ -29,8 +29,12 @@ from outdraft.models.checkpoints.config_json import read_count, read_json, read_
 from outdraft.models.checkpoints.files import Place, read_tensor, tensor_places, weight_files
 from outdraft.models.checkpoints.slots import Slot, fill_slots, rows_of
 from outdraft.models.decoder.layers import Kind
-from outdraft.models.drafters.loading import check_sizes
-from outdraft.models.drafters.tables import TargetTables, over_vocabulary, vocabulary_linear
+from outdraft.models.drafters.tables import (
+    TargetTables,
+    check_sizes,
+    over_vocabulary,
+    vocabulary_linear,
+)
 from outdraft.models.modules import Linear, memory_bytes, pack_linears
 
 _ORIGINAL_FILE = "medusa_lm_head.safetensors"

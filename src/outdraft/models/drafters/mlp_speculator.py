@@ -33,8 +33,7 @@ from outdraft.models.checkpoints.config_json import read_count, read_json
 from outdraft.models.checkpoints.files import Place, read_tensor, tensor_places, weight_files
 from outdraft.models.checkpoints.slots import Slot, fill_slots, rows_of
 from outdraft.models.decoder.layers import Kind
-from outdraft.models.drafters.loading import check_sizes
-from outdraft.models.drafters.tables import TargetTables, vocabulary_linear
+from outdraft.models.drafters.tables import TargetTables, check_sizes, vocabulary_linear
 from outdraft.models.modules import Linear, memory_bytes, pack_linears
 
 _ARCHITECTURE, _MODEL_TYPE = "MLPSpeculatorPreTrainedModel", "mlp_speculator"

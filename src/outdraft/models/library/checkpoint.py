@@ -4,7 +4,6 @@ before the library asks for it.
 
 import logging
 import re
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,9 +22,9 @@ from outdraft.models.checkpoints.files import (
     tensor_places,
     weight_files,
 )
-from outdraft.models.checkpoints.placing import describe
 from outdraft.models.checkpoints.quantization import Quantization, log_purpose
 from outdraft.models.checkpoints.reader import Checkpoint, read_stacks, read_stored
+from outdraft.models.checkpoints.slots import describe
 from outdraft.models.checkpoints.stored import StoredParameter, StoredWeight
 
 # What has no meaning without scales.
@@ -93,11 +92,9 @@ def log_summary(
         for weight in parameter.weights
         if id(weight) not in of_kept and not weight.is_plain
     ]
-    tiles = Counter((weight.label, str(weight.tile)) for weight in of_kept.values())
-    counts = Counter(
-        (weight.label, reasons.get(id(weight)) or weight.reason or otherwise) for weight in weights
-    )
-    for line in describe(tiles, counts):
+    tiles = [(weight.label, str(weight.tile)) for weight in of_kept.values()]
+    lost = [(one.label, reasons.get(id(one)) or one.reason or otherwise) for one in weights]
+    for line in describe(tiles, lost):
         _logger.info("%s", line)
 
 

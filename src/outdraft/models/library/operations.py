@@ -28,6 +28,7 @@ from transformers import AttentionInterface
 from outdraft.attention.base import AttentionBackend, AttentionForm, AttentionMetadata, LayerCache
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.ops import Kernels, Product
+from outdraft.kv.block_pool import LayerCacheShape
 
 NAME = "outdraft"  # of the attention function, among those of the library
 # The library's names for options of a layer's attention.
@@ -46,9 +47,7 @@ class LayerAttention:
     """The attention of one layer, as the library calls it."""
 
     num_heads: int
-    num_kv_heads: int
-    key_size: int
-    value_size: int
+    cache: LayerCacheShape
     form: AttentionForm
 
 
@@ -98,7 +97,8 @@ class Survey:
         num_kv_heads, value_size = v_TGE.shape[1:]
         form = _form_of(module, key_size, options)
         self.seen_2N += [heads.flatten(1).double() for heads in (q_THC, k_TGC, v_TGE)]
-        self.found[module] = LayerAttention(num_heads, num_kv_heads, key_size, value_size, form)
+        cache = LayerCacheShape(num_kv_heads, key_size, value_size)
+        self.found[module] = LayerAttention(num_heads, cache, form)
         return v_TGE.repeat_interleave(num_heads // num_kv_heads, dim=1)
 
 

@@ -13,6 +13,7 @@ Dimension key: N all numbers of one row.
 import sys
 from collections.abc import Generator, Iterable, Set
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from outdraft.attention.base import AttentionForm
 from outdraft.core.errors import ConfigError
 from outdraft.models.library.operations import LayerAttention, Survey, computed_by
 
@@ -122,10 +122,7 @@ def with_windows(
             f"layer {index} attends over a window of {form.window} tokens, but the family's masks "
             f"say {masked}"
         )
-    form = AttentionForm(form.scale, masked, chunk, form.soft_cap, form.sinks_H)
-    return LayerAttention(
-        layer.num_heads, layer.num_kv_heads, layer.key_size, layer.value_size, form
-    )
+    return replace(layer, form=replace(form, window=masked, chunk=chunk))
 
 
 def makes_window_masks(kinds: Iterable[type]) -> bool:
