@@ -82,7 +82,7 @@ def groups(**changes: Any) -> dict[str, Any]:
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' is not supported"),
         (
             {"quant_method": "fp8", "weight_block_size": [128]},
-            "weight_block_size must be two positive sizes",
+            "weight_block_size must be two pos",
         ),
     ],
 )
