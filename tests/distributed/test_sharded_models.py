@@ -19,7 +19,7 @@ from outdraft.distributed.group import Ranks
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.torch.linear import quantized
-from outdraft.models.checkpoints import slots as filling
+from outdraft.models.checkpoints import files as filling
 from outdraft.models.choose import load_language_model
 from outdraft.models.decoder.causal_lm import CausalLM
 from outdraft.models.decoder.config import ModelConfig

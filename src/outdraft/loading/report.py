@@ -1,11 +1,10 @@
 """Reports formats and sizes in which a checkpoint's weights will be kept, without reading them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from outdraft.config.engine import EngineConfig
@@ -17,13 +16,13 @@ from outdraft.models.checkpoints.deferred import DeferredTensor
 from outdraft.models.checkpoints.files import resolve_model_path
 from outdraft.models.checkpoints.quantization import read_quantization
 from outdraft.models.checkpoints.reader import Checkpoint
-from outdraft.models.checkpoints.slots import Slot, check_slots, rows_of, stored_product
+from outdraft.models.checkpoints.slots import check_slots, rows_of, stored_product
 from outdraft.models.checkpoints.stored import StoredParameter
 from outdraft.models.choose import checkpoint_dtype, transformers_loader, uses_transformers
 from outdraft.models.decoder.causal_lm import EMBEDDING_NAME, CausalLM
 from outdraft.models.decoder.config import ModelConfig
 from outdraft.models.decoder.loader import keeps_blocks, open_checkpoint, stored_products
-from outdraft.models.modules import dtype_name, linears_of
+from outdraft.models.modules import dtype_name
 
 _OUTSIDE = "read by the library's code"
 
@@ -89,38 +88,22 @@ class _KeptFormats:
     dtype: torch.dtype
     has_tiles: bool
 
-    def kept(
-        self, names: Sequence[str], slots: Mapping[str, Slot], product: StoredParameter | None
-    ) -> Iterator[tuple[str, int]]:
-        """Yield the format and bytes of each of a product's weights; `product`: of those that are
-        quantised."""
-        tile = None if product is None else product.tile
-        if product is not None and tile is not None and self.has_tiles:
-            for stored in product.weights:
-                own = stored.tile if tile.is_blocks else tile
-                kept_as = f"{own}, codes and scales as stored ({stored.label})"
-                yield kept_as, replace(stored, tile=own).coded_bytes
-            return
-        reason = "" if product is None else product.weights[0].reason
-        why = f", {DEQUANTISED}: {reason}" if reason else ""
-        if tile is not None:
-            why = f", {DEQUANTISED}: these kernels have no tiles of {tile}"
-        for name in names:
-            kept, size = self._numbers(name, is_rounded=bool(reason))
-            yield kept + why, slots[name].to.numel() * size
-
-    def _numbers(self, name: str, *, is_rounded: bool) -> tuple[str, int]:
-        """The format of a product's plain numbers, and bytes of one."""
-        if self.has_tiles and (is_rounded or self._stored_dtype(name) == "BF16"):
-            return "bfloat16", 2
-        return dtype_name(self.dtype), self.dtype.itemsize
-
-    def _stored_dtype(self, name: str) -> str:
-        if name in self.checkpoint.stored:
-            return self.checkpoint.stored[name].label.rpartition(" ")[2]
-        file, stored = self.checkpoint.places[name]
-        with safe_open(file, framework="pt") as tensors:
-            return str(tensors.get_slice(stored).get_dtype())
+    def kept(self, product: StoredParameter) -> Iterator[tuple[str, int]]:
+        """Yield the format and bytes of each of a product's weights."""
+        tile = product.tile
+        for one in product.weights:
+            if tile is not None and self.has_tiles:
+                own = one.tile if tile.is_blocks else tile
+                kept_as = f"{own}, codes and scales as stored ({one.label})"
+                yield kept_as, replace(one, tile=own).coded_bytes
+                continue
+            kept, size = dtype_name(self.dtype), self.dtype.itemsize
+            if self.has_tiles and (one.reason or one.dtype == "BF16"):
+                kept, size = "bfloat16", 2
+            why = f", {DEQUANTISED}: {one.reason}" if one.reason else ""
+            if tile is not None:
+                why = f", {DEQUANTISED}: these kernels have no tiles of {tile}"
+            yield kept + why, torch.Size(one.shape).numel() * size
 
 
 def report(config: EngineConfig) -> dict[str, str]:
@@ -160,31 +143,27 @@ def report(config: EngineConfig) -> dict[str, str]:
 def _own_weights(path: Path, model: CausalLM, has_tiles: bool) -> Iterator[Kept]:
     """List the weights of a network that this engine computes."""
     checkpoint = open_checkpoint(path, model.config, model.checkpoint_slots())
-    check_slots(model.checkpoint_slots(), checkpoint.places, checkpoint.stored)
+    check_slots(model.checkpoint_slots(), checkpoint.weights)
     formats = _KeptFormats(checkpoint, model.dtype, has_tiles)
     for part, slots in model.parts():
-        stored = stored_products(model, part, slots, checkpoint.stored)
         products = {module: name for name, module in part.named_modules()}
-        for linear in linears_of(part):
-            names = [name for name, slot in slots.items() if linear.owns(slot.to)]
-            names = names or [EMBEDDING_NAME]  # a tied head
-            for kept in formats.kept(names, slots, stored.get(linear)):
+        for linear, _, product in stored_products(model, part, slots, checkpoint.weights):
+            for kept in formats.kept(product):
                 yield products[linear] or "lm_head", *kept
     yield from _table(checkpoint, model, formats)
 
 
 def _table(checkpoint: Checkpoint, model: CausalLM, formats: _KeptFormats) -> Iterator[Kept]:
     """List the embedding, unless the head uses its weights."""
-    stored = checkpoint.stored.get(EMBEDDING_NAME)
-    slots = {EMBEDDING_NAME: rows_of(model.vocabulary, model.embed_tokens.weight)}
-    if stored is not None and keeps_blocks(stored) and formats.has_tiles:
+    stored = checkpoint.weights[EMBEDDING_NAME]
+    slot = rows_of(model.vocabulary, model.embed_tokens.weight)
+    if keeps_blocks(stored) and formats.has_tiles:
         if not model.config.tie_word_embeddings:
-            product = stored_product((EMBEDDING_NAME,), checkpoint.stored, slots)
-            for kept in formats.kept((EMBEDDING_NAME,), slots, product):
+            for kept in formats.kept(stored_product([stored], [slot])):
                 yield "embedding", *kept
         return
-    why = f", {DEQUANTISED}: it is read row by row" if stored and not stored.is_plain else ""
-    yield "embedding", f"{dtype_name(model.dtype)}{why}", slots[EMBEDDING_NAME].to.nbytes
+    why = f", {DEQUANTISED}: it is read row by row" if not stored.is_plain else ""
+    yield "embedding", f"{dtype_name(model.dtype)}{why}", slot.to.nbytes
 
 
 def _size(num_bytes: int) -> str:

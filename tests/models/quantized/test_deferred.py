@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.models.checkpoints.deferred import DeferredTensor, DeferredWeights
-from outdraft.models.checkpoints.files import Place, StoredTensors
+from outdraft.models.checkpoints.files import Place, StoredTensors, plain_weights
+from outdraft.models.checkpoints.reader import Checkpoint
 from outdraft.models.checkpoints.stored import StoredParameter
-from outdraft.models.library.checkpoint import deferred_products
+from outdraft.models.library.checkpoint import presented
 
 NUMBERS = {
     "upper": torch.randn(6, 4, generator=torch.Generator().manual_seed(1)),
@@ -44,7 +45,8 @@ def sizes_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def deferred(places: dict[str, Place], name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    return deferred_products(places, dtype)[name][...]
+    checkpoint = Checkpoint(plain_weights(places))
+    return presented(checkpoint, dtype, keeps_codes=True, is_cut=True)[name][...]
 
 
 def read(tensor: Tensor) -> Tensor:
@@ -53,7 +55,8 @@ def read(tensor: Tensor) -> Tensor:
 
 
 def test_only_products_are_deferred(places: dict[str, Place]) -> None:
-    assert set(deferred_products(places, torch.float32)) == {"upper", "lower"}
+    found = {name for name in places if isinstance(deferred(places, name), DeferredTensor)}
+    assert found == {"upper", "lower"}
 
 
 def test_plain_numbers_are_not_rounded(places: dict[str, Place]) -> None:

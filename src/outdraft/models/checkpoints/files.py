@@ -5,6 +5,7 @@ Only safetensors are read, since a pickle runs any code that it holds.
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -13,6 +14,7 @@ from torch import Tensor
 from outdraft.core.errors import ConfigError
 from outdraft.models.checkpoints.config_json import read_json
 from outdraft.models.checkpoints.gguf_file import is_gguf
+from outdraft.models.checkpoints.stored import StoredWeight
 
 Place = tuple[Path, str]  # a safetensors file, and the name of a tensor in it
 
@@ -177,6 +179,23 @@ class StoredTensors:
         if name not in self._places:
             raise ConfigError(f"the checkpoint lacks the tensor {name!r} of a quantised weight")
         return self._places[name]
+
+
+def plain_weights(places: Mapping[str, Place]) -> dict[str, StoredWeight]:
+    """The tensors of some safetensors files as weights that are not quantised."""
+    tensors, found = StoredTensors(places), dict[str, StoredWeight]()
+    for name, (_, stored) in places.items():
+        shape = tuple(tensors.shape(name))
+        found[name] = StoredWeight(
+            shape=shape,
+            label=tensors.dtype(name),
+            group_inputs=shape[-1] if shape else 1,
+            name=stored,
+            is_plain=True,
+            read=partial(tensors.read, name),
+            read_part=partial(tensors.read_part, name),
+        )
+    return found
 
 
 def _header_of(file: Path) -> dict[str, tuple[list[int], str]]:

@@ -44,16 +44,18 @@ class Checkpoint:
     """The tensors of a checkpoint, by the names of a network's parameters.
 
     Attributes:
-        places: of plain tensors.
-        stored: the others.
         stacks: quantised parameters of several experts.
         release: gives memory back that was mapped to read them.
     """
 
-    places: dict[str, Place]
-    stored: Mapping[str, StoredWeight]
+    weights: Mapping[str, StoredWeight]
     stacks: Mapping[str, StoredParameter] = field(default_factory=dict[str, StoredParameter])
     release: Callable[[], None] = lambda: None
+
+    @property
+    def has_codes(self) -> bool:
+        """Is true if something is quantised."""
+        return bool(self.stacks) or not all(one.is_plain for one in self.weights.values())
 
 
 def read_stored(

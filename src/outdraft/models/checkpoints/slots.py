@@ -8,16 +8,13 @@ together.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.models.checkpoints.files import Place, StoredTensors, listed
+from outdraft.models.checkpoints.files import Place, listed, plain_weights
 from outdraft.models.checkpoints.stored import StoredParameter, StoredWeight
 
 _READABLE = {"F64", "F32", "F16", "BF16"}
@@ -51,9 +48,14 @@ class Slot:
             shape[self.dim] = self.whole
         return shape
 
-    def part_of(self, whole: Any) -> Tensor:
-        """The part, of a tensor or of anything that gives parts of one as a tensor does."""
-        return whole[:] if self.is_whole else whole[self.indices]
+    def numbers(self, weight: StoredWeight) -> Tensor:
+        """The numbers of the weight that belong here, as the network keeps them; of plain ones no
+        more is read."""
+        if self.is_whole:
+            return weight.rounded(self.to.dtype)
+        if weight.read_part is not None:
+            return weight.read_part(*self.indices)
+        return weight.rounded(self.to.dtype)[self.indices]
 
     @property
     def indices(self) -> tuple[slice, ...]:
@@ -83,100 +85,53 @@ def fill_slots(slots: Mapping[str, Slot], places: Mapping[str, Place]) -> None:
     Raises:
         ConfigError: a tensor is missing, unknown, or of another shape.
     """
-    check_slots(slots, places)
-    for name, tensor in mapped_tensors(slots, places).items():
-        slots[name].to.copy_(tensor)
+    weights = plain_weights(places)
+    check_slots(slots, weights)
+    for name, slot in slots.items():
+        slot.to.copy_(slot.numbers(weights[name]))
 
 
-def check_slots(
-    slots: Mapping[str, Slot],
-    places: Mapping[str, Place],
-    stored: Mapping[str, StoredWeight] | None = None,
-) -> None:
-    """Check that every slot has a tensor of its shape, and that no tensor is left.
+def check_slots(slots: Mapping[str, Slot], weights: Mapping[str, StoredWeight]) -> None:
+    """Check that every slot has a weight of its shape, and that no weight is left.
 
     Raises:
         ConfigError: something is missing, unknown, of another shape, or of an unreadable dtype.
     """
-    stored = stored or {}
-    if missing := [name for name in slots if name not in places and name not in stored]:
+    if missing := [name for name in slots if name not in weights]:
         raise ConfigError(f"the checkpoint lacks tensors: {listed(missing)}")
-    if unknown := [name for name in (*places, *stored) if name not in slots]:
+    if unknown := [name for name in weights if name not in slots]:
         raise ConfigError(
             f"the checkpoint has tensors that its config.json has no use for: {listed(unknown)}"
         )
-    for name, one in stored.items():
+    for name, one in weights.items():
+        what, dtype = f"tensor {one.name!r}" if one.name else f"weight {name!r}", one.dtype
         if list(one.shape) != slots[name].shape:
             raise ConfigError(
-                f"weight {name!r} has shape {list(one.shape)}, but config.json asks for "
-                f"{slots[name].shape}"
+                f"{what} has shape {list(one.shape)}, but config.json asks for {slots[name].shape}"
             )
-    tensors = StoredTensors(places)
-    for slot, (_, name) in places.items():
-        found, expected, dtype = tensors.shape(slot), slots[slot].shape, tensors.dtype(slot)
-        if found != expected:
+        if one.is_plain and dtype not in _READABLE:
             raise ConfigError(
-                f"tensor {name!r} has shape {found}, but config.json asks for {expected}"
-            )
-        if dtype not in _READABLE:
-            raise ConfigError(
-                f"tensor {name!r} has dtype {dtype}, which is not supported; "
+                f"{what} has dtype {dtype}, which is not supported; "
                 f"supported: {', '.join(sorted(_READABLE))}"
             )
 
 
-def mapped_tensors(slots: Mapping[str, Slot], places: Mapping[str, Place]) -> dict[str, Tensor]:
-    """The tensors of these slots, or this rank's parts of them; pages that were read of a file
-    leave the memory with them."""
-    by_file: dict[Path, list[str]] = {}
-    for name, (file, _) in places.items():
-        if name in slots:
-            by_file.setdefault(file, []).append(name)
-    mapped: dict[str, Tensor] = {}
-    for file, names in by_file.items():
-        with safe_open(file, framework="pt") as tensors:
-            for name in names:
-                mapped[name] = _part(tensors, places[name][1], slots[name])
-    return mapped
-
-
-def read_part(place: Place, slot: Slot) -> Tensor | None:
-    """The part of one tensor that belongs into the slot; None: the tensor has another shape."""
-    file, name = place
-    with safe_open(file, framework="pt") as tensors:
-        if list(tensors.get_slice(name).get_shape()) != slot.shape:
-            return None
-        return _part(tensors, name, slot)
-
-
-def _part(tensors: Any, name: str, slot: Slot) -> Tensor:
-    """The part that belongs into the slot, of a tensor of an open file."""
-    if slot.is_whole:
-        return tensors.get_tensor(name)
-    return slot.part_of(tensors.get_slice(name))
-
-
 def stored_product(
-    names: Sequence[str],
-    stored: Mapping[str, StoredWeight],
-    slots: Mapping[str, Slot],
-    *,
-    is_permuted: bool = False,
-) -> StoredParameter | None:
-    """This rank's parts of the weights of a product; where they cannot stay codes together, they
-    have no tiles but a reason. None: none of them is quantised.
+    weights: Sequence[StoredWeight], slots: Sequence[Slot], *, is_permuted: bool = False
+) -> StoredParameter:
+    """This rank's parts of the weights of a product, one below the other; where they cannot stay
+    codes together, none has a tile, but those that are quantised have a reason.
 
     Args:
-        names: of the weights, one below the other; those that are not in `stored` are plain.
         is_permuted: the order of the outputs changes.
     """
-    found = [stored[name].part(*slots[name].indices) for name in names if name in stored]
+    found = [one.part(*slot.indices) for one, slot in zip(weights, slots, strict=True)]
     quantised = [one for one in found if not one.is_plain]
-    if not quantised:
-        return None
     if numbers := [one for one in quantised if one.tile is None]:
         reason = numbers[0].reason
-    elif len(quantised) < len(names):
+    elif not quantised:
+        reason = ""
+    elif len(quantised) < len(found):
         reason = "a part of the same product is not quantised"
     elif is_permuted:
         reason = "its heads turn in part, so their order changes"

@@ -73,8 +73,9 @@ class StoredWeight:
     """A weight in the files of a checkpoint.
 
     Attributes:
-        shape: outputs and inputs; of a norm or a bias its only size.
-        label: how it is stored, for people.
+        shape: outputs and inputs; of a norm or a bias its only size; of plain numbers any sizes.
+        label: how it is stored, for people; of plain numbers it ends with their dtype.
+        name: of the tensor in its file; "": it is made of several.
         group_inputs: inputs that share a scale, for codes.
         tile: the format that keeps its codes and scales as they are; None: there is none.
         reason: why there is none.
@@ -82,20 +83,26 @@ class StoredWeight:
         is_plain: it is not quantised.
         read: its codes; or the numbers of what is no codes in groups, of float32 or of the dtype in
             which a plain weight is stored.
-        read_part: numbers of some outputs and some inputs; None: they are read at once.
+        read_part: the numbers at these indices; None: they are read at once.
         whole: the weight that it is a part of.
     """
 
     shape: tuple[int, ...]
     label: str
     group_inputs: int
+    name: str = ""
     tile: WeightFormat | None = None
     reason: str = ""
     scale_bytes: int = 4
     is_plain: bool = False
     read: Callable[[], GroupedCodes | BlockRows | Tensor]
-    read_part: Callable[[slice, slice], Tensor] | None = None
+    read_part: Callable[..., Tensor] | None = None
     whole: "StoredWeight | None" = None
+
+    @property
+    def dtype(self) -> str:
+        """That of plain numbers, by its name in safetensors, such as "F16"."""
+        return self.label.rpartition(" ")[2]
 
     @property
     def coded_bytes(self) -> int:

@@ -75,11 +75,6 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
 
-    @property
-    def depends_on_context(self) -> bool:
-        """Is true if the frequencies are others with another context_len."""
-        return self.kind in (RopeKind.DYNAMIC, RopeKind.LONGROPE)
-
     def rotary_size(self, head_size: int) -> int:
         """Dimensions of a head that are rotated."""
         return int(head_size * self.rotary_share)
@@ -203,10 +198,6 @@ class ModelConfig(ModelShape):
     quantization: Quantization | None = None
     mtp_prefix: str | None = None
 
-    @property
-    def depends_on_context(self) -> bool:
-        return self.rope.depends_on_context
-
     @classmethod
     def from_directory(cls, path: Path) -> "ModelConfig":
         """The config of a checkpoint directory, or of a GGUF file.
@@ -251,6 +242,7 @@ class ModelConfig(ModelShape):
             num_kv_heads=num_kv_heads,
             head_size=head_size,
             max_model_len=rope.context_len,
+            depends_on_context=rope.kind in (RopeKind.DYNAMIC, RopeKind.LONGROPE),
             rope=rope,
             rms_norm_eps=read_positive(raw, "rms_norm_eps", 1e-6),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),

@@ -1,7 +1,7 @@
 """From a checkpoint to a model that can run, of a family that has a network here."""
 
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
-from outdraft.models.checkpoints.files import tensor_places, weight_files
+from outdraft.models.checkpoints.files import plain_weights, tensor_places, weight_files
 from outdraft.models.checkpoints.gguf_file import is_gguf, open_gguf
 from outdraft.models.checkpoints.gguf_weights import gguf_weights
 from outdraft.models.checkpoints.quantization import check_unquantised, log_purpose
@@ -21,7 +21,6 @@ from outdraft.models.checkpoints.slots import (
     check_quantization,
     check_slots,
     describe,
-    mapped_tensors,
     stored_product,
 )
 from outdraft.models.checkpoints.stored import StoredParameter, StoredWeight
@@ -66,7 +65,7 @@ def _fill_randomly(model: CausalLM) -> None:
     generator = torch.Generator().manual_seed(0)
     for slot in model.checkpoint_slots().values():
         values = torch.empty(slot.shape).uniform_(-1e-3, 1e-3, generator=generator)
-        slot.to.copy_(slot.part_of(values).to(own_dtype))
+        slot.to.copy_(values[slot.indices].to(own_dtype))
 
 
 def open_checkpoint(path: Path, config: ModelConfig, wanted: Container[str]) -> Checkpoint:
@@ -80,17 +79,17 @@ def open_checkpoint(path: Path, config: ModelConfig, wanted: Container[str]) -> 
             other.
     """
     if is_gguf(path):
-        return Checkpoint({}, gguf_weights(path), release=open_gguf(path).release)
+        return Checkpoint(gguf_weights(path), release=open_gguf(path).release)
     places, quantization = tensor_places(weight_files(path)), config.quantization
     if config.mtp_prefix is not None:
         places = {name: p for name, p in places.items() if not name.startswith(config.mtp_prefix)}
     if config.tie_word_embeddings:  # some checkpoints store the tied head again
         places.pop(HEAD_NAME, None)
     if quantization is None:
-        return Checkpoint(places, {})
+        return Checkpoint(plain_weights(places))
     log_purpose(quantization)
     stored, rest = read_stored(quantization, places, wanted)
-    return Checkpoint(rest, stored)
+    return Checkpoint(stored | plain_weights(rest))
 
 
 def load_weights(
@@ -104,56 +103,55 @@ def load_weights(
     Raises:
         ConfigError: as load_language_model.
     """
-    places, stored = checkpoint.places, checkpoint.stored
+    weights = checkpoint.weights
     if model.device.type != "cpu":
-        check_quantization(quantization, (one for one in stored.values() if one.tile is not None))
-        stored = {name: replace(one, tile=None, reason=_GPU) for name, one in stored.items()}
-    check_slots(model.checkpoint_slots(), places, stored)
+        check_quantization(quantization, (one for one in weights.values() if one.tile is not None))
+        weights = {name: replace(one, tile=None, reason=_GPU) for name, one in weights.items()}
+    check_slots(model.checkpoint_slots(), weights)
     kept: list[tuple[str, str]] = []
     dequantised: list[tuple[str, str]] = []
     table: Slot | None = None
     for part, slots in model.parts():
-        products = stored_products(model, part, slots, stored)
         coded: dict[Linear, StoredParameter] = {}
-        for linear, product in products.items():
-            if product.tile is None:
-                weights = [one for one in product.weights if not one.is_plain]
-                dequantised += [(one.label, one.reason) for one in weights]
-            else:
+        parts: dict[Linear, list[Tensor]] = {}
+        for linear, names, product in stored_products(model, part, slots, weights):
+            own = [slots.pop(name) for name in names]
+            if product.tile is not None:
                 coded[linear] = product
                 kept += [(one.label, str(product.tile)) for one in product.weights]
                 check_quantization(quantization, product.weights)
-        tensors = mapped_tensors(slots, places)
-        borrowed: dict[Linear, list[Tensor]] = {}
-        if model.decoder.rotary.order_C is None:
-            borrowed = {linear: _borrowed(linear, slots, tensors) for linear in linears_of(part)}
-        if EMBEDDING_NAME in slots and keeps_blocks(stored.get(EMBEDDING_NAME)):
+                continue
+            quantised = [one for one in product.weights if not one.is_plain]
+            dequantised += [(one.label, one.reason) for one in quantised]
+            numbers = [slot.numbers(weights[name]) for name, slot in zip(names, own, strict=True)]
+            if model.decoder.rotary.order_C is None and all(map(_is_alike, numbers, own)):
+                parts[linear] = numbers
+                continue
+            for slot, own_ED in zip(own, numbers, strict=True):
+                slot.to.copy_(own_ED)
+        if EMBEDDING_NAME in slots and keeps_blocks(weights[EMBEDDING_NAME]):
             table = slots.pop(EMBEDDING_NAME)
         for name, slot in slots.items():
-            if name in tensors:
-                slot.to.copy_(tensors.pop(name))
-            elif name in stored and not any(linear.owns(slot.to) for linear in coded):
-                slot.to.copy_(slot.part_of(stored[name].rounded(slot.to.dtype)))
-                if not (stored[name].is_plain or any(one.owns(slot.to) for one in products)):
-                    dequantised.append((stored[name].label, "it is read row by row"))
-        del slots  # so that a plain weight is gone when it is packed
+            slot.to.copy_(slot.numbers(weights[name]))
+            if not weights[name].is_plain:
+                dequantised.append((weights[name].label, "it is read row by row"))
         model.decoder.arrange(part)
         for linear in linears_of(part):
             if linear in coded:
                 linear.pack_codes(model.kernels, coded[linear].coded(), model.dtype)
             else:
-                linear.pack(model.kernels, quantization, borrowed.pop(linear, ()))
+                linear.pack(model.kernels, quantization, parts.pop(linear, ()))
         checkpoint.release()
     if table is not None:
-        _keep_table(model, stored[EMBEDDING_NAME], table)
+        _keep_table(model, weights[EMBEDDING_NAME], table)
         checkpoint.release()
     for line in describe(kept, dequantised):
         _logger.info("%s", line)
 
 
-def keeps_blocks(weight: StoredWeight | None) -> bool:
+def keeps_blocks(weight: StoredWeight) -> bool:
     """Is true if a weight stays in the blocks of a GGUF file, also as an embedding."""
-    return weight is not None and weight.tile is not None and weight.tile.is_blocks
+    return weight.tile is not None and weight.tile.is_blocks
 
 
 def _keep_table(model: CausalLM, weight: StoredWeight, slot: Slot) -> None:
@@ -171,30 +169,27 @@ def stored_products(
     model: CausalLM,
     part: nn.Module,
     slots: Mapping[str, Slot],
-    stored: Mapping[str, StoredWeight],
-) -> dict[Linear, StoredParameter]:
-    """The weights of each product of a part of which the checkpoint quantised some."""
-    found: dict[Linear, StoredParameter] = {}
-    for linear in linears_of(part):
-        names = [name for name, slot in slots.items() if linear.owns(slot.to)]
-        if not names and linear is model.lm_head:  # a tied one, which reads what the table is of
-            names = [EMBEDDING_NAME]
-        is_permuted = model.decoder.permutes(part, linear)
-        product = stored_product(names, stored, slots, is_permuted=is_permuted)
-        if product is not None:
-            found[linear] = product
-    return found
+    weights: Mapping[str, StoredWeight],
+) -> Iterator[tuple[Linear, list[str], StoredParameter]]:
+    """The products of a part, with the names of the weights that belong to no other module, and all
+    that they are made of."""
+    owned = {
+        linear: [name for name, slot in slots.items() if linear.owns(slot.to)]
+        for linear in linears_of(part)
+    }
+    for linear, names in owned.items():
+        read = names or [EMBEDDING_NAME]  # a tied head reads what the table is of
+        yield (
+            linear,
+            names,
+            stored_product(
+                [weights[name] for name in read],
+                [slots[name] for name in read],
+                is_permuted=model.decoder.permutes(part, linear),
+            ),
+        )
 
 
-def _borrowed(
-    linear: Linear, slots: Mapping[str, Slot], tensors: dict[str, Tensor]
-) -> list[Tensor]:
-    """Take the rows of a weight from `tensors`; none if they have to be converted, or are not all
-    there."""
-    names = [name for name, slot in slots.items() if linear.owns(slot.to)]
-    if any(name not in tensors for name in names):
-        return []
-    kept = [(slots[name].to.dtype, slots[name].to.device) for name in names]
-    if kept != [(tensors[name].dtype, tensors[name].device) for name in names]:
-        return []
-    return [tensors.pop(name) for name in names]
+def _is_alike(numbers: Tensor, slot: Slot) -> bool:
+    """Is true if numbers need not be converted for their place."""
+    return (numbers.dtype, numbers.device) == (slot.to.dtype, slot.to.device)

@@ -182,7 +182,7 @@ def load_library_mtp(
         num_kv_heads=cache.num_kv_heads,
         head_size=max(cache.key_size, cache.value_size),
         layers=(cache,),
-        has_moving_frequencies=False,
+        depends_on_context=False,
     )
     return LibraryMtp(layer, rotary, (module, attention), tables, shard)
 

@@ -178,11 +178,10 @@ class MedusaHeads(nn.Module):
     @property
     def weight_bytes(self) -> int:
         """Weights that drafting with all heads reads, the target's head too where it is used."""
-        blocks = sum(memory_bytes(layer) for block in self._blocks for layer in block)
         lm_heads = [lm_head for lm_head, _ in self._lm_heads]
         if len({id(lm_head) for lm_head in lm_heads}) == 1:  # one that all share is read once
             lm_heads = lm_heads[:1]
-        return blocks + sum(memory_bytes(lm_head) for lm_head in lm_heads)
+        return memory_bytes(self.blocks) + sum(memory_bytes(lm_head) for lm_head in lm_heads)
 
     def slots(self) -> dict[str, Slot]:
         """The place of each tensor of a checkpoint; only before the weights are packed."""
@@ -234,7 +233,7 @@ def _load(heads: MedusaHeads, places: dict[str, Place]) -> None:
             if whole.shape == (config.vocab_size, config.hidden_size):
                 del places[head]
                 slot = slots.pop(head)
-                slot.to.copy_(whole[slot.part_of(token_map_E)])
+                slot.to.copy_(whole[token_map_E[slot.indices[0]]])
     fill_slots(slots, places)
 
 

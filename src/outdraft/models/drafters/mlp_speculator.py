@@ -174,9 +174,8 @@ class MLPSpeculator(nn.Module):
     @property
     def weight_bytes(self) -> int:
         """Weights that drafting with all heads reads; of the embeddings it reads a few rows."""
-        heads = range(self.num_heads)
-        products = [_of(self._proj, j) for j in heads] + [_of(self._head, j) for j in heads]
-        return sum(memory_bytes(product) for product in products)
+        parts = [_of(part, j) for part in (self._proj, self._head) for j in range(self.num_heads)]
+        return sum(map(memory_bytes, parts))
 
     def slots(self) -> dict[str, Slot]:
         """The place of each tensor of a checkpoint; only before the weights are packed."""

@@ -20,9 +20,15 @@ from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.decoder_ops import DecoderPass
 from outdraft.kernels.products import EmbeddingTable, VocabParallel
 from outdraft.models.base import LanguageModel
-from outdraft.models.checkpoints.files import Place, read_tensor, tensor_places, weight_files
+from outdraft.models.checkpoints.files import (
+    Place,
+    plain_weights,
+    read_tensor,
+    tensor_places,
+    weight_files,
+)
 from outdraft.models.checkpoints.gguf_file import is_gguf
-from outdraft.models.checkpoints.slots import Slot, fill_slots, read_part, rows_of
+from outdraft.models.checkpoints.slots import Slot, rows_of
 from outdraft.models.decoder.causal_lm import EMBEDDING_NAME, HEAD_NAME
 from outdraft.models.decoder.config import ModelConfig
 from outdraft.models.decoder.layers import Decoder, Kind, first_drafts, product_of
@@ -101,17 +107,13 @@ class TargetTables:
     def _read(self, name: str, slot: Slot) -> None:
         assert self.path is not None, "the target has other ranks than the drafter"
         config = self.target.config
-        if not isinstance(config, ModelConfig):  # the transformers library computes the target
-            places = tensor_places(weight_files(self.path))
-            if name not in places:
-                raise ConfigError(f"{self.path} has no {name}: the drafter needs as many ranks")
-            fill_slots({name: slot}, {name: places[name]})
-            return
-        checkpoint = open_checkpoint(self.path, config, (name,))
-        if name in checkpoint.stored:
-            slot.to.copy_(slot.part_of(checkpoint.stored[name].rounded(slot.to.dtype)))
-        else:
-            fill_slots({name: slot}, {name: checkpoint.places[name]})
+        if isinstance(config, ModelConfig):
+            weights = open_checkpoint(self.path, config, (name,)).weights
+        else:  # the transformers library computes the target
+            weights = plain_weights(tensor_places(weight_files(self.path)))
+        if name not in weights:
+            raise ConfigError(f"{self.path} has no {name}: the drafter needs as many ranks")
+        slot.to.copy_(slot.numbers(weights[name]))
 
 
 class DrafterTables(nn.Module):
@@ -243,8 +245,9 @@ def drop_the_targets_embedding(found: dict[str, Place], target: LanguageModel) -
     the vectors of its own tokens."""
     place, own_ND = found.get("embed_tokens.weight"), target.embed_tokens.table.source
     if place is not None and isinstance(own_ND, Tensor):  # plain numbers are no codes
-        stored_ND = read_part(place, rows_of(target.vocabulary, own_ND))
-        is_own = stored_ND is not None and torch.equal(stored_ND.to(own_ND), own_ND)
+        slot, [stored] = rows_of(target.vocabulary, own_ND), plain_weights({"": place}).values()
+        is_own = list(stored.shape) == slot.shape
+        is_own = is_own and torch.equal(slot.numbers(stored).to(own_ND), own_ND)
         if bool(target.group.gather(torch.tensor(is_own, device=target.device)).all()):
             del found["embed_tokens.weight"]
 

@@ -4,7 +4,7 @@ before the library asks for it.
 
 import logging
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,8 @@ from torch import Tensor
 from outdraft.core.errors import ConfigError
 from outdraft.models.checkpoints.deferred import DeferredTensor
 from outdraft.models.checkpoints.files import (
-    Place,
     StoredTensors,
-    read_tensor,
+    plain_weights,
     tensor_places,
     weight_files,
 )
@@ -44,29 +43,27 @@ def presented(
         keeps_codes: weights whose codes fit tiles are deferred tensors.
         is_cut: so is every weight that could be cut, until it is. Others are dequantised.
     """
-    found = {
-        name: PresentedTensor(partial(read_tensor, place))
-        for name, place in checkpoint.places.items()
-    }
+    found = _small(checkpoint)
     for name, parameter in _parameters(checkpoint, dtype).items():
         defers = (keeps_codes and parameter.has_tiles) or (is_cut and not parameter.is_stack)
-        read = partial(DeferredTensor, parameter) if defers else parameter.numbers
-        found[name] = PresentedTensor(read)
-    found |= _small(checkpoint)
-    return found | deferred_products(checkpoint.places, dtype) if is_cut else found
+        first = parameter.weights[0]
+        # The library converts plain numbers by itself, some of them to another dtype.
+        read = first.numbers if first.is_plain else parameter.numbers
+        found[name] = PresentedTensor(partial(DeferredTensor, parameter) if defers else read)
+    return found
 
 
 def unread(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, "PresentedTensor"]:
     """Present tensors that stay unread, except small ones and stacks of plain numbers: those have
     no numbers."""
-    tensors = StoredTensors(checkpoint.places)
-    found = {
-        name: PresentedTensor(partial(_nothing, tensors.shape(name), dtype))
-        for name in checkpoint.places
-    }
+    found = _small(checkpoint)
+    for name, weight in checkpoint.weights.items():
+        if len(weight.shape) > 2:
+            nothing = torch.zeros((), dtype=dtype)
+            found[name] = PresentedTensor(partial(nothing.expand, weight.shape))
     for name, parameter in _parameters(checkpoint, dtype).items():
         found[name] = PresentedTensor(partial(DeferredTensor, parameter))
-    return found | _small(checkpoint) | deferred_products(checkpoint.places, dtype)
+    return found
 
 
 def log_summary(
@@ -96,27 +93,6 @@ def log_summary(
     lost = [(one.label, reasons.get(id(one)) or one.reason or otherwise) for one in weights]
     for line in describe(tiles, lost):
         _logger.info("%s", line)
-
-
-def deferred_products(
-    places: Mapping[str, Place], dtype: torch.dtype
-) -> dict[str, "PresentedTensor"]:
-    """Plain tensors with 2 dimensions, deferred: they stay unread until something computes with
-    them, and of one that is cut no more than the part is ever read.
-
-    Args:
-        dtype: of the network.
-    """
-    tensors = StoredTensors(places)
-    found: dict[str, PresentedTensor] = {}
-    for name in places:
-        shape = tensors.shape(name)
-        if len(shape) == 2:
-            plain = _plain(tensors, name, (shape[0], shape[1]))
-            found[name] = PresentedTensor(
-                partial(DeferredTensor, StoredParameter([[plain]], dtype=dtype))
-            )
-    return found
 
 
 class PresentedTensor:
@@ -158,7 +134,7 @@ def open_quantised(
             f"tensor {lost[0]!r} has dtype {tensors.dtype(lost[0])}, and its quantization_config "
             "does not say what it stands for"
         )
-    return Checkpoint(rest, stored, stacks)
+    return Checkpoint(stored | plain_weights(rest), stacks)
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -166,36 +142,20 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
-def _plain(tensors: StoredTensors, name: str, shape: tuple[int, int]) -> StoredWeight:
-    return StoredWeight(
-        shape=shape,
-        label=tensors.dtype(name),
-        group_inputs=shape[1],
-        is_plain=True,
-        read=partial(tensors.read, name),
-        read_part=partial(tensors.read_part, name),
-    )
-
-
-def _nothing(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor of that shape with one number in memory."""
-    return torch.zeros((), dtype=dtype).expand(*shape)
-
-
 def _parameters(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, StoredParameter]:
-    """The stored weights that are products."""
+    """The weights that are products."""
     found = {
         name: StoredParameter([[weight]], dtype=dtype)
-        for name, weight in checkpoint.stored.items()
+        for name, weight in checkpoint.weights.items()
         if len(weight.shape) == 2
     }
     return found | {name: replace(one, dtype=dtype) for name, one in checkpoint.stacks.items()}
 
 
 def _small(checkpoint: Checkpoint) -> dict[str, PresentedTensor]:
-    """The stored weights that are no products, such as norms."""
+    """The weights that are no products, such as norms."""
     return {
         name: PresentedTensor(weight.numbers)
-        for name, weight in checkpoint.stored.items()
+        for name, weight in checkpoint.weights.items()
         if len(weight.shape) != 2
     }

@@ -218,7 +218,7 @@ def open_gguf_checkpoint(path: Path, model: PreTrainedModel) -> Checkpoint:
     else:
         found = _mapped_weights(path, model)
         _check_rotary_size(path, model)
-    return Checkpoint({}, found, release=open_gguf(path).release)
+    return Checkpoint(found, release=open_gguf(path).release)
 
 
 def _mapped_weights(path: Path, model: PreTrainedModel) -> dict[str, StoredWeight]:

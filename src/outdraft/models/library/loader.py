@@ -15,7 +15,6 @@ import re
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -35,11 +34,10 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
-from outdraft.kv.block_pool import LayerCacheShape
 from outdraft.models.checkpoints.config_json import read_config as read_raw_config
 from outdraft.models.checkpoints.config_json import read_generation_config, read_token_ids
 from outdraft.models.checkpoints.deferred import DeferredWeights, Packing
-from outdraft.models.checkpoints.files import listed, tensor_places, weight_files
+from outdraft.models.checkpoints.files import listed, plain_weights, tensor_places, weight_files
 from outdraft.models.checkpoints.gguf_file import is_gguf
 from outdraft.models.checkpoints.quantization import check_unquantised, read_quantization
 from outdraft.models.checkpoints.reader import Checkpoint
@@ -66,8 +64,6 @@ from outdraft.models.library.ranks import check_division, divide, divide_experts
 from outdraft.models.library.survey import (
     check_packed,
     leave_out_beside_the_text,
-    leave_out_unreached,
-    reached_modules,
     survey_attention,
     text_part,
 )
@@ -82,27 +78,6 @@ _ATTENTION_TABLE = "ALL_ATTENTION_FUNCTIONS"
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _MOVING = ("dynamic", "longrope")
 _FIXED = "fixed"  # no kind of the library: nothing is updated
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransformersShape(ModelShape):
-    """The shape of a model that the library computes.
-
-    Attributes:
-        layers: what each keeps of a token.
-        has_moving_frequencies: rotary frequencies depend on max_model_len.
-    """
-
-    layers: tuple[LayerCacheShape, ...]
-    has_moving_frequencies: bool
-
-    @property
-    def depends_on_context(self) -> bool:
-        return self.has_moving_frequencies
-
-    @property
-    def cache_shapes(self) -> tuple[LayerCacheShape, ...]:
-        return self.layers
 
 
 def load_transformers_model(
@@ -130,18 +105,20 @@ def load_transformers_model(
     name = NAME if takes_attention else "sdpa"
     register()
     has_tiles = torch.device(device).type == "cpu"
-    checkpoint = Checkpoint({}, {})
+    checkpoint = Checkpoint({})
     with LOADING:
         if has_random_weights:
             model = _random(kind, path, config, dtype, name)
         else:
             checkpoint, is_cut = _opened(kind, path, config), group.size > 1
             source: dict[str, Any] = {"pretrained_model_name_or_path": path}
-            if is_cut or checkpoint.stored or checkpoint.stacks:
+            if is_cut or is_gguf(path) or checkpoint.has_codes:
                 tensors = presented(checkpoint, dtype, keeps_codes=has_tiles, is_cut=is_cut)
                 source = {"pretrained_model_name_or_path": None, "state_dict": tensors}
             model = _loaded(kind, source, config, dtype, name)
     model = text_part(model)
+    if left_out := leave_out_beside_the_text(model):
+        _logger.info("%s: texts do not meet %s: left out", path, ", ".join(left_out))
     spreads, sums = divide(model, group), divide_experts(model, group)
     deferred = DeferredWeights()
     deferred.replace_in(model, keeps_codes if has_tiles else lambda *_: False)
@@ -151,10 +128,7 @@ def load_transformers_model(
     context_len = _context_len(config)
     moves = fix_frequencies(model, min(max_model_len or context_len, context_len))
     mask = None if takes_attention else _caught_attention(model, kernels, dtype)
-    with reached_modules() as reached:
-        attention = survey_attention(model, config, mask)
-    if left_out := leave_out_unreached(model, reached):
-        _logger.info("%s: texts do not meet %s: left out", path, ", ".join(left_out))
+    attention = survey_attention(model, config, mask)
     shape = _shape(path, config, list(attention.values()), moves)
     packing = Packing(kernels, quantization, deferred, checkpoint.release)
     replace_experts(model, packing, sums)
@@ -293,7 +267,7 @@ def _opened(kind: Any, path: Path, config: PretrainedConfig) -> Checkpoint:
         return open_gguf_checkpoint(path, _empty(kind, config))
     quantization = read_quantization(read_raw_config(path))
     if quantization is None:
-        return Checkpoint(tensor_places(weight_files(path)), {})
+        return Checkpoint(plain_weights(tensor_places(weight_files(path))))
     wanted = _empty(kind, config).state_dict()
     return open_quantised(path, quantization, wanted, mtp_patterns(config, kind))
 
@@ -348,7 +322,7 @@ def _context_len(config: PretrainedConfig) -> int:
 
 def _shape(
     path: Path, config: PretrainedConfig, layers: list[LayerAttention], moves: bool
-) -> TransformersShape:
+) -> ModelShape:
     text = config.get_text_config()
     generation = read_generation_config(path)
     raw = read_raw_config(path)
@@ -359,7 +333,7 @@ def _shape(
         return read_token_ids(raw, name) or read_token_ids(of_part, name)
 
     caches = [layer.cache for layer in layers]
-    return TransformersShape(
+    return ModelShape(
         architecture=(config.architectures or [""])[0],
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
@@ -374,7 +348,7 @@ def _shape(
         eos_token_ids=read_token_ids(generation, "eos_token_id") or ids_of("eos_token_id"),
         torch_dtype=raw.get("dtype") or raw.get("torch_dtype"),
         layers=tuple(caches),
-        has_moving_frequencies=moves,
+        depends_on_context=moves,
     )
 
 
