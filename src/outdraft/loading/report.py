@@ -1,7 +1,7 @@
 """Reports formats and sizes in which a checkpoint's weights will be kept, without reading them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +12,6 @@ from outdraft.core.weights import WeightFormat
 from outdraft.kernels.choose import choose_kernels
 from outdraft.loading.models import choose_device, choose_dtype
 from outdraft.models.checkpoints.config_json import read_config
-from outdraft.models.checkpoints.deferred import DeferredTensor
 from outdraft.models.checkpoints.files import resolve_model_path
 from outdraft.models.checkpoints.quantization import read_quantization
 from outdraft.models.checkpoints.reader import Checkpoint
@@ -22,6 +21,7 @@ from outdraft.models.choose import checkpoint_dtype, transformers_loader, uses_t
 from outdraft.models.decoder.causal_lm import EMBEDDING_NAME, CausalLM
 from outdraft.models.decoder.config import ModelConfig
 from outdraft.models.decoder.loader import keeps_blocks, open_checkpoint, stored_products
+from outdraft.models.library.checkpoint import DeferredTensor
 from outdraft.models.modules import dtype_name
 
 _OUTSIDE = "read by the library's code"
@@ -75,35 +75,25 @@ def _kept(
 _GIB, _MIB = 2**30, 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class _KeptFormats:
-    """Finds the formats in which the weights of a checkpoint are kept.
-
-    Attributes:
-        dtype: of the model.
-        has_tiles: the kernels keep codes as they are, and bfloat16 numbers in two bytes.
-    """
-
-    checkpoint: Checkpoint
-    dtype: torch.dtype
-    has_tiles: bool
-
-    def kept(self, product: StoredParameter) -> Iterator[tuple[str, int]]:
-        """Yield the format and bytes of each of a product's weights."""
-        tile = product.tile
-        for one in product.weights:
-            if tile is not None and self.has_tiles:
-                own = one.tile if tile.is_blocks else tile
-                kept_as = f"{own}, codes and scales as stored ({one.label})"
-                yield kept_as, replace(one, tile=own).coded_bytes
-                continue
-            kept, size = dtype_name(self.dtype), self.dtype.itemsize
-            if self.has_tiles and (one.reason or one.dtype == "BF16"):
-                kept, size = "bfloat16", 2
-            why = f", {DEQUANTISED}: {one.reason}" if one.reason else ""
-            if tile is not None:
-                why = f", {DEQUANTISED}: these kernels have no tiles of {tile}"
-            yield kept + why, torch.Size(one.shape).numel() * size
+def _kept_formats(
+    product: StoredParameter, dtype: torch.dtype, has_tiles: bool
+) -> Iterator[tuple[str, int]]:
+    """Yield the format and bytes of each of a product's weights; the arguments are those of
+    `kept_weights`."""
+    tile = product.tile
+    for one in product.weights:
+        if tile is not None and has_tiles:
+            own = one.tile if tile.is_blocks else tile
+            kept_as = f"{own}, codes and scales as stored ({one.label})"
+            yield kept_as, replace(one, tile=own).coded_bytes
+            continue
+        kept, size = dtype_name(dtype), dtype.itemsize
+        if has_tiles and (one.reason or one.dtype == "BF16"):
+            kept, size = "bfloat16", 2
+        why = f", {DEQUANTISED}: {one.reason}" if one.reason else ""
+        if tile is not None:
+            why = f", {DEQUANTISED}: these kernels have no tiles of {tile}"
+        yield kept + why, torch.Size(one.shape).numel() * size
 
 
 def report(config: EngineConfig) -> dict[str, str]:
@@ -144,22 +134,22 @@ def _own_weights(path: Path, model: CausalLM, has_tiles: bool) -> Iterator[Kept]
     """List the weights of a network that this engine computes."""
     checkpoint = open_checkpoint(path, model.config, model.checkpoint_slots())
     check_slots(model.checkpoint_slots(), checkpoint.weights)
-    formats = _KeptFormats(checkpoint, model.dtype, has_tiles)
     for part, slots in model.parts():
         products = {module: name for name, module in part.named_modules()}
         for linear, _, product in stored_products(model, part, slots, checkpoint.weights):
-            for kept in formats.kept(product):
+            for kept in _kept_formats(product, model.dtype, has_tiles):
                 yield products[linear] or "lm_head", *kept
-    yield from _table(checkpoint, model, formats)
+    yield from _table(checkpoint, model, has_tiles)
 
 
-def _table(checkpoint: Checkpoint, model: CausalLM, formats: _KeptFormats) -> Iterator[Kept]:
+def _table(checkpoint: Checkpoint, model: CausalLM, has_tiles: bool) -> Iterator[Kept]:
     """List the embedding, unless the head uses its weights."""
     stored = checkpoint.weights[EMBEDDING_NAME]
     slot = rows_of(model.vocabulary, model.embed_tokens.weight)
-    if keeps_blocks(stored) and formats.has_tiles:
+    if keeps_blocks(stored) and has_tiles:
         if not model.config.tie_word_embeddings:
-            for kept in formats.kept(stored_product([stored], [slot])):
+            product = stored_product([stored], [slot])
+            for kept in _kept_formats(product, model.dtype, has_tiles):
                 yield "embedding", *kept
         return
     why = f", {DEQUANTISED}: it is read row by row" if not stored.is_plain else ""

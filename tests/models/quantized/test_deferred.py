@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.coded_weight import CodedWeight
-from outdraft.models.checkpoints.deferred import DeferredTensor, DeferredWeights
 from outdraft.models.checkpoints.files import Place, StoredTensors, plain_weights
 from outdraft.models.checkpoints.reader import Checkpoint
 from outdraft.models.checkpoints.stored import StoredParameter
-from outdraft.models.library.checkpoint import presented
+from outdraft.models.library.checkpoint import DeferredTensor, presented, replace_deferred
 
 NUMBERS = {
     "upper": torch.randn(6, 4, generator=torch.Generator().manual_seed(1)),
@@ -154,7 +153,7 @@ def test_tied_weights_are_read_once_and_stay_tied(
 ) -> None:
     module = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(4, 6, bias=False))
     module[0].weight = module[1].weight = nn.Parameter(deferred(places, "upper"), False)
-    DeferredWeights().replace_in(module, lambda *_: False)
+    replace_deferred(module, lambda *_: False)
     assert module[0].weight is module[1].weight
     assert torch.equal(module[0].weight, NUMBERS["upper"])
     assert sizes_read == [(6, 4)]

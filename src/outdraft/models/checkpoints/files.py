@@ -172,7 +172,12 @@ class StoredTensors:
     def _header(self, name: str) -> tuple[list[int], str]:
         file, stored = self._place(name)
         if file not in self._headers:
-            self._headers[file] = _header_of(file)
+            with safe_open(file, framework="pt") as tensors:
+                names = [str(one) for one in tensors.keys()]  # noqa: SIM118  # not a mapping
+                slices = {one: tensors.get_slice(one) for one in names}
+            self._headers[file] = {
+                one: (list(part.get_shape()), str(part.get_dtype())) for one, part in slices.items()
+            }
         return self._headers[file][stored]
 
     def _place(self, name: str) -> Place:
@@ -196,13 +201,6 @@ def plain_weights(places: Mapping[str, Place]) -> dict[str, StoredWeight]:
             read_part=partial(tensors.read_part, name),
         )
     return found
-
-
-def _header_of(file: Path) -> dict[str, tuple[list[int], str]]:
-    """Shapes and dtypes."""
-    with safe_open(file, framework="pt") as tensors:
-        slices = {str(name): tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-        return {name: (list(one.get_shape()), str(one.get_dtype())) for name, one in slices.items()}
 
 
 def read_tensor(place: Place) -> Tensor:

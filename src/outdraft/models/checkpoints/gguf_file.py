@@ -299,10 +299,10 @@ class _Header:
         found = list[str]()
         for _ in range(count):
             end = at + 8 + read(content, at)[0]
+            if end > len(content):
+                raise ValueError(f"an array of {count} strings ends after the file")
             found.append(str(content[at + 8 : end], "utf-8"))
             at = end
-        if at > len(content):
-            raise ValueError(f"an array of {count} strings ends after the file")
         self.at = at
         return found
 

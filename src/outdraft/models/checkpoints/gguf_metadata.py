@@ -26,7 +26,7 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-# Numbers of the network, as config.json calls them.
+# Numbers of the network, as config.json calls them; ModelConfig checks them.
 _SIZES = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -189,14 +189,14 @@ def config_of_gguf(path: Path) -> dict[str, Any]:
     file = open_gguf(path)
     name, tensors, of_model = file.values[ARCHITECTURE], file.tensors, values_of_model(file)
     refuse_unread(file, of_model.keys() - {*_SIZES.values(), "attention.value_length", *ROPE_KEYS})
-    rope = rope_of(of_model)
-    rotary_size = of_model.get("rope.dimension_count")
+    rope, rotary_size = rope_of(of_model), of_model.get("rope.dimension_count")
     if rotary_size not in (None, of_model.get("attention.key_length", rotary_size)):
         raise ConfigError(f"GGUF: rope.dimension_count {rotary_size} of a part of each head")
     config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[name]],
         "model_type": name,
-        **_sizes(of_model),
+        **({} if rotary_size is None else {"head_dim": rotary_size}),
+        **{ours: of_model[theirs] for ours, theirs in _SIZES.items() if theirs in of_model},
         **common_config(file),
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "rope_parameters": rope,
@@ -267,18 +267,9 @@ def tokenizer_config_of_gguf(path: Path) -> dict[str, Any]:
     tokens = values.get("tokenizer.ggml.tokens") or []
     found = {"chat_template": values.get("tokenizer.chat_template")}
     for ours, theirs in _SPECIAL.items():
-        token = values.get(f"tokenizer.ggml.{theirs}_token_id")
-        if token is not None and token < len(tokens):
+        if (token := named_token(values, theirs)) is not None:
             found[ours] = tokens[token]
     return {key: value for key, value in found.items() if value is not None}
-
-
-def _sizes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers of the network; ModelConfig checks them."""
-    found = {ours: values[theirs] for ours, theirs in _SIZES.items() if theirs in values}
-    if "head_dim" not in found and "rope.dimension_count" in values:
-        found["head_dim"] = values["rope.dimension_count"]
-    return found
 
 
 def rope_of(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -84,11 +84,6 @@ class Quantization:
         ]
         return min(found, key=itemgetter(0))[1] if found else None
 
-    @property
-    def activations(self) -> str | None:
-        """The format that the activations were meant to have."""
-        return next((scheme.activations for _, scheme in self.schemes if scheme.activations), None)
-
 
 def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
     """The schemes in the content of config.json; None: the weights are plain.
@@ -125,8 +120,9 @@ def check_unquantised(path: Path, quantization: Quantization | None) -> None:
 
 def log_purpose(quantization: Quantization) -> None:
     """Log the quantised activations and caches of a checkpoint, which stay as wide here."""
-    if quantization.activations:
-        _logger.info(_WEIGHT_ONLY, quantization.activations)
+    made_for = [scheme.activations for _, scheme in quantization.schemes if scheme.activations]
+    if made_for:
+        _logger.info(_WEIGHT_ONLY, made_for[0])
     if quantization.kv_cache:
         _logger.info("the checkpoint was made for a quantised cache: keys and values stay as wide")
 

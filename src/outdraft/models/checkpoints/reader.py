@@ -79,7 +79,8 @@ def read_stored(
         for part in _OF_WEIGHT:
             rest.pop(f"{module}.{part}", None)
         bias = f"{module}.bias"
-        if scheme.storage is Storage.GPTQ and bias not in wanted and _is_zero(tensors, bias):
+        is_unread = scheme.storage is Storage.GPTQ and bias not in wanted and bias in tensors
+        if is_unread and not tensors.read(bias).any():
             rest.pop(bias)  # AutoGPTQ writes one for every weight
     return stored, rest
 
@@ -128,7 +129,3 @@ def _quantised_modules(
         ):
             found[module] = scheme
     return found
-
-
-def _is_zero(tensors: StoredTensors, name: str) -> bool:
-    return name in tensors and not tensors.read(name).any()

@@ -156,13 +156,12 @@ def keeps_blocks(weight: StoredWeight) -> bool:
 
 def _keep_table(model: CausalLM, weight: StoredWeight, slot: Slot) -> None:
     """Keep the codes of the embedding; a tied head has them already."""
-    head = model.lm_head.product
-    if model.config.tie_word_embeddings and head is not None:
-        model.embed_tokens.take(head, is_shared=True)
-        return
-    coded = StoredParameter([[weight.part(*slot.indices)]]).coded()
-    product = model.kernels.pack_codes(coded, None, model.dtype)
-    model.embed_tokens.take(product, is_shared=False)
+    product = model.lm_head.product if model.config.tie_word_embeddings else None
+    is_shared = product is not None
+    if product is None:
+        coded = StoredParameter([[weight.part(*slot.indices)]]).coded()
+        product = model.kernels.pack_codes(coded, None, model.dtype)
+    model.embed_tokens.take(product, is_shared=is_shared)
 
 
 def stored_products(

@@ -128,17 +128,18 @@ def read_mask_token(raw: Mapping[str, Any], vocab_size: int) -> int | None:
     return checked(key, values[key], kind)
 
 
-def _read_draft_vocab_size(
-    options: Mapping[str, Any], vocab_size: int, *, is_whole: bool = False
-) -> int:
-    """The number of tokens that it can draft; `is_whole`: it must be the whole vocabulary. Raises
-    ConfigError if it does not fit."""
-    size = read_count(options, "draft_vocab_size", default=vocab_size)
-    if size > vocab_size or (is_whole and size != vocab_size):
+def _read_sizes(
+    options: Mapping[str, Any], layer: ModelConfig, *, is_whole: bool = False
+) -> dict[str, int]:
+    """The number of tokens that it can draft, and the size of the states that it reads; `is_whole`:
+    it must draft the whole vocabulary. Raises ConfigError if they do not fit."""
+    size = read_count(options, "draft_vocab_size", default=layer.vocab_size)
+    if size > layer.vocab_size or (is_whole and size != layer.vocab_size):
         raise ConfigError(
-            f"config.json: draft_vocab_size {size} does not fit a vocabulary of {vocab_size}"
+            f"config.json: draft_vocab_size {size} does not fit a vocabulary of {layer.vocab_size}"
         )
-    return size
+    state_size = read_count(options, "target_hidden_size", default=layer.hidden_size)
+    return {"draft_vocab_size": size, "target_hidden_size": state_size}
 
 
 def check_taps(taps: Sequence[int], num_target_layers: int) -> None:
@@ -208,12 +209,11 @@ class EagleConfig(DrafterConfig):
         return cls(
             version=version,
             layer=layer,
-            draft_vocab_size=_read_draft_vocab_size(options, layer.vocab_size, is_whole=is_first),
-            target_hidden_size=read_count(options, "target_hidden_size", default=layer.hidden_size),
             taps=None if is_first else _eagle_taps(options),
             may_count_from_0=raw.get(_TAPS) is None,
             fc_bias=is_first and any(_eagle_flag(options, key) for key in ("bias", "fusion_bias")),
             mask_token_id=read_mask_token(raw, layer.vocab_size),
+            **_read_sizes(options, layer, is_whole=is_first),
             **flags,
         )
 
@@ -399,8 +399,7 @@ class DFlashConfig(DrafterConfig):
             mask_token_id=mask_token_id,
             taps=_dflash_taps(options),
             is_causal=_causal_layers(options, layer),
-            draft_vocab_size=_read_draft_vocab_size(options, layer.vocab_size),
-            target_hidden_size=read_count(options, "target_hidden_size", default=layer.hidden_size),
+            **_read_sizes(options, layer),
             drafts_from_anchor=_read_flag(options, "sample_from_anchor", is_spark),
             **(_spark(options) if is_spark else {}),
         )

@@ -411,12 +411,26 @@ def _load_mimo(
             "families that the transformers library computes"
         )
     first = f"{prefix}0."
-    found = tensor_places(weight_files(path), lambda name: _mtp_name(name, first))
+
+    def own_name(name: str) -> str | None:
+        rest = name.removeprefix(first)
+        return None if rest == name else _MTP_NAMES.get(rest, f"layers.0.{rest}")
+
+    found = tensor_places(weight_files(path), own_name)
     if not found:
         raise ConfigError(
             f"config.json of {path} names {_MTP_FIELD}, but it has no tensors {first}*"
         )
-    network = EagleNetwork(_mtp_config(target), tables, None)
+    config = EagleConfig(
+        version=DraftSource.MTP,
+        layer=replace(target, num_layers=1, windows=target.windows[-1:]),  # as the target's last
+        draft_vocab_size=target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        layernorms=True,
+        input_norm=True,
+        norm_output=True,
+    )
+    network = EagleNetwork(config, tables, None)
     fill_slots(network.checkpoint_slots(), found)
     fc = network.entry.fc
     assert fc is not None
@@ -425,23 +439,3 @@ def _load_mimo(
     fc.weight.data.copy_(fc.weight.data.roll(target.hidden_size, dims=1))
     network.pack(quantization)
     return network.eval()
-
-
-def _mtp_config(target: ModelConfig) -> EagleConfig:
-    """The config of such a layer, which is like the target's last one."""
-    return EagleConfig(
-        version=DraftSource.MTP,
-        layer=replace(target, num_layers=1, windows=target.windows[-1:]),
-        draft_vocab_size=target.vocab_size,
-        target_hidden_size=target.hidden_size,
-        layernorms=True,
-        input_norm=True,
-        norm_output=True,
-    )
-
-
-def _mtp_name(name: str, prefix: str) -> str | None:
-    if not name.startswith(prefix):
-        return None
-    own = name.removeprefix(prefix)
-    return _MTP_NAMES.get(own, f"layers.0.{own}")

@@ -25,11 +25,10 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
-from outdraft.models.checkpoints.deferred import Packing
 from outdraft.models.checkpoints.files import tensor_places, weight_files
 from outdraft.models.decoder.layers import product_of
 from outdraft.models.drafters.tables import TargetTables
-from outdraft.models.library.checkpoint import matches
+from outdraft.models.library.checkpoint import Packing, matches
 from outdraft.models.library.experts import replace_experts
 from outdraft.models.library.loader import (
     LOADING,

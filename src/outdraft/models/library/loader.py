@@ -36,17 +36,19 @@ from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
 from outdraft.models.checkpoints.config_json import read_config as read_raw_config
 from outdraft.models.checkpoints.config_json import read_generation_config, read_token_ids
-from outdraft.models.checkpoints.deferred import DeferredWeights, Packing
 from outdraft.models.checkpoints.files import listed, plain_weights, tensor_places, weight_files
 from outdraft.models.checkpoints.gguf_file import is_gguf
 from outdraft.models.checkpoints.quantization import check_unquantised, read_quantization
 from outdraft.models.checkpoints.reader import Checkpoint
 from outdraft.models.checkpoints.slots import check_quantization
 from outdraft.models.library.checkpoint import (
+    Packing,
     log_summary,
     matches,
     open_quantised,
     presented,
+    read_rest,
+    replace_deferred,
     unread,
 )
 from outdraft.models.library.experts import replace_experts
@@ -55,7 +57,6 @@ from outdraft.models.library.model import TransformersModel
 from outdraft.models.library.operations import (
     NAME,
     LayerAttention,
-    attention_modules,
     catch_operations,
     register,
 )
@@ -120,9 +121,8 @@ def load_transformers_model(
     if left_out := leave_out_beside_the_text(model):
         _logger.info("%s: texts do not meet %s: left out", path, ", ".join(left_out))
     spreads, sums = divide(model, group), divide_experts(model, group)
-    deferred = DeferredWeights()
-    deferred.replace_in(model, keeps_codes if has_tiles else lambda *_: False)
-    check_quantization(quantization, deferred.kept)
+    kept, dequantised = replace_deferred(model, keeps_codes if has_tiles else lambda *_: False)
+    check_quantization(quantization, kept)
     nn.Module.to(model, device).eval().requires_grad_(False)
     model.set_experts_implementation("eager")  # the others do not know all dtypes
     context_len = _context_len(config)
@@ -130,12 +130,13 @@ def load_transformers_model(
     mask = None if takes_attention else _caught_attention(model, kernels, dtype)
     attention = survey_attention(model, config, mask)
     shape = _shape(path, config, list(attention.values()), moves)
-    packing = Packing(kernels, quantization, deferred, checkpoint.release)
+    packing = Packing(kernels, quantization, checkpoint.release)
     replace_experts(model, packing, sums)
     fuse_layers(model, packing, group)
     pack_products(model, packing, spreads)
-    deferred.read_rest(model)
-    log_summary(checkpoint, deferred.kept, deferred.dequantised, has_tiles=has_tiles)
+    rest = read_rest(model)
+    kept = [one for one in kept if one not in rest]
+    log_summary(checkpoint, kept, dequantised, has_tiles=has_tiles)
     if group.size == 1:
         check_packed(model, mask)
     forms = {module: layer.form for module, layer in attention.items()}
@@ -210,8 +211,9 @@ def _takes_attention(kind: Any, text_config: PretrainedConfig) -> bool:
 def _caught_attention(model: PreTrainedModel, kernels: Kernels, dtype: torch.dtype) -> Tensor:
     """Catch attention that asks no table of the library; a mask to give to the model, which then
     makes none."""
-    for module in attention_modules(model):
-        catch_operations(module, kernels)
+    for module in model.modules():
+        if hasattr(module, "layer_idx") and "Attention" in type(module).__name__:
+            catch_operations(module, kernels)
     return torch.zeros((1, 1, 1, 1), dtype=dtype, device=model.device)
 
 

@@ -158,15 +158,6 @@ def _form_of(module: nn.Module, key_size: int, options: Mapping[str, Any]) -> At
     )
 
 
-def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that know which layer they are in and attend."""
-    return [
-        module
-        for module in model.modules()
-        if hasattr(module, "layer_idx") and "Attention" in type(module).__name__
-    ]
-
-
 def catch_operations(module: nn.Module, kernels: Kernels) -> None:
     """Let attention and products inside this module be computed by the engine's kernels."""
     forward = module.forward

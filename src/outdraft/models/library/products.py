@@ -19,8 +19,8 @@ from transformers.pytorch_utils import Conv1D
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.products import EmbeddingTable, ExpertWeights, Gate, ShardWrap
-from outdraft.models.checkpoints.deferred import Packing
 from outdraft.models.checkpoints.stored import StoredParameter
+from outdraft.models.library.checkpoint import CodedParameter, Packing, can_join, coded
 from outdraft.models.library.experts import ACTIVATIONS, PackedExperts, present_modules
 from outdraft.models.library.experts import keeps_codes as experts_keep_codes
 from outdraft.models.library.operations import catch_operations, is_router
@@ -85,7 +85,7 @@ def pack_products(
                     heads[id(part.weight)] = linear
                 setattr(module, name, FlatLinear(linear))
     for part in tables:
-        if packing.deferred.stored(part.weight) is not None:
+        if isinstance(part.weight, CodedParameter):
             _pack_table(part, packing, heads.get(id(part.weight)))
     for module in model.modules():
         if is_router(module):
@@ -117,9 +117,9 @@ def _pack_table(embedding: nn.Embedding, packing: Packing, head: Linear | None) 
     """Keep the codes of an embedding; those of a tied head are the same."""
     weight_VD = embedding.weight
     if head is None:
-        coded = packing.deferred.coded([weight_VD])
-        assert coded is not None
-        product = packing.kernels.pack_codes(coded, None, weight_VD.dtype)
+        codes = coded([weight_VD])
+        assert codes is not None
+        product = packing.kernels.pack_codes(codes, None, weight_VD.dtype)
     else:
         assert head.product is not None
         product = head.product
@@ -175,7 +175,7 @@ def fuse_layers(model: nn.Module, packing: Packing, group: RankGroup = ALONE) ->
                 setattr(module, name, found)
         parts = [getattr(module, name, None) for name in _READ_TOGETHER]
         is_one = all(type(part) is nn.Linear for part in parts)
-        if is_one and packing.deferred.can_join([part.weight for part in parts if part]):
+        if is_one and can_join([part.weight for part in parts if part]):
             fused = _FusedProducts(_packed(parts, packing), parts)
             for index, name in enumerate(_READ_TOGETHER):
                 setattr(module, name, _FusedPart(fused, index))
@@ -256,8 +256,8 @@ def _block(part: Any, packing: Packing) -> FusedBlock | None:
     activation = ACTIVATIONS.get(type(getattr(part, "act_fn", None)).__name__)
     if activation is None:
         return None
-    kept, deferred = [one.weight for one in products], packing.deferred
-    if not deferred.can_join(kept[:2]):
+    kept = [one.weight for one in products]
+    if not can_join(kept[:2]):
         return None
     gate, up, down = (weight.detach() for weight in kept)
     x_2D = _random(2, gate.shape[1], gate)
@@ -265,8 +265,8 @@ def _block(part: Any, packing: Packing) -> FusedBlock | None:
     if not _is_same(part(x_2D), F.linear(between_2I, down)):
         return None
     weights = ExpertWeights(
-        [deferred.coded(kept[:2]) or (gate, up)],
-        [deferred.coded(kept[2:]) or down],
+        [coded(kept[:2]) or (gate, up)],
+        [coded(kept[2:]) or down],
         dtype=down.dtype,
     )
     experts = packing.kernels.pack_experts(weights, Gate(activation), packing.quantization)
