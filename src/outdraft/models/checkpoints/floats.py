@@ -84,8 +84,8 @@ def _scaled(numbers_RC: Tensor, scales: Tensor, block: tuple[int, int]) -> Tenso
 
 def float_stacks(
     tensors: StoredTensors, scheme: WeightScheme
-) -> Iterator[tuple[str, str, StoredParameter]]:
-    """Experts that are one parameter [X, R, C]: its name, that of its scales, and its numbers.
+) -> Iterator[tuple[str, tuple[str, str], StoredParameter]]:
+    """Experts that are one parameter [X, R, C]: its name, those of its tensors, and its numbers.
 
     Scales are [X], or have one number for all rows, for a row, or for a block of rows; likewise for
     columns.
@@ -118,7 +118,7 @@ def float_stacks(
             )
             for index in range(num_experts)
         ]
-        yield name, scales, StoredParameter([[one] for one in weights], is_stack=True)
+        yield name, (name, scales), StoredParameter([[one] for one in weights], is_stack=True)
 
 
 def _read_expert(
@@ -128,23 +128,22 @@ def _read_expert(
     return _scaled(tensors.read_part(name, index), tensors.read_part(scales, index), block)
 
 
-def mxfp4_stacks(tensors: StoredTensors) -> dict[str, StoredParameter]:
-    """The parameters of experts by their names; they have inputs before outputs.
+def mxfp4_stacks(
+    tensors: StoredTensors,
+) -> Iterator[tuple[str, tuple[str, str], StoredParameter]]:
+    """As float_stacks, of experts in MXFP4; they have inputs before outputs.
 
     Raises:
         ConfigError: tensors are missing, or do not fit each other.
     """
-    names = [name.removesuffix(_BLOCKS) for name in tensors if name.endswith(_BLOCKS)]
-    return {name: _mxfp4_stack(tensors, name) for name in names}
-
-
-def parts_of(name: str) -> tuple[str, str]:
-    """The names of the tensors that a parameter is made of."""
-    return name + _BLOCKS, name + _SCALES
+    for first in tensors:
+        if first.endswith(_BLOCKS):
+            name = first.removesuffix(_BLOCKS)
+            yield name, (first, name + _SCALES), _mxfp4_stack(tensors, name)
 
 
 def _mxfp4_stack(tensors: StoredTensors, name: str) -> StoredParameter:
-    blocks, scales = parts_of(name)
+    blocks, scales = name + _BLOCKS, name + _SCALES
     shape = tensors.shape(blocks)
     if len(shape) != 4 or shape[3] != _GROUP // 2 or tensors.shape(scales) != shape[:3]:
         raise ConfigError(
@@ -167,7 +166,7 @@ def _mxfp4_stack(tensors: StoredTensors, name: str) -> StoredParameter:
 
 
 def _read_mxfp4(tensors: StoredTensors, name: str, index: int) -> GroupedCodes:
-    blocks, scales = parts_of(name)
+    blocks, scales = name + _BLOCKS, name + _SCALES
     bytes_ENB = tensors.read_part(blocks, index)
     exponents_EN = tensors.read_part(scales, index)
     if (exponents_EN == _NOT_A_NUMBER).any():

@@ -9,13 +9,7 @@ from dataclasses import dataclass, field
 
 from outdraft.core.errors import ConfigError
 from outdraft.models.checkpoints.files import Place, StoredTensors
-from outdraft.models.checkpoints.floats import (
-    FLOAT8,
-    float_stacks,
-    float_weight,
-    mxfp4_stacks,
-    parts_of,
-)
+from outdraft.models.checkpoints.floats import FLOAT8, float_stacks, float_weight, mxfp4_stacks
 from outdraft.models.checkpoints.integers import integer_weight
 from outdraft.models.checkpoints.quantization import Quantization, Storage, WeightScheme
 from outdraft.models.checkpoints.stored import StoredParameter, StoredWeight
@@ -94,18 +88,17 @@ def read_stacks(
         ConfigError: tensors are missing, or do not fit each other.
     """
     tensors, rest = StoredTensors(places), dict(places)
-    storages = {scheme.storage: scheme for _, scheme in quantization.schemes}
     found: dict[str, StoredParameter] = {}
-    if Storage.MXFP4 in storages:
-        found = mxfp4_stacks(tensors)
-        for name in found:
-            for part in parts_of(name):
+    for storage, scheme in {scheme.storage: scheme for _, scheme in quantization.schemes}.items():
+        stacks = ()
+        if storage is Storage.MXFP4:
+            stacks = mxfp4_stacks(tensors)
+        elif storage in (Storage.FP8, Storage.FLOATS):
+            stacks = float_stacks(tensors, scheme)
+        for name, parts, stack in stacks:
+            found[name] = stack
+            for part in parts:
                 del rest[part]
-    for storage in (Storage.FP8, Storage.FLOATS):
-        if storage in storages:
-            for name, scales, stack in float_stacks(tensors, storages[storage]):
-                found[name] = stack
-                del rest[name], rest[scales]
     return found, rest
 
 

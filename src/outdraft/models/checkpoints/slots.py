@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
@@ -77,6 +77,11 @@ Slots = Iterator[tuple[str, Slot | None]]
 def slot_of(tensor: Tensor | None) -> Slot | None:
     """The place of a tensor that every rank has whole; None: there is no such tensor."""
     return None if tensor is None else Slot(tensor.data)
+
+
+def own_slots(module: nn.Module) -> dict[str, Slot]:
+    """The places of all weights of a module, by their names there; every rank has them whole."""
+    return {name: Slot(weight.data) for name, weight in module.named_parameters()}
 
 
 def fill_slots(slots: Mapping[str, Slot], places: Mapping[str, Place]) -> None:

@@ -15,7 +15,6 @@ C / 2 frequencies.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypedDict
 
@@ -88,7 +87,7 @@ class DecoderLayer(nn.Module):
         self.gate_up_proj = Linear(size, 2 * intermediate, bias=mlp_bias, **kind)
         self.down_proj = Linear(intermediate, size, bias=mlp_bias, **kind, spread=spread)
 
-    def spec(self) -> LayerSpec:
+    def spec(self, *, is_causal: bool = False) -> LayerSpec:
         """The layer as kernels read it, once the products are packed."""
         return LayerSpec(
             input_norm_D=norm_weight(self.input_norm),
@@ -100,6 +99,7 @@ class DecoderLayer(nn.Module):
             gate_up=product_of(self.gate_up_proj),
             down=product_of(self.down_proj),
             window=self.window,
+            is_causal=is_causal,
         )
 
     def slots(self) -> Slots:
@@ -182,10 +182,8 @@ class Decoder(nn.Module):
             is_causal: of each layer, as in LayerSpec; None: no layer is.
         """
         config = self.config
-        layers = [layer.spec() for layer in self.decoder_layers]
-        if is_causal is not None:
-            pairs = zip(layers, is_causal, strict=True)
-            layers = [replace(layer, is_causal=one) for layer, one in pairs]
+        is_causal = is_causal or [False] * len(self.decoder_layers)
+        pairs = zip(self.decoder_layers, is_causal, strict=True)
         spec = DecoderSpec(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
@@ -194,7 +192,7 @@ class Decoder(nn.Module):
             scale=config.head_size**-0.5,
             embedding=embedding,
             cos_sin_MC=self.rotary.cos_sin_MC,
-            layers=layers,
+            layers=[layer.spec(is_causal=one) for layer, one in pairs],
             attention=self.kernels.attention,
             final_norm_D=norm_weight(final_norm),
             entry=entry,

@@ -29,7 +29,7 @@ from outdraft.kernels.decoder_ops import DecoderPass
 from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
 from outdraft.models.checkpoints.config_json import read_json
 from outdraft.models.checkpoints.files import tensor_places, weight_files
-from outdraft.models.checkpoints.slots import Slot, fill_slots, slot_of
+from outdraft.models.checkpoints.slots import Slot, fill_slots, own_slots, slot_of
 from outdraft.models.decoder.layers import Decoder, Kind, product_of
 from outdraft.models.drafters.config import DFlashConfig, check_taps
 from outdraft.models.drafters.tables import (
@@ -96,10 +96,10 @@ class SparkHeads(nn.Module):
             "confidence_head.proj": self.confidence,
         }
         return {
-            f"{name}.{key}": Slot(weight.data)
+            f"{name}.{key}": slot
             for name, part in parts.items()
             if part is not None
-            for key, weight in part.named_parameters()
+            for key, slot in own_slots(part).items()
         }
 
 

@@ -42,7 +42,7 @@ from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.models.base import LanguageModel, StateNetwork
 from outdraft.models.checkpoints.config_json import read_config, read_json
 from outdraft.models.checkpoints.files import Place, read_tensor, tensor_places, weight_files
-from outdraft.models.checkpoints.slots import Slot, Slots, fill_slots, slot_of
+from outdraft.models.checkpoints.slots import Slot, Slots, fill_slots, own_slots, slot_of
 from outdraft.models.decoder.causal_lm import CausalLM
 from outdraft.models.decoder.config import ModelConfig
 from outdraft.models.decoder.layers import Decoder, Kind, product_of
@@ -100,14 +100,6 @@ class TapFusion(nn.Module):
             pairs = zip(self._norms, taps_KTS, strict=True)
             states_TW = torch.cat([norm(tap_TS.contiguous()) for norm, tap_TS in pairs], dim=-1)
         return self.fc(states_TW)
-
-    def slots(self) -> Slots:
-        """The places of its tensors, by their names in EAGLE's repository."""
-        yield "fc.weight", slot_of(self.fc.weight)
-        yield "fc.bias", slot_of(self.fc.bias)
-        yield "input_norm.weight", slot_of(norm_weight(self.input_norm))
-        for index, norm in enumerate(self._norms):
-            yield f"fc_norm.{index}.weight", slot_of(norm.weight)
 
 
 class Entry(nn.Module):
@@ -292,7 +284,7 @@ class EagleNetwork(nn.Module):
         """
         slots: dict[str, Slot | None] = dict(self.entry.slots())
         if self.fusion is not None:
-            slots |= dict(self.fusion.slots())
+            slots |= own_slots(self.fusion)  # named as in EAGLE's repository
         for _, layer_slots in self.decoder.parts(""):
             slots |= layer_slots
         norm = "norm" if self.fusion is not None else "pre_lm_head_layernorm"

@@ -27,7 +27,7 @@ from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.models.base import LanguageModel
 from outdraft.models.checkpoints.config_json import read_count, read_json, read_positive
 from outdraft.models.checkpoints.files import Place, read_tensor, tensor_places, weight_files
-from outdraft.models.checkpoints.slots import Slot, fill_slots, rows_of
+from outdraft.models.checkpoints.slots import Slot, fill_slots, own_slots, rows_of
 from outdraft.models.decoder.layers import Kind
 from outdraft.models.drafters.tables import (
     TargetTables,
@@ -188,8 +188,8 @@ class MedusaHeads(nn.Module):
         slots: dict[str, Slot] = {}
         for head, block in enumerate(self._blocks):
             for layer, linear in enumerate(block):
-                for part, weight in linear.named_parameters():
-                    slots[f"blocks.{head}.layers.{layer}.{part}"] = Slot(weight.data)
+                for part, slot in own_slots(linear).items():
+                    slots[f"blocks.{head}.layers.{layer}.{part}"] = slot
         for name, linear in self._own_heads.items():
             slots[name] = rows_of(self.known, linear.weight)
         return slots

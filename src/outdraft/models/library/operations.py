@@ -160,11 +160,10 @@ def _form_of(module: nn.Module, key_size: int, options: Mapping[str, Any]) -> At
 
 def catch_operations(module: nn.Module, kernels: Kernels) -> None:
     """Let attention and products inside this module be computed by the engine's kernels."""
-    forward = module.forward
-    products: dict[tuple[torch.dtype, torch.Size], Product] = {}
+    forward, own = module.forward, _OwnOperations(module, kernels)
 
     def own_forward(*args: Any, **kwargs: Any) -> Any:
-        with _OwnOperations(module, kernels, products):
+        with own:
             return forward(*args, **kwargs)
 
     module.forward = own_forward
@@ -205,15 +204,11 @@ def _has_weight(module: nn.Module) -> bool:
 
 
 class _OwnOperations(TorchFunctionMode):
-    def __init__(
-        self,
-        module: nn.Module,
-        kernels: Kernels,
-        products: dict[tuple[torch.dtype, torch.Size], Product],
-    ) -> None:
-        """`products`: with the module's weights, by the dtypes that they were converted to."""
+    def __init__(self, module: nn.Module, kernels: Kernels) -> None:
         super().__init__()
-        self._module, self._kernels, self._products = module, kernels, products
+        self._module, self._kernels = module, kernels
+        # With the module's weights, by the dtypes that they were converted to.
+        self._products: dict[tuple[torch.dtype, torch.Size], Product] = {}
 
     def __torch_function__(
         self,
