@@ -131,7 +131,7 @@ def _read_expert(
 def mxfp4_stacks(
     tensors: StoredTensors,
 ) -> Iterator[tuple[str, tuple[str, str], StoredParameter]]:
-    """As float_stacks, of experts in MXFP4; they have inputs before outputs.
+    """Experts in MXFP4, likewise; they have inputs before outputs.
 
     Raises:
         ConfigError: tensors are missing, or do not fit each other.
