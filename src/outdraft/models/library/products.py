@@ -154,7 +154,7 @@ def _packed(parts: Sequence[Any], packing: Packing, spread: ShardWrap | None = N
     )
     if linear.bias is not None:
         for to, part in zip(linear.bias.data.split(sizes), parts, strict=True):
-            to.copy_(part.bias) if part.bias is not None else to.zero_()
+            to.copy_(part.bias.detach()) if part.bias is not None else to.zero_()
     packing.pack(linear, weights, () if is_one else parts_ED)
     return linear
 
