@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from outdraft.models.drafters.loading import drafter_method
+from outdraft.models.drafters.config import drafter_method
 from tests.models.checkpoints import VARIANTS, randomised, save
 from tests.models.eagle_checkpoints import LAYOUTS
 from tests.models.head_checkpoints import in_original_form, medusa_tensors, write

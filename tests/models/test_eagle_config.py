@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from outdraft.core.errors import ConfigError
-from outdraft.models.drafters.eagle_config import EagleConfig
+from outdraft.models.drafters.config import EagleConfig
 from tests.models.eagle_checkpoints import LAYOUTS
 
 TAPS = "eagle_aux_hidden_state_layer_ids"

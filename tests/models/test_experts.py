@@ -26,7 +26,7 @@ from transformers import (
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.choose import REFERENCE, choose_kernels
-from outdraft.models.checkpoints.deferred import Packing
+from outdraft.models.library.checkpoint import Packing
 from outdraft.models.library.experts import PackedExperts, replace_experts
 from outdraft.models.library.ranks import divide_experts
 from tests.ranks import on_ranks

@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outdraft.kernels.torch.pointwise import rotate, silu_mul
 from outdraft.models.decoder.config import ModelConfig, RopeConfig
-from outdraft.models.decoder.rotary import Rotary, attention_factor, frequencies
+from outdraft.models.decoder.layers import Rotary, attention_factor, frequencies
 from tests.models.checkpoints import LINEAR, LLAMA3, TINY, YARN
 
 CPU = torch.device("cpu")

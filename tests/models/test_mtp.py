@@ -16,8 +16,7 @@ from outdraft.kernels.ops import Kernels
 from outdraft.kernels.torch.table import reference_kernels
 from outdraft.models.base import StateNetwork
 from outdraft.models.choose import load_language_model
-from outdraft.models.drafters.eagle import EagleNetwork
-from outdraft.models.drafters.mtp import load_mtp
+from outdraft.models.drafters.eagle import EagleNetwork, load_mtp
 from outdraft.models.drafters.tables import TargetTables
 from outdraft.models.library.loader import read_config
 from tests.kernels.tables import cpu_kernels

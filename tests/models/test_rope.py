@@ -15,9 +15,8 @@ from outdraft.core.errors import ConfigError
 from outdraft.kernels.torch.pointwise import rms_norm
 from outdraft.kernels.torch.table import reference_kernels
 from outdraft.models.decoder.config import ModelConfig, read_rope
-from outdraft.models.decoder.layers import DecoderLayer
+from outdraft.models.decoder.layers import DecoderLayer, attention_factor, frequencies
 from outdraft.models.decoder.loader import load_model
-from outdraft.models.decoder.rotary import attention_factor, frequencies
 from tests.models.checkpoints import (
     LINEAR,
     TINY,

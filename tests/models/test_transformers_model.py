@@ -31,8 +31,8 @@ from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.torch.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
-from outdraft.models.checkpoints.deferred import Packing
 from outdraft.models.choose import load_language_model, uses_transformers
+from outdraft.models.library.checkpoint import Packing
 from outdraft.models.library.operations import NAME, register
 from outdraft.models.library.products import pack_products
 from outdraft.models.library.survey import check_packed

@@ -95,7 +95,8 @@ def test_ranks_read_only_their_parts_of_what_they_divide(
     whole, part = StoredTensors.read, StoredTensors.read_part
 
     def noted(name: str, tensor: Tensor) -> Tensor:
-        found[name] += tensor.numel()
+        if tensor.dim() == 2:
+            found[name] += tensor.numel()
         return tensor
 
     monkeypatch.setattr(StoredTensors, "read", lambda own, name: noted(name, whole(own, name)))

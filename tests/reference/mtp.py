@@ -1,7 +1,7 @@
 """Layers for multi-token prediction on whole texts, without a cache.
 
-The slow twin of models/drafters/mtp.py and library_mtp.py. Tensors have the names of the published
-files.
+The slow twin of models/drafters/eagle.py and library_mtp.py. Tensors have the names of the
+published files.
 """
 
 from collections.abc import Callable

@@ -43,10 +43,9 @@ from outdraft.models.checkpoints.files import resolve_model_path
 from outdraft.models.choose import load_language_model
 from outdraft.models.decoder.causal_lm import CausalLM
 from outdraft.models.drafters.dflash import DFlashNetwork, load_dflash
-from outdraft.models.drafters.eagle import EagleNetwork, load_eagle
+from outdraft.models.drafters.eagle import EagleNetwork, load_eagle, load_mtp
 from outdraft.models.drafters.medusa import MedusaHeads, load_medusa
 from outdraft.models.drafters.mlp_speculator import MLPSpeculator, load_mlp_speculator
-from outdraft.models.drafters.mtp import load_mtp
 from outdraft.models.drafters.tables import TargetTables
 from outdraft.models.shape import ModelShape
 from outdraft.text.tokenizer import load_tokenizer

@@ -28,9 +28,7 @@ from outdraft.models.checkpoints.files import resolve_model_path
 from outdraft.models.checkpoints.gguf_file import is_gguf
 from outdraft.models.checkpoints.quantization import read_quantization
 from outdraft.models.choose import check_shards, checkpoint_dtype, load_language_model
-from outdraft.models.drafters.dflash_config import DFlashConfig
-from outdraft.models.drafters.eagle_config import EagleConfig
-from outdraft.models.drafters.loading import drafter_method
+from outdraft.models.drafters.config import DFlashConfig, EagleConfig, drafter_method
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS
 from outdraft.runner.model_runner import ModelRunner
 from outdraft.runner.sharded_runner import ShardedRunner

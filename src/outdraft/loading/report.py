@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from outdraft.config.engine import EngineConfig
@@ -13,18 +12,17 @@ from outdraft.core.weights import WeightFormat
 from outdraft.kernels.choose import choose_kernels
 from outdraft.loading.models import choose_device, choose_dtype
 from outdraft.models.checkpoints.config_json import read_config
-from outdraft.models.checkpoints.deferred import DeferredTensor
 from outdraft.models.checkpoints.files import resolve_model_path
-from outdraft.models.checkpoints.placing import Placing, place
 from outdraft.models.checkpoints.quantization import read_quantization
 from outdraft.models.checkpoints.reader import Checkpoint
-from outdraft.models.checkpoints.slots import Slot, check_slots, rows_of
+from outdraft.models.checkpoints.slots import check_slots, rows_of, stored_product
 from outdraft.models.checkpoints.stored import StoredParameter
 from outdraft.models.choose import checkpoint_dtype, transformers_loader, uses_transformers
 from outdraft.models.decoder.causal_lm import EMBEDDING_NAME, CausalLM
 from outdraft.models.decoder.config import ModelConfig
-from outdraft.models.decoder.loader import keeps_blocks, open_checkpoint, placings_of
-from outdraft.models.modules import dtype_name, linears_of
+from outdraft.models.decoder.loader import keeps_blocks, open_checkpoint, stored_products
+from outdraft.models.library.checkpoint import DeferredTensor
+from outdraft.models.modules import dtype_name
 
 _OUTSIDE = "read by the library's code"
 
@@ -66,16 +64,32 @@ def _kept(
     if stays and stored.has_tiles:
         return f"{first.tile}, codes and scales as stored ({first.label})", stored.coded_bytes
     is_short = has_tiles and (not first.is_plain or first.label == "BF16")
-    kept, size = _numbers(dtype, is_short)
+    kept, size = ("bfloat16", 2) if is_short else (dtype_name(dtype), dtype.itemsize)
     if not first.is_plain:
         why = first.reason or "no product of this network can read its codes"
         kept += f", {DEQUANTISED} ({first.label}): {why}"
     return kept, torch.Size(stored.shape).numel() * size
 
 
-def _numbers(dtype: torch.dtype, is_short: bool) -> tuple[str, int]:
-    """Name and bytes of the plain numbers that a weight is kept in."""
-    return ("bfloat16", 2) if is_short else (dtype_name(dtype), dtype.itemsize)
+def _kept_formats(
+    product: StoredParameter, dtype: torch.dtype, has_tiles: bool
+) -> Iterator[tuple[str, int]]:
+    """Yield the format and bytes of each of a product's weights; the arguments are those of
+    `kept_weights`."""
+    tile = product.tile
+    for one in product.weights:
+        if tile is not None and has_tiles:
+            own = one.tile if tile.is_blocks else tile
+            kept_as = f"{own}, codes and scales as stored ({one.label})"
+            yield kept_as, replace(one, tile=own).coded_bytes
+            continue
+        kept, size = dtype_name(dtype), dtype.itemsize
+        if has_tiles and (one.reason or one.dtype == "BF16"):
+            kept, size = "bfloat16", 2
+        why = f", {DEQUANTISED}: {one.reason}" if one.reason else ""
+        if tile is not None:
+            why = f", {DEQUANTISED}: these kernels have no tiles of {tile}"
+        yield kept + why, torch.Size(one.shape).numel() * size
 
 
 def report(config: EngineConfig) -> dict[str, str]:
@@ -115,59 +129,27 @@ def report(config: EngineConfig) -> dict[str, str]:
 def _own_weights(path: Path, model: CausalLM, has_tiles: bool) -> Iterator[Kept]:
     """List the weights of a network that this engine computes."""
     checkpoint = open_checkpoint(path, model.config, model.checkpoint_slots())
-    check_slots(model.checkpoint_slots(), checkpoint.places, checkpoint.stored)
+    check_slots(model.checkpoint_slots(), checkpoint.weights)
     for part, slots in model.parts():
-        placings = placings_of(model, part, slots, checkpoint.stored)
         products = {module: name for name, module in part.named_modules()}
-        for linear in linears_of(part):
-            placing = placings.get(linear, Placing({}, None))
-            own = {name: slot for name, slot in slots.items() if linear.owns(slot.to)}
-            own = own or {EMBEDDING_NAME: slots[EMBEDDING_NAME]}  # a tied head
-            for name, slot in own.items():
-                kept = _own_weight(checkpoint, name, slot, placing, model.dtype, has_tiles)
+        for linear, _, product in stored_products(model, part, slots, checkpoint.weights):
+            for kept in _kept_formats(product, model.dtype, has_tiles):
                 yield products[linear] or "lm_head", *kept
-    # The embedding, unless the head uses its weights.
-    stored = checkpoint.stored.get(EMBEDDING_NAME)
+    yield from _table(checkpoint, model, has_tiles)
+
+
+def _table(checkpoint: Checkpoint, model: CausalLM, has_tiles: bool) -> Iterator[Kept]:
+    """List the embedding, unless the head uses its weights."""
+    stored = checkpoint.weights[EMBEDDING_NAME]
     slot = rows_of(model.vocabulary, model.embed_tokens.weight)
-    if stored is not None and keeps_blocks(stored) and has_tiles:
+    if keeps_blocks(stored) and has_tiles:
         if not model.config.tie_word_embeddings:
-            placing = place((EMBEDDING_NAME,), checkpoint.stored, {EMBEDDING_NAME: slot})
-            kept = _own_weight(checkpoint, EMBEDDING_NAME, slot, placing, model.dtype, has_tiles)
-            yield "embedding", *kept
+            product = stored_product([stored], [slot])
+            for kept in _kept_formats(product, model.dtype, has_tiles):
+                yield "embedding", *kept
         return
-    why = f", {DEQUANTISED}: it is read row by row" if stored and not stored.is_plain else ""
+    why = f", {DEQUANTISED}: it is read row by row" if not stored.is_plain else ""
     yield "embedding", f"{dtype_name(model.dtype)}{why}", slot.to.nbytes
-
-
-def _own_weight(
-    checkpoint: Checkpoint,
-    name: str,
-    slot: Slot,
-    placing: Placing,
-    dtype: torch.dtype,
-    has_tiles: bool,
-) -> tuple[str, int]:
-    """Return the format and bytes of one of a product's weights."""
-    if placing.tile is not None and has_tiles:
-        stored = placing.weights[name]
-        tile = stored.tile if placing.tile.is_blocks else placing.tile
-        kept = f"{tile}, codes and scales as stored ({stored.label})"
-        return kept, replace(stored, tile=tile).coded_bytes
-    is_short = has_tiles and (bool(placing.reason) or _stored_dtype(checkpoint, name) == "BF16")
-    kept, size = _numbers(dtype, is_short)
-    if placing.tile is not None:
-        kept += f", {DEQUANTISED}: these kernels have no tiles of {placing.tile}"
-    elif placing.reason:
-        kept += f", {DEQUANTISED}: {placing.reason}"
-    return kept, slot.to.numel() * size
-
-
-def _stored_dtype(checkpoint: Checkpoint, name: str) -> str:
-    if name in checkpoint.stored:
-        return checkpoint.stored[name].label.rpartition(" ")[2]
-    file, stored = checkpoint.places[name]
-    with safe_open(file, framework="pt") as tensors:
-        return str(tensors.get_slice(stored).get_dtype())
 
 
 def _size(num_bytes: int) -> str:

@@ -21,25 +21,48 @@ from outdraft.models.modules import Embedding, Linear
 from outdraft.models.shape import ModelShape
 
 
-class LanguageModel(Protocol):
-    """A decoder-only language model over a paged cache, its weights packed.
+class CachedNetwork(Protocol):
+    """A network over a paged cache, its weights packed.
 
     Attributes:
         shard: the part of the shape that this rank has, whose keys and values are in its cache.
-        vocabulary: the tokens of this rank.
-        group: the ranks that it is spread over. Each of them calls the same with the same rows.
-        embed_tokens: the vectors of this rank's tokens.
-        lm_head: the product of the head, without what the family does to its logits afterwards.
         weight_bytes: that one step reads at most, as they lie in memory: those of all experts too.
-        routed: the weights of experts, of which few rows meet few; None: it has none, or a step
-            reads all.
         memory_bytes: what the weights take, packed ones included.
-        numbers: the dtype that is computed, and the weights under it if they are kept otherwise.
     """
 
     dtype: torch.dtype
     device: torch.device
     kernels: Kernels
+
+    @property
+    def shard(self) -> ModelShape: ...
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    @property
+    def memory_bytes(self) -> int: ...
+
+    def draft(
+        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
+    ) -> ModelDrafts:
+        """Draft for unread texts, as `DecoderPass.draft` says."""
+        ...
+
+
+class LanguageModel(CachedNetwork, Protocol):
+    """A decoder-only language model.
+
+    Attributes:
+        vocabulary: the tokens of this rank.
+        group: the ranks that it is spread over. Each of them calls the same with the same rows.
+        embed_tokens: the vectors of this rank's tokens.
+        lm_head: the product of the head, without what the family does to its logits afterwards.
+        routed: the weights of experts, of which few rows meet few; None: it has none, or a step
+            reads all.
+        numbers: the dtype that is computed, and the weights under it if they are kept otherwise.
+    """
+
     group: RankGroup
     vocabulary: VocabularyShard
     lm_head: Linear
@@ -48,19 +71,10 @@ class LanguageModel(Protocol):
     def config(self) -> ModelShape: ...
 
     @property
-    def shard(self) -> ModelShape: ...
-
-    @property
     def embed_tokens(self) -> Embedding: ...
 
     @property
-    def weight_bytes(self) -> int: ...
-
-    @property
     def routed(self) -> RoutedWeights | None: ...
-
-    @property
-    def memory_bytes(self) -> int: ...
 
     @property
     def numbers(self) -> str: ...
@@ -101,30 +115,18 @@ class LanguageModel(Protocol):
         same on every rank."""
         ...
 
-    def draft(
-        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
-    ) -> ModelDrafts:
-        """Draft for unread texts, as `DecoderPass.draft` says."""
-        ...
-
     def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
         """Run one step, as `DecoderPass.step` says."""
         ...
 
 
 @runtime_checkable
-class StateNetwork(Protocol):
+class StateNetwork(CachedNetwork, Protocol):
     """A network that drafts: it reads a token together with the target's state before it. Where the
     target has not read the text, its own state takes that place. As EagleNetwork, which says more.
     """
 
-    dtype: torch.dtype
-    device: torch.device
-    kernels: Kernels
     feature_size: int
-
-    @property
-    def shard(self) -> ModelShape: ...
 
     @property
     def taps(self) -> tuple[int, ...]: ...
@@ -147,15 +149,3 @@ class StateNetwork(Protocol):
         """[Q, V] over the target's vocabulary, of the rows that are this rank's; -inf where it has
         no such token."""
         ...
-
-    def draft(
-        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
-    ) -> ModelDrafts:
-        """Draft for unread texts, as `DecoderPass.draft` says."""
-        ...
-
-    @property
-    def memory_bytes(self) -> int: ...
-
-    @property
-    def weight_bytes(self) -> int: ...

@@ -23,6 +23,8 @@ class ModelShape:
         eos_token_ids: every token that ends a text, as generation_config.json names them, else
             config.json.
         torch_dtype: what the checkpoint was saved in, such as "bfloat16", None if unknown.
+        layers: what each layer keeps of a token; empty: all keep keys and values of these sizes.
+        depends_on_context: weights or positions are others with another max_model_len.
     """
 
     architecture: str
@@ -38,17 +40,14 @@ class ModelShape:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     torch_dtype: str | None
-
-    @property
-    def depends_on_context(self) -> bool:
-        """Is true if weights or positions are others with another max_model_len."""
-        return False
+    layers: tuple[LayerCacheShape, ...] = ()
+    depends_on_context: bool = False
 
     @property
     def cache_shapes(self) -> tuple[LayerCacheShape, ...]:
-        """The cache of each layer for one token: the same in all of them."""
+        """The cache of each layer for one token."""
         one = LayerCacheShape(self.num_kv_heads, self.head_size, self.head_size)
-        return (one,) * self.num_layers
+        return self.layers or (one,) * self.num_layers
 
     def shard(self, size: int, flag: str = TARGET_RANKS) -> Self:
         """The part that each of `size` ranks has: heads, kv heads and the width of the feed-forward

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.coded_weight import CodedWeight
-from outdraft.models.checkpoints.deferred import DeferredTensor, DeferredWeights
-from outdraft.models.checkpoints.files import Place, StoredTensors
+from outdraft.models.checkpoints.files import Place, StoredTensors, plain_weights
+from outdraft.models.checkpoints.reader import Checkpoint
 from outdraft.models.checkpoints.stored import StoredParameter
-from outdraft.models.library.checkpoint import deferred_products
+from outdraft.models.library.checkpoint import DeferredTensor, presented, replace_deferred
 
 NUMBERS = {
     "upper": torch.randn(6, 4, generator=torch.Generator().manual_seed(1)),
@@ -44,7 +44,8 @@ def sizes_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def deferred(places: dict[str, Place], name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    return deferred_products(places, dtype)[name][...]
+    checkpoint = Checkpoint(plain_weights(places))
+    return presented(checkpoint, dtype, keeps_codes=True, is_cut=True)[name][...]
 
 
 def read(tensor: Tensor) -> Tensor:
@@ -53,7 +54,8 @@ def read(tensor: Tensor) -> Tensor:
 
 
 def test_only_products_are_deferred(places: dict[str, Place]) -> None:
-    assert set(deferred_products(places, torch.float32)) == {"upper", "lower"}
+    found = {name for name in places if isinstance(deferred(places, name), DeferredTensor)}
+    assert found == {"upper", "lower"}
 
 
 def test_plain_numbers_are_not_rounded(places: dict[str, Place]) -> None:
@@ -151,7 +153,7 @@ def test_tied_weights_are_read_once_and_stay_tied(
 ) -> None:
     module = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(4, 6, bias=False))
     module[0].weight = module[1].weight = nn.Parameter(deferred(places, "upper"), False)
-    DeferredWeights().replace_in(module, lambda *_: False)
+    replace_deferred(module, lambda *_: False)
     assert module[0].weight is module[1].weight
     assert torch.equal(module[0].weight, NUMBERS["upper"])
     assert sizes_read == [(6, 4)]

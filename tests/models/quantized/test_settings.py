@@ -53,7 +53,7 @@ def groups(**changes: Any) -> dict[str, Any]:
         ({"bits": 4}, "quant_method None is not supported"),
         ("gptq", "must be an object"),
         (groups(config_groups={}), "config_groups is missing"),
-        (groups(config_groups={"W4A16": ["Linear"]}), "config_groups must hold objects"),
+        (groups(config_groups={"W4A16": ["Linear"]}), "config_groups must be an object of objects"),
         (groups(format="nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized' with int weights"),
         (groups(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config is not"),
         (groups(transform_config={"config_groups": {"R1": {}}}), "transform_config is not"),
@@ -80,7 +80,10 @@ def groups(**changes: Any) -> dict[str, Any]:
             "settings of single modules. is not supported for AWQ",
         ),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' is not supported"),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, "block must have two positive"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128]},
+            "weight_block_size must be two pos",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(config: Any, message: str):

@@ -1,15 +1,26 @@
 """The config.json of a checkpoint, and typed values in it."""
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from outdraft.core.errors import ConfigError
 from outdraft.models.checkpoints.gguf_file import is_gguf
 from outdraft.models.checkpoints.gguf_metadata import config_of_gguf, has_own_network
+
+# Types of values, with what they must be in words.
+COUNT = Annotated[int, Meta(ge=1, description="a positive whole number")]
+NUMBER = Annotated[float, Meta(gt=0, le=sys.float_info.max, description="a number above 0")]
+FLAG = Annotated[bool, Meta(description="true or false")]
+LIST = Annotated[list[Any], Meta(description="a list")]
+OBJECT = Annotated[dict[str, Any], Meta(description="an object")]
+_IDS = Annotated[int | tuple[int, ...] | None, Meta(description="a token id or a list of them")]
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -23,7 +34,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if has_own_network(path):
         return config_of_gguf(path)
     try:
-        of_library = import_module("outdraft.models.library.gguf_config")
+        of_library = import_module("outdraft.models.library.gguf")
     except ImportError as error:
         raise ConfigError(
             f"{path} is of an architecture that outdraft runs through the transformers library: "
@@ -55,21 +66,30 @@ def read_json(path: Path) -> dict[str, Any]:
     return content  # pyright: ignore[reportUnknownVariableType]  # keys of a JSON object are str
 
 
+def checked(key: str, value: object, kind: Any, where: str = "config.json: ") -> Any:
+    """The value under this key, of a type that is annotated as those above.
+
+    Raises:
+        ConfigError: it is of another type, or out of its range; `where` begins the message.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        what = kind.__metadata__[0].description
+        raise ConfigError(f"{where}{key} must be {what}, got {value!r:.80}") from None
+
+
 def read_count(raw: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
     """The positive whole number under the first of these keys that is there.
 
     Raises:
         ConfigError: it is missing and there is no default, or it is none.
     """
-    key = next((key for key in keys if raw.get(key) is not None), None)
-    if key is None:
-        if default is None:
-            raise ConfigError(f"config.json: {keys[0]} is missing")
-        return default
-    value = raw[key]
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"config.json: {key} must be a positive whole number, got {value!r}")
-    return value
+    key = next((key for key in keys if raw.get(key) is not None), keys[0])
+    value = default if raw.get(key) is None else raw[key]
+    if value is None:
+        raise ConfigError(f"config.json: {key} is missing")
+    return checked(key, value, COUNT)
 
 
 def read_positive(raw: Mapping[str, Any], key: str, default: float) -> float:
@@ -78,21 +98,12 @@ def read_positive(raw: Mapping[str, Any], key: str, default: float) -> float:
     Raises:
         ConfigError: it is none.
     """
-    value = raw.get(key)
-    if value is None:
-        return default
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
-        raise ConfigError(f"config.json: {key} must be a number above 0, got {value!r:.80}")
-    return float(value)
+    return checked(key, default if raw.get(key) is None else raw[key], NUMBER)
 
 
 def read_object(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
     """The object under this key, empty where that is missing. Raises ConfigError if it is none."""
-    value = raw.get(key) or {}
-    if not isinstance(value, dict):
-        raise ConfigError(f"config.json: {key} must be an object, got {value!r:.80}")
-    return value  # pyright: ignore[reportUnknownVariableType]  # keys of a JSON object are str
+    return checked(key, raw.get(key) or {}, OBJECT)
 
 
 def read_token_ids(raw: Mapping[str, Any], key: str) -> tuple[int, ...]:
@@ -101,8 +112,5 @@ def read_token_ids(raw: Mapping[str, Any], key: str) -> tuple[int, ...]:
     Raises:
         ConfigError: it is something else.
     """
-    value = raw.get(key)
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ConfigError(f"{key} must be a token id or a list of them, got {value!r}")
-    return tuple(dict.fromkeys(ids))
+    ids: Any = checked(key, raw.get(key), _IDS, "")
+    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(dict.fromkeys(ids))

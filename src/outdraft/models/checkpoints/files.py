@@ -5,6 +5,7 @@ Only safetensors are read, since a pickle runs any code that it holds.
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -13,6 +14,7 @@ from torch import Tensor
 from outdraft.core.errors import ConfigError
 from outdraft.models.checkpoints.config_json import read_json
 from outdraft.models.checkpoints.gguf_file import is_gguf
+from outdraft.models.checkpoints.stored import StoredWeight
 
 Place = tuple[Path, str]  # a safetensors file, and the name of a tensor in it
 
@@ -152,17 +154,11 @@ class StoredTensors:
         with safe_open(file, framework="pt") as tensors:
             return tensors.get_tensor(stored)
 
-    def read_at(self, name: str, index: int) -> Tensor:
-        """The one at that index in a stack of tensors; raises as `read`."""
+    def read_part(self, name: str, *indices: int | slice) -> Tensor:
+        """The part at these indices, of which no more is read; raises as `read`."""
         file, stored = self._place(name)
         with safe_open(file, framework="pt") as tensors:
-            return tensors.get_slice(stored)[index]
-
-    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Some outputs and inputs of a weight: no more is read; raises as `read`."""
-        file, stored = self._place(name)
-        with safe_open(file, framework="pt") as tensors:
-            return tensors.get_slice(stored)[rows, columns]
+            return tensors.get_slice(stored)[indices]
 
     def shape(self, name: str) -> list[int]:
         """The sizes of a tensor; raises ConfigError if there is none of this name."""
@@ -176,7 +172,12 @@ class StoredTensors:
     def _header(self, name: str) -> tuple[list[int], str]:
         file, stored = self._place(name)
         if file not in self._headers:
-            self._headers[file] = _header_of(file)
+            with safe_open(file, framework="pt") as tensors:
+                names = [str(one) for one in tensors.keys()]  # noqa: SIM118  # not a mapping
+                slices = {one: tensors.get_slice(one) for one in names}
+            self._headers[file] = {
+                one: (list(part.get_shape()), str(part.get_dtype())) for one, part in slices.items()
+            }
         return self._headers[file][stored]
 
     def _place(self, name: str) -> Place:
@@ -185,11 +186,21 @@ class StoredTensors:
         return self._places[name]
 
 
-def _header_of(file: Path) -> dict[str, tuple[list[int], str]]:
-    """Shapes and dtypes."""
-    with safe_open(file, framework="pt") as tensors:
-        slices = {str(name): tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-        return {name: (list(one.get_shape()), str(one.get_dtype())) for name, one in slices.items()}
+def plain_weights(places: Mapping[str, Place]) -> dict[str, StoredWeight]:
+    """The tensors of some safetensors files as weights that are not quantised."""
+    tensors, found = StoredTensors(places), dict[str, StoredWeight]()
+    for name, (_, stored) in places.items():
+        shape = tuple(tensors.shape(name))
+        found[name] = StoredWeight(
+            shape=shape,
+            label=tensors.dtype(name),
+            group_inputs=shape[-1] if shape else 1,
+            name=stored,
+            is_plain=True,
+            read=partial(tensors.read, name),
+            read_part=partial(tensors.read_part, name),
+        )
+    return found
 
 
 def read_tensor(place: Place) -> Tensor:

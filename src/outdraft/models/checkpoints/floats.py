@@ -64,28 +64,28 @@ def float_weight(tensors: StoredTensors, module: str, scheme: WeightScheme) -> S
         label=f"{scheme.storage}, 8-bit floats, a scale for each {kind}",
         group_inputs=num_inputs,
         reason=_NO_TILES,
-        read=partial(_read, tensors, name, scale_name, block, is_one),
+        read=lambda: _scaled(tensors.read(name), tensors.read(scale_name), block),
     )
 
 
-def _read(
-    tensors: StoredTensors, name: str, scale_name: str, block: tuple[int, int], is_one: bool
-) -> Tensor:
-    numbers_ED, scales = tensors.read(name).float(), tensors.read(scale_name).float()
-    if is_one:
-        return numbers_ED.mul_(scales.reshape(()))
-    scales = scales.reshape(-1, 1) if scales.dim() == 1 else scales
-    for first in range(0, len(numbers_ED), block[0]):  # no copy of all scales for every number
-        rows_XD = numbers_ED[first : first + block[0]]
-        of_inputs_D = scales[first // block[0]].repeat_interleave(block[1])
-        rows_XD.mul_(of_inputs_D[: rows_XD.shape[1]])
-    return numbers_ED
+def _scaled(numbers_RC: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """float32 [R, C]: the numbers times one scale, or the scales of rows or of blocks."""
+    numbers_RC, scales = numbers_RC.float(), scales.float()
+    scales = scales if scales.dim() == 2 else scales.reshape(-1, 1)
+    num_rows, num_columns = numbers_RC.shape
+    if scales.shape[1] not in (1, num_columns):
+        scales = scales.repeat_interleave(block[1], dim=1)[:, :num_columns]
+    if scales.shape[0] in (1, num_rows):
+        return numbers_RC.mul_(scales)
+    for rows_RC, scales_C in zip(numbers_RC.split(block[0]), scales, strict=True):
+        rows_RC.mul_(scales_C)  # no copy of all scales for every number
+    return numbers_RC
 
 
 def float_stacks(
     tensors: StoredTensors, scheme: WeightScheme
-) -> Iterator[tuple[str, str, StoredParameter]]:
-    """Experts that are one parameter [X, R, C]: its name, that of its scales, and its numbers.
+) -> Iterator[tuple[str, tuple[str, str], StoredParameter]]:
+    """Experts that are one parameter [X, R, C]: its name, those of its tensors, and its numbers.
 
     Scales are [X], or have one number for all rows, for a row, or for a block of rows; likewise for
     columns.
@@ -114,43 +114,36 @@ def float_stacks(
                 label=f"{scheme.storage}, 8-bit floats of experts",
                 group_inputs=shape[1],
                 reason=_NO_TILES,
-                read=partial(_read_at, tensors, name, scales, scheme.block or (1, 1), index),
+                read=partial(_read_expert, tensors, name, scales, scheme.block or (1, 1), index),
             )
             for index in range(num_experts)
         ]
-        yield name, scales, StoredParameter([[one] for one in weights], is_stack=True)
+        yield name, (name, scales), StoredParameter([[one] for one in weights], is_stack=True)
 
 
-def _read_at(
+def _read_expert(
     tensors: StoredTensors, name: str, scales: str, block: tuple[int, int], index: int
 ) -> Tensor:
     """[R, C]: of one expert."""
-    numbers_RC = tensors.read_at(name, index).float()
-    found = tensors.read_at(scales, index).float()
-    found = found if found.dim() == 2 else found.reshape(1, 1)
-    for dim, size in enumerate(numbers_RC.shape):
-        if found.shape[dim] not in (1, size):
-            found = found.repeat_interleave(block[dim], dim).narrow(dim, 0, size)
-    return numbers_RC.mul_(found)
+    return _scaled(tensors.read_part(name, index), tensors.read_part(scales, index), block)
 
 
-def mxfp4_stacks(tensors: StoredTensors) -> dict[str, StoredParameter]:
-    """The parameters of experts by their names; they have inputs before outputs.
+def mxfp4_stacks(
+    tensors: StoredTensors,
+) -> Iterator[tuple[str, tuple[str, str], StoredParameter]]:
+    """Experts in MXFP4, likewise; they have inputs before outputs.
 
     Raises:
         ConfigError: tensors are missing, or do not fit each other.
     """
-    names = [name.removesuffix(_BLOCKS) for name in tensors if name.endswith(_BLOCKS)]
-    return {name: _mxfp4_stack(tensors, name) for name in names}
-
-
-def parts_of(name: str) -> tuple[str, str]:
-    """The names of the tensors that a parameter is made of."""
-    return name + _BLOCKS, name + _SCALES
+    for first in tensors:
+        if first.endswith(_BLOCKS):
+            name = first.removesuffix(_BLOCKS)
+            yield name, (first, name + _SCALES), _mxfp4_stack(tensors, name)
 
 
 def _mxfp4_stack(tensors: StoredTensors, name: str) -> StoredParameter:
-    blocks, scales = parts_of(name)
+    blocks, scales = name + _BLOCKS, name + _SCALES
     shape = tensors.shape(blocks)
     if len(shape) != 4 or shape[3] != _GROUP // 2 or tensors.shape(scales) != shape[:3]:
         raise ConfigError(
@@ -173,9 +166,9 @@ def _mxfp4_stack(tensors: StoredTensors, name: str) -> StoredParameter:
 
 
 def _read_mxfp4(tensors: StoredTensors, name: str, index: int) -> GroupedCodes:
-    blocks, scales = parts_of(name)
-    bytes_ENB = tensors.read_at(blocks, index)
-    exponents_EN = tensors.read_at(scales, index)
+    blocks, scales = name + _BLOCKS, name + _SCALES
+    bytes_ENB = tensors.read_part(blocks, index)
+    exponents_EN = tensors.read_part(scales, index)
     if (exponents_EN == _NOT_A_NUMBER).any():
         raise ConfigError(f"tensor {scales!r} has scales that are not numbers")
     # 16 pairs of numbers: a byte is looked up as a whole.
@@ -183,4 +176,4 @@ def _read_mxfp4(tensors: StoredTensors, name: str, index: int) -> GroupedCodes:
     pairs = torch.stack((twice.repeat(16), twice.repeat_interleave(16)), dim=-1)
     codes_ED = pairs[bytes_ENB.flatten(1).int()].flatten(1)
     scales_EN = torch.ldexp(torch.ones(exponents_EN.shape), exponents_EN.int() - 128)
-    return GroupedCodes(8, _GROUP, codes_ED, scales_EN)
+    return GroupedCodes(_GROUP, codes_ED, scales_EN)

@@ -1,19 +1,18 @@
 """The header of a GGUF file: its metadata, and where its tensors are. Needs numpy only.
 
-The format is that of ggml-org/ggml, docs/gguf.md. A header with 300,000 strings is read in one pass
-over their lengths; the strings themselves are made when they are wanted. A model that is split over
-several files is read as one, as llama.cpp does it.
+The format is that of ggml-org/ggml, docs/gguf.md. A model that is split over several files is read
+as one, as llama.cpp does it.
 """
 
 import mmap
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -103,7 +102,8 @@ class GgufFile:
     Attributes:
         path: of the first file.
         files: all of them.
-        values: metadata by their keys: numbers, strings, `Strings`, and read-only numpy arrays.
+        values: metadata by their keys: numbers, strings, lists of strings, and read-only arrays of
+            numpy.
         tensors: by their names, in the order of the files.
         maps: of the files.
     """
@@ -118,47 +118,6 @@ class GgufFile:
         """Give back the memory of pages that were read; they can be read again."""
         for one in self.maps:
             one.madvise(mmap.MADV_DONTNEED)
-
-
-class Strings(Sequence[str]):
-    """An array of strings in a file. `tolist` makes all of them, an index only one."""
-
-    def __init__(self, bounds: np.ndarray, content: memoryview) -> None:
-        """
-        Args:
-            bounds: int64, where the array begins in `content`, then where each string ends; each
-                has 8 bytes before it: its length.
-        """
-        self._bounds, self._content = bounds, content
-
-    def __len__(self) -> int:
-        return len(self._bounds) - 1
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
-        at = range(len(self))[index]
-        first, end = int(self._bounds[at]) + 8, int(self._bounds[at + 1])
-        return str(self._content[first:end], "utf-8")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tolist())
-
-    def tolist(self) -> list[str]:
-        """All strings; raises UnicodeDecodeError if one is no UTF-8."""
-        start, *bounds = self._bounds.tolist()
-        content = bytes(self._content[start : self._bounds[-1]])
-        strings = list[str]()
-        first = 8
-        for bound in bounds:
-            end = bound - start
-            strings.append(content[first:end].decode())
-            first = end + 8
-        return strings
 
 
 def is_gguf(path: Path) -> bool:
@@ -247,6 +206,8 @@ def _read_file(path: Path) -> GgufFile:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     try:
         return _read_header(path, mapped)
+    except KeyError as error:
+        raise ConfigError(f"{path} is damaged: it has metadata of type {error}") from error
     except (ValueError, struct.error) as error:
         raise ConfigError(f"{path} is no GGUF file, damaged or cut short: {error}") from error
 
@@ -289,12 +250,6 @@ def _tensor(name: str, shape: tuple[int, ...], number: int, content: np.ndarray)
     return GgufTensor(name, kind, shape, raw)
 
 
-def _number_type(kind: int) -> str:
-    if kind not in _NUMBERS:
-        raise ValueError(f"metadata of type {kind} are not supported")
-    return _NUMBERS[kind]
-
-
 class _Header:
     """Reads one thing after the other.
 
@@ -319,11 +274,11 @@ class _Header:
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
-            return self.number(_number_type(kind))
+            return self.number(_NUMBERS[kind])
         kind, count = self.number("<u4"), self.number("<u8")
         if kind == _STRING:
             return self._strings(count)
-        numbers = self._numbers(_number_type(kind), count).copy()  # at an address that fits them
+        numbers = self._numbers(_NUMBERS[kind], count).copy()  # at an address that fits them
         numbers.flags.writeable = False
         return numbers
 
@@ -339,18 +294,17 @@ class _Header:
         dtype = np.dtype(kind)
         return np.frombuffer(self._taken(count * dtype.itemsize), dtype)
 
-    def _strings(self, count: int) -> Strings:
+    def _strings(self, count: int) -> list[str]:
         content, at, read = self.content, self.at, _LENGTH.unpack_from
-        if count * 8 > len(content) - at:
-            raise ValueError(f"an array of {count} strings ends after the file")
-        bounds = [at]
+        found = list[str]()
         for _ in range(count):
-            at += 8 + read(content, at)[0]
-            bounds.append(at)
-        if at > len(content):
-            raise ValueError(f"an array of {count} strings ends after the file")
+            end = at + 8 + read(content, at)[0]
+            if end > len(content):
+                raise ValueError(f"an array of {count} strings ends after the file")
+            found.append(str(content[at + 8 : end], "utf-8"))
+            at = end
         self.at = at
-        return Strings(np.array(bounds, np.int64), content)
+        return found
 
     def _taken(self, size: int) -> memoryview:
         first, end = self.at, self.at + size

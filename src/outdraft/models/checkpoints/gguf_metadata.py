@@ -26,7 +26,7 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-# Numbers of the network, as config.json calls them.
+# Numbers of the network, as config.json calls them; ModelConfig checks them.
 _SIZES = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -70,58 +70,39 @@ class TokenKind(IntEnum):
     BYTE = 6
 
 
+def _texts(listed: str) -> tuple[str, ...]:
+    return tuple(listed.split())
+
+
 # Texts that have a role in files that name no token for it, by the role's key.
 _ROLES = {
-    "eot": (
-        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"),
-        *("<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "<\uff5cend▁of▁sentence\uff5c>"),
-        "<end_of_utterance>",
+    "eot": _texts(
+        "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> "
+        "[EOT] <\uff5cend▁of▁sentence\uff5c> <end_of_utterance>"
     ),
     "eom": ("<|eom_id|>",),
-    "fim_pre": (
-        *(
-            "<|fim_prefix|>",
-            "<fim-prefix>",
-            "<fim_prefix>",
-            "<\uff5cfim▁begin\uff5c>",
-            "<PRE>",
-            "▁<PRE>",
-        ),
-        *("<|code_prefix|>", "<|prefix|>"),
+    "fim_pre": _texts(
+        "<|fim_prefix|> <fim-prefix> <fim_prefix> <\uff5cfim▁begin\uff5c> <PRE> ▁<PRE> "
+        "<|code_prefix|> <|prefix|>"
     ),
-    "fim_suf": (
-        *(
-            "<|fim_suffix|>",
-            "<fim-suffix>",
-            "<fim_suffix>",
-            "<\uff5cfim▁hole\uff5c>",
-            "<SUF>",
-            "▁<SUF>",
-        ),
-        *("<|code_suffix|>", "<|suffix|>"),
+    "fim_suf": _texts(
+        "<|fim_suffix|> <fim-suffix> <fim_suffix> <\uff5cfim▁hole\uff5c> <SUF> ▁<SUF> "
+        "<|code_suffix|> <|suffix|>"
     ),
-    "fim_mid": (
-        *(
-            "<|fim_middle|>",
-            "<fim-middle>",
-            "<fim_middle>",
-            "<\uff5cfim▁end\uff5c>",
-            "<MID>",
-            "▁<MID>",
-        ),
-        *("<|code_middle|>", "<|middle|>"),
+    "fim_mid": _texts(
+        "<|fim_middle|> <fim-middle> <fim_middle> <\uff5cfim▁end\uff5c> <MID> ▁<MID> "
+        "<|code_middle|> <|middle|>"
     ),
-    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
-    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_pad": _texts("<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]"),
+    "fim_rep": _texts("<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
 _OLDER_KEYS = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
 _END_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _ENDS = {
-    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
-    *("<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
-    *("<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>"),
-    *("<\uff5cend▁of▁sentence\uff5c>", "[e~["),
+    *_texts("<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn>"),
+    *_texts("<|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <eos> [e~["),
+    *_texts("<end_of_utterance> <turn|> <|tool_response> <\uff5cend▁of▁sentence\uff5c>"),
 }
 # Where all of the first end an output, the second goes on with it, and has another kind.
 _EXCEPTIONS = (
@@ -208,14 +189,14 @@ def config_of_gguf(path: Path) -> dict[str, Any]:
     file = open_gguf(path)
     name, tensors, of_model = file.values[ARCHITECTURE], file.tensors, values_of_model(file)
     refuse_unread(file, of_model.keys() - {*_SIZES.values(), "attention.value_length", *ROPE_KEYS})
-    rope = rope_of(of_model)
-    rotary_size = of_model.get("rope.dimension_count")
+    rope, rotary_size = rope_of(of_model), of_model.get("rope.dimension_count")
     if rotary_size not in (None, of_model.get("attention.key_length", rotary_size)):
         raise ConfigError(f"GGUF: rope.dimension_count {rotary_size} of a part of each head")
     config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[name]],
         "model_type": name,
-        **_sizes(of_model),
+        **({} if rotary_size is None else {"head_dim": rotary_size}),
+        **{ours: of_model[theirs] for ours, theirs in _SIZES.items() if theirs in of_model},
         **common_config(file),
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "rope_parameters": rope,
@@ -286,18 +267,9 @@ def tokenizer_config_of_gguf(path: Path) -> dict[str, Any]:
     tokens = values.get("tokenizer.ggml.tokens") or []
     found = {"chat_template": values.get("tokenizer.chat_template")}
     for ours, theirs in _SPECIAL.items():
-        token = values.get(f"tokenizer.ggml.{theirs}_token_id")
-        if token is not None and token < len(tokens):
+        if (token := named_token(values, theirs)) is not None:
             found[ours] = tokens[token]
     return {key: value for key, value in found.items() if value is not None}
-
-
-def _sizes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers of the network; ModelConfig checks them."""
-    found = {ours: values[theirs] for ours, theirs in _SIZES.items() if theirs in values}
-    if "head_dim" not in found and "rope.dimension_count" in values:
-        found["head_dim"] = values["rope.dimension_count"]
-    return found
 
 
 def rope_of(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ _MODULES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_PLAIN = {"F32": "<f4", "F16": "<f2"}
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def gguf_weights(path: Path) -> dict[str, StoredWeight]:
@@ -84,7 +84,7 @@ def stored_tensor(tensor: GgufTensor, num_heads: int | None) -> StoredWeight:
     kind, shape = tensor.kind, tensor.shape
     order_E = None if num_heads is None else _row_order(shape[0], num_heads)
     tile = _tile(tensor)
-    is_plain = kind in _PLAIN or kind == "BF16"
+    is_plain = kind in _PLAIN
     has_reason = tile is None and not is_plain and len(shape) > 1
     return StoredWeight(
         shape=shape,
@@ -114,13 +114,9 @@ def _row_order(num_rows: int, num_heads: int) -> np.ndarray:
 def _read(tensor: GgufTensor, order_E: np.ndarray | None) -> BlockRows | Tensor:
     if (tile := _tile(tensor)) is not None:
         return BlockRows(tile, tensor.shape[-1], tensor.raw, order_E)
-    numbers = _numbers(tensor, tensor.kind).reshape(tensor.shape)
+    if (dtype := _PLAIN.get(tensor.kind)) is None:
+        numbers = dequantised(tensor.raw, tensor.kind)
+    else:
+        numbers = torch.from_numpy(tensor.raw.copy()).view(dtype)
+    numbers = numbers.reshape(tensor.shape)
     return numbers if order_E is None else numbers[torch.from_numpy(order_E)]
-
-
-def _numbers(tensor: GgufTensor, kind: str) -> Tensor:
-    if kind in _PLAIN:
-        return torch.from_numpy(tensor.raw.copy().view(_PLAIN[kind]))
-    if kind == "BF16":
-        return torch.from_numpy(tensor.raw.copy()).view(torch.bfloat16)
-    return dequantised(tensor.raw, kind)

@@ -8,7 +8,6 @@ Dimension key: D inputs, E outputs, N groups of inputs.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,18 +32,29 @@ def integer_weight(tensors: StoredTensors, module: str, scheme: WeightScheme) ->
         ConfigError: tensors are missing, or do not fit each other.
     """
     shape, scales_name, fields_of, scales_of = _LAYOUTS[scheme.storage](tensors, module, scheme)
-    num_inputs = shape[1]
+    num_inputs, middle = shape[1], _middle(scheme.bits)
     group_inputs = scheme.group_inputs or num_inputs
     order_D = _order(tensors, module, group_inputs)
     scales_EN, zeros_EN = scales_of()
     _check(module, shape, group_inputs, scales_EN, zeros_EN, is_whole=order_D is None)
     # Symmetric checkpoints may store zero points that are all in the middle.
-    has_zero = zeros_EN is not None and bool((zeros_EN != _middle(scheme.bits)).any())
+    has_zero = zeros_EN is not None and bool((zeros_EN != middle).any())
     found = tile_for(scheme.bits, group_inputs, num_inputs, has_zero=has_zero)
     if order_D is not None:
         found = "its groups take inputs in an order of their own (desc_act)"
     tile = found if isinstance(found, WeightFormat) else None
     size = "all inputs" if scheme.group_inputs is None else f"{group_inputs} inputs"
+
+    def read() -> GroupedCodes | Tensor:
+        fields_ED, (scales_EN, zeros_EN) = fields_of(), scales_of()
+        codes_ED = (fields_ED.to(torch.int16) - middle).to(torch.int8)
+        scales_EN = scales_EN.float().expand(len(codes_ED), -1)
+        shifts_EN = middle - zeros_EN.float() if has_zero and zeros_EN is not None else None
+        if order_D is None:
+            return GroupedCodes(group_inputs, codes_ED, scales_EN, shifts_EN)
+        shifts_ED = 0 if shifts_EN is None else shifts_EN[:, order_D]
+        return (codes_ED.float() + shifts_ED) * scales_EN[:, order_D]
+
     return StoredWeight(
         shape=shape,
         label=f"{scheme.storage}, {scheme.bits} bits, a scale for {size}",
@@ -52,28 +62,8 @@ def integer_weight(tensors: StoredTensors, module: str, scheme: WeightScheme) ->
         tile=tile,
         reason="" if tile else str(found),
         scale_bytes=2 if tensors.dtype(scales_name) in ("BF16", "F16") else 4,
-        read=partial(_read, fields_of, scales_of, scheme.bits, group_inputs, order_D, has_zero),
+        read=read,
     )
-
-
-def _read(
-    fields_of: Fields,
-    scales_of: Scales,
-    bits: int,
-    group_inputs: int,
-    order_D: Tensor | None,
-    has_zero: bool,
-) -> GroupedCodes | Tensor:
-    fields_ED, (scales_EN, zeros_EN) = fields_of(), scales_of()
-    middle, num_inputs = _middle(bits), fields_ED.shape[1]
-    codes_ED = (fields_ED.to(torch.int16) - middle).to(torch.int8)
-    scales_EN = scales_EN.float().expand(len(codes_ED), -1)
-    shifts_EN = middle - zeros_EN.float() if has_zero and zeros_EN is not None else None
-    if order_D is None:
-        return GroupedCodes(bits, group_inputs, codes_ED, scales_EN, shifts_EN)
-    assert len(order_D) == num_inputs
-    shifts_ED = 0 if shifts_EN is None else shifts_EN[:, order_D]
-    return (codes_ED.float() + shifts_ED) * scales_EN[:, order_D]
 
 
 def _middle(bits: int) -> int:

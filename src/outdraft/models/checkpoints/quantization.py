@@ -2,15 +2,23 @@
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from outdraft.core.errors import ConfigError
+from outdraft.models.checkpoints.config_json import COUNT, OBJECT, checked
 
 _KEY = "config.json: quantization_config"
+_WHERE = f"{_KEY}: "
+_GROUPS = Annotated[dict[str, dict[str, Any]], Meta(description="an object of objects")]
+_NAMES = Annotated[tuple[str, ...], Meta(description="a list of names")]
+_SIZES = Annotated[tuple[COUNT, COUNT], Meta(description="two positive sizes")]
 _WEIGHT_ONLY = "the checkpoint was made for %s: only its weights are quantised here"
 _logger = logging.getLogger(__name__)
 
@@ -68,17 +76,13 @@ class Quantization:
         """The scheme of a module, such as model.layers.0.mlp.up_proj; None: its weight is plain."""
         if any(_matches(module, target) for target in self.ignored):
             return None
-        # A name says more than a pattern, and that more than a class.
-        for kind in (_is_name, _is_pattern, _is_class):
-            for targets, scheme in self.schemes:
-                if any(kind(target) and _matches(module, target) for target in targets):
-                    return scheme
-        return None
-
-    @property
-    def activations(self) -> str | None:
-        """The format that the activations were meant to have."""
-        return next((scheme.activations for _, scheme in self.schemes if scheme.activations), None)
+        found = [
+            (_generality(target), scheme)
+            for targets, scheme in self.schemes
+            for target in targets
+            if _matches(module, target)
+        ]
+        return min(found, key=itemgetter(0))[1] if found else None
 
 
 def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
@@ -93,11 +97,16 @@ def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
     if not isinstance(values, Mapping):
         raise ConfigError(f"{_KEY} must be an object, got {values!r:.80}")
     method = values.get("quant_method")
+    if method == "compressed-tensors":
+        return _compressed_tensors(values)
+    if method == "gguf":  # the file's tensors say how they are stored
+        return Quantization(method=method, schemes=())
     if method not in _METHODS:
+        supported = ", ".join(("compressed-tensors", *_METHODS, "gguf"))
         raise ConfigError(
-            f"{_KEY}: quant_method {method!r} is not supported; supported: {', '.join(_METHODS)}"
+            f"{_WHERE}quant_method {method!r} is not supported; supported: {supported}"
         )
-    return _METHODS[method](values)
+    return Quantization(method=method, schemes=((("re:.*",), _METHODS[method](values)),))
 
 
 def check_unquantised(path: Path, quantization: Quantization | None) -> None:
@@ -111,8 +120,9 @@ def check_unquantised(path: Path, quantization: Quantization | None) -> None:
 
 def log_purpose(quantization: Quantization) -> None:
     """Log the quantised activations and caches of a checkpoint, which stay as wide here."""
-    if quantization.activations:
-        _logger.info(_WEIGHT_ONLY, quantization.activations)
+    made_for = [scheme.activations for _, scheme in quantization.schemes if scheme.activations]
+    if made_for:
+        _logger.info(_WEIGHT_ONLY, made_for[0])
     if quantization.kv_cache:
         _logger.info("the checkpoint was made for a quantised cache: keys and values stay as wide")
 
@@ -121,18 +131,18 @@ def _compressed_tensors(values: Mapping[str, Any]) -> Quantization:
     for key in ("sparsity_config", "transform_config"):
         content = values.get(key)
         if content and content.get("format") != "dense" and content.get("config_groups") != {}:
-            raise ConfigError(f"{_KEY}: {key} is not supported")
-    groups = values.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        raise ConfigError(f"{_KEY}: config_groups is missing")
+            raise ConfigError(f"{_WHERE}{key} is not supported")
+    if not values.get("config_groups"):
+        raise ConfigError(f"{_WHERE}config_groups is missing")
+    groups = checked("config_groups", values["config_groups"], _GROUPS, _WHERE)
     schemes = [
         (tuple(map(str, group.get("targets", ()))), _compressed_scheme(group, values.get("format")))
-        for group in _objects("config_groups", list(groups.values()))
+        for group in groups.values()
     ]
     return Quantization(
         method="compressed-tensors",
         schemes=tuple(schemes),
-        ignored=_names(values, "ignore"),
+        ignored=checked("ignore", values.get("ignore") or (), _NAMES, _WHERE),
         kv_cache=values.get("kv_cache_scheme") is not None,
     )
 
@@ -148,71 +158,66 @@ _COMPRESSED = {
 
 def _compressed_scheme(group: Mapping[str, Any], common_format: object) -> WeightScheme:
     stored_as = group.get("format") or common_format
-    (weights,) = _objects("weights", [group.get("weights")])
+    weights = checked("weights", group.get("weights"), OBJECT, _WHERE)
     kind, bits = str(weights.get("type", "int")), weights.get("num_bits", 8)
     storage = _COMPRESSED.get((str(stored_as), kind))
     allowed = (4, 8) if storage is Storage.PACKED else (8,)
     if storage is None or bits not in allowed:
         formats = ", ".join(sorted({name for name, _ in _COMPRESSED}))
         raise ConfigError(
-            f"{_KEY}: format {stored_as!r} with {kind} weights of {bits} bits is not supported; "
+            f"{_WHERE}format {stored_as!r} with {kind} weights of {bits} bits is not supported; "
             f"supported: {formats}, with int weights of 8 bits (pack-quantized: 4 too) or float "
             "weights of 8 bits"
         )
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
     if strategy not in ("tensor", "channel", "group", "block"):
-        raise ConfigError(f"{_KEY}: strategy {strategy!r} of weights is not supported")
+        raise ConfigError(f"{_WHERE}strategy {strategy!r} of weights is not supported")
     block = weights.get("block_structure") if strategy == "block" else None
     if isinstance(block, str):  # as older releases wrote it: 128x128
         block = [int(size) for size in block.split("x")]
+    group_inputs, activations = None, group.get("input_activations")
+    if strategy == "group":
+        group_inputs = checked("group_size", weights.get("group_size"), COUNT, _WHERE)
     return WeightScheme(
         storage=storage,
         bits=bits,
-        group_inputs=_positive("group_size", weights) if strategy == "group" else None,
+        group_inputs=group_inputs,
         has_zero=not weights.get("symmetric", True),
-        block=None if block is None else _block(block),
-        activations=_activations(group.get("input_activations")),
+        block=_block("block_structure", block),
+        activations=activations
+        and f"{activations.get('num_bits', 8)}-bit {activations.get('type', 'int')} activations",
     )
 
 
-def _activations(values: Any) -> str | None:
-    if not values:
-        return None
-    return f"{values.get('num_bits', 8)}-bit {values.get('type', 'int')} activations"
-
-
-def _gptq(values: Mapping[str, Any]) -> Quantization:
+def _gptq(values: Mapping[str, Any]) -> WeightScheme:
     _check_dynamic(values, "GPTQ")
     stored_as = values.get("checkpoint_format") or values.get("format") or "gptq"
     if stored_as not in ("gptq", "gptq_v2") or values.get("is_marlin_format"):
         raise ConfigError(
-            f"{_KEY}: GPTQ's checkpoint_format {stored_as!r} is not supported; supported: "
+            f"{_WHERE}GPTQ's checkpoint_format {stored_as!r} is not supported; supported: "
             "gptq, gptq_v2"
         )
-    bits = _bits(values, "GPTQ", (4, 8))
-    scheme = WeightScheme(
+    return WeightScheme(
         storage=Storage.GPTQ,
-        bits=bits,
+        bits=_bits(values, "GPTQ", (4, 8)),
         group_inputs=_group_or_all(values, "group_size"),
         has_zero=True,
         adds_one=stored_as == "gptq",
     )
-    return Quantization(method="gptq", schemes=((("re:.*",), scheme),))
 
 
-def _awq(values: Mapping[str, Any]) -> Quantization:
+def _awq(values: Mapping[str, Any]) -> WeightScheme:
     _check_dynamic(values, "AWQ")
     names = ("version", "checkpoint_format", "format")  # AutoAWQ's, and GPTQModel's
     version = str(next((values[name] for name in names if values.get(name)), "gemm")).lower()
     if version != "gemm":
-        raise ConfigError(f"{_KEY}: AWQ's version {version!r} is not supported; supported: gemm")
-    scheme = WeightScheme(
+        raise ConfigError(f"{_WHERE}AWQ's version {version!r} is not supported; supported: gemm")
+    return WeightScheme(
         storage=Storage.AWQ,
         bits=_bits(values, "AWQ", (4,)),
         group_inputs=_group_or_all(values, "group_size", "q_group_size"),
         has_zero=True,
     )
-    return Quantization(method="awq", schemes=((("re:.*",), scheme),))
 
 
 def _check_dynamic(values: Mapping[str, Any], name: str) -> None:
@@ -220,107 +225,64 @@ def _check_dynamic(values: Mapping[str, Any], name: str) -> None:
     dynamic = values.get("dynamic") or {}
     if not isinstance(dynamic, Mapping) or not all(str(key).startswith("-:") for key in dynamic):
         raise ConfigError(
-            f"{_KEY}: dynamic (settings of single modules) is not supported for {name}"
+            f"{_WHERE}dynamic (settings of single modules) is not supported for {name}"
         )
 
 
-def _fp8(values: Mapping[str, Any]) -> Quantization:
+def _fp8(values: Mapping[str, Any]) -> WeightScheme:
     if (kind := str(values.get("fmt") or "e4m3")) != "e4m3":
-        raise ConfigError(f"{_KEY}: FP8's fmt {kind!r} is not supported; supported: e4m3")
-    block = values.get("weight_block_size")
-    scheme = WeightScheme(
+        raise ConfigError(f"{_WHERE}FP8's fmt {kind!r} is not supported; supported: e4m3")
+    return WeightScheme(
         storage=Storage.FP8,
         bits=8,
-        block=None if block is None else _block(block),
+        block=_block("weight_block_size", values.get("weight_block_size")),
         activations="8-bit float activations",
     )
-    method = str(values["quant_method"])
-    return Quantization(method=method, schemes=((("re:.*",), scheme),))
 
 
-def _mxfp4(values: Mapping[str, Any]) -> Quantization:
-    scheme = WeightScheme(storage=Storage.MXFP4, bits=4, group_inputs=32)
-    method = str(values["quant_method"])
-    return Quantization(method=method, schemes=((("re:.*",), scheme),))
+def _mxfp4(_: Mapping[str, Any]) -> WeightScheme:
+    return WeightScheme(storage=Storage.MXFP4, bits=4, group_inputs=32)
 
 
-def _gguf(values: Mapping[str, Any]) -> Quantization:
-    """The file's tensors say how they are stored."""
-    return Quantization(method=str(values["quant_method"]), schemes=())
-
-
-_METHODS = {
-    "compressed-tensors": _compressed_tensors,
+_METHODS: dict[str, Callable[[Mapping[str, Any]], WeightScheme]] = {
     "gptq": _gptq,
     "awq": _awq,
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
     "mxfp4": _mxfp4,
-    "gguf": _gguf,
 }
 
 
-def _is_name(target: str) -> bool:
-    return "." in target and not _is_pattern(target)
-
-
-def _is_pattern(target: str) -> bool:
-    return target.startswith("re:")
-
-
-def _is_class(target: str) -> bool:
-    return not _is_name(target) and not _is_pattern(target)
+def _generality(target: str) -> int:
+    """Order targets: a name says more than a pattern, and that more than a class."""
+    return 1 if target.startswith("re:") else 0 if "." in target else 2
 
 
 def _matches(module: str, target: str) -> bool:
     """Match as compressed-tensors: all of a name, the start of a pattern, or the module's class."""
-    if _is_pattern(target):
+    if target.startswith("re:"):
         try:
             return re.match(target.removeprefix("re:"), module) is not None
         except re.error as error:
-            raise ConfigError(f"{_KEY}: {target!r} is no pattern: {error}") from error
+            raise ConfigError(f"{_WHERE}{target!r} is no pattern: {error}") from error
     return target in (module, "Embedding" if module.endswith("embed_tokens") else "Linear")
-
-
-def _objects(key: str, values: Sequence[Any]) -> list[Mapping[str, Any]]:
-    for value in values:
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{_KEY}: {key} must hold objects, got {value!r:.80}")
-    return list(values)
-
-
-def _names(values: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    names = values.get(key) or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{_KEY}: {key} must be a list of names, got {names!r:.80}")
-    return tuple(names)
 
 
 def _bits(values: Mapping[str, Any], name: str, allowed: tuple[int, ...]) -> int:
     bits = values.get("bits", values.get("w_bit"))
     if bits not in allowed:
         raise ConfigError(
-            f"{_KEY}: {name} with {bits!r} bits is not supported; supported: "
+            f"{_WHERE}{name} with {bits!r} bits is not supported; supported: "
             f"{', '.join(map(str, allowed))}"
         )
     return bits
 
 
-def _positive(key: str, values: Mapping[str, Any]) -> int:
-    value = values.get(key)
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"{_KEY}: {key} must be a positive whole number, got {value!r}")
-    return value
-
-
 def _group_or_all(values: Mapping[str, Any], *keys: str) -> int | None:
     """-1 stands for all inputs."""
     key = next((key for key in keys if values.get(key) is not None), keys[0])
-    return None if values.get(key) == -1 else _positive(key, values)
+    return None if values.get(key) == -1 else checked(key, values.get(key), COUNT, _WHERE)
 
 
-def _block(value: Any) -> tuple[int, int]:
-    sizes = list(value) if isinstance(value, list | tuple) else []
-    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
-        raise ConfigError(f"{_KEY}: a block must have two positive sizes, got {value!r:.80}")
-    return sizes[0], sizes[1]
+def _block(key: str, value: object) -> tuple[int, int] | None:
+    return None if value is None else checked(key, value, _SIZES, _WHERE)

@@ -9,13 +9,7 @@ from dataclasses import dataclass, field
 
 from outdraft.core.errors import ConfigError
 from outdraft.models.checkpoints.files import Place, StoredTensors
-from outdraft.models.checkpoints.floats import (
-    FLOAT8,
-    float_stacks,
-    float_weight,
-    mxfp4_stacks,
-    parts_of,
-)
+from outdraft.models.checkpoints.floats import FLOAT8, float_stacks, float_weight, mxfp4_stacks
 from outdraft.models.checkpoints.integers import integer_weight
 from outdraft.models.checkpoints.quantization import Quantization, Storage, WeightScheme
 from outdraft.models.checkpoints.stored import StoredParameter, StoredWeight
@@ -44,16 +38,18 @@ class Checkpoint:
     """The tensors of a checkpoint, by the names of a network's parameters.
 
     Attributes:
-        places: of plain tensors.
-        stored: the others.
         stacks: quantised parameters of several experts.
         release: gives memory back that was mapped to read them.
     """
 
-    places: dict[str, Place]
-    stored: Mapping[str, StoredWeight]
+    weights: Mapping[str, StoredWeight]
     stacks: Mapping[str, StoredParameter] = field(default_factory=dict[str, StoredParameter])
     release: Callable[[], None] = lambda: None
+
+    @property
+    def has_codes(self) -> bool:
+        """Is true if something is quantised."""
+        return bool(self.stacks) or not all(one.is_plain for one in self.weights.values())
 
 
 def read_stored(
@@ -77,7 +73,8 @@ def read_stored(
         for part in _OF_WEIGHT:
             rest.pop(f"{module}.{part}", None)
         bias = f"{module}.bias"
-        if scheme.storage is Storage.GPTQ and bias not in wanted and _is_zero(tensors, bias):
+        is_unread = scheme.storage is Storage.GPTQ and bias not in wanted and bias in tensors
+        if is_unread and not tensors.read(bias).any():
             rest.pop(bias)  # AutoGPTQ writes one for every weight
     return stored, rest
 
@@ -91,18 +88,17 @@ def read_stacks(
         ConfigError: tensors are missing, or do not fit each other.
     """
     tensors, rest = StoredTensors(places), dict(places)
-    storages = {scheme.storage: scheme for _, scheme in quantization.schemes}
     found: dict[str, StoredParameter] = {}
-    if Storage.MXFP4 in storages:
-        found = mxfp4_stacks(tensors)
-        for name in found:
-            for part in parts_of(name):
+    for storage, scheme in {scheme.storage: scheme for _, scheme in quantization.schemes}.items():
+        stacks = ()
+        if storage is Storage.MXFP4:
+            stacks = mxfp4_stacks(tensors)
+        elif storage in (Storage.FP8, Storage.FLOATS):
+            stacks = float_stacks(tensors, scheme)
+        for name, parts, stack in stacks:
+            found[name] = stack
+            for part in parts:
                 del rest[part]
-    for storage in (Storage.FP8, Storage.FLOATS):
-        if storage in storages:
-            for name, scales, stack in float_stacks(tensors, storages[storage]):
-                found[name] = stack
-                del rest[name], rest[scales]
     return found, rest
 
 
@@ -121,14 +117,8 @@ def _quantised_modules(
                 raise ConfigError(
                     f"the checkpoint has {name!r}, but its quantization_config ignores {module}"
                 )
-        elif part == _MARKS.get(scheme.storage) and _is_quantised(name, scheme, tensors):
+        elif part == _MARKS.get(scheme.storage) and (
+            scheme.storage is not Storage.FP8 or tensors.dtype(name) == FLOAT8
+        ):
             found[module] = scheme
     return found
-
-
-def _is_quantised(name: str, scheme: WeightScheme, tensors: StoredTensors) -> bool:
-    return scheme.storage is not Storage.FP8 or tensors.dtype(name) == FLOAT8
-
-
-def _is_zero(tensors: StoredTensors, name: str) -> bool:
-    return name in tensors and not tensors.read(name).any()

@@ -1,21 +1,21 @@
 """Places in a network where the tensors of a checkpoint belong.
 
 All names and shapes are compared before any weight is copied, so a wrong checkpoint fails at once
-and by name.
+and by name. Quantised weights of a product, which may fuse several, stay codes or become numbers
+together.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from outdraft.core.errors import ConfigError
+from outdraft.core.weights import WeightFormat
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.models.checkpoints.files import Place, StoredTensors, listed
-from outdraft.models.checkpoints.stored import StoredWeight
+from outdraft.models.checkpoints.files import Place, listed, plain_weights
+from outdraft.models.checkpoints.stored import StoredParameter, StoredWeight
 
 _READABLE = {"F64", "F32", "F16", "BF16"}
 
@@ -48,13 +48,21 @@ class Slot:
             shape[self.dim] = self.whole
         return shape
 
-    def part_of(self, whole: Any) -> Tensor:
-        """The part, of a tensor or of anything that gives parts of one as a tensor does."""
+    def numbers(self, weight: StoredWeight) -> Tensor:
+        """The numbers of the weight that belong here, as the network keeps them; of plain ones no
+        more is read."""
         if self.is_whole:
-            return whole[:]
-        end = self.start + self.to.shape[self.dim]
-        places = [slice(None)] * self.dim + [slice(self.start, end)]
-        return whole[tuple(places)]
+            return weight.rounded(self.to.dtype)
+        if weight.read_part is not None:
+            return weight.read_part(*self.indices)
+        return weight.rounded(self.to.dtype)[self.indices]
+
+    @property
+    def indices(self) -> tuple[slice, ...]:
+        """The indices of the part in the whole tensor."""
+        indices = [slice(0, size) for size in self.to.shape]
+        indices[self.dim] = slice(self.start, self.start + self.to.shape[self.dim])
+        return tuple(indices)
 
 
 def rows_of(shard: VocabularyShard, weight: Tensor | None) -> Slot:
@@ -71,80 +79,95 @@ def slot_of(tensor: Tensor | None) -> Slot | None:
     return None if tensor is None else Slot(tensor.data)
 
 
+def own_slots(module: nn.Module) -> dict[str, Slot]:
+    """The places of all weights of a module, by their names there; every rank has them whole."""
+    return {name: Slot(weight.data) for name, weight in module.named_parameters()}
+
+
 def fill_slots(slots: Mapping[str, Slot], places: Mapping[str, Place]) -> None:
     """Copy tensors to where they belong, after all names and shapes were compared.
 
     Raises:
         ConfigError: a tensor is missing, unknown, or of another shape.
     """
-    check_slots(slots, places)
-    for name, tensor in mapped_tensors(slots, places).items():
-        slots[name].to.copy_(tensor)
+    weights = plain_weights(places)
+    check_slots(slots, weights)
+    for name, slot in slots.items():
+        slot.to.copy_(slot.numbers(weights[name]))
 
 
-def check_slots(
-    slots: Mapping[str, Slot],
-    places: Mapping[str, Place],
-    stored: Mapping[str, StoredWeight] | None = None,
-) -> None:
-    """Check that every slot has a tensor of its shape, and that no tensor is left.
+def check_slots(slots: Mapping[str, Slot], weights: Mapping[str, StoredWeight]) -> None:
+    """Check that every slot has a weight of its shape, and that no weight is left.
 
     Raises:
         ConfigError: something is missing, unknown, of another shape, or of an unreadable dtype.
     """
-    stored = stored or {}
-    if missing := [name for name in slots if name not in places and name not in stored]:
+    if missing := [name for name in slots if name not in weights]:
         raise ConfigError(f"the checkpoint lacks tensors: {listed(missing)}")
-    if unknown := [name for name in (*places, *stored) if name not in slots]:
+    if unknown := [name for name in weights if name not in slots]:
         raise ConfigError(
             f"the checkpoint has tensors that its config.json has no use for: {listed(unknown)}"
         )
-    for name, one in stored.items():
+    for name, one in weights.items():
+        what, dtype = f"tensor {one.name!r}" if one.name else f"weight {name!r}", one.dtype
         if list(one.shape) != slots[name].shape:
             raise ConfigError(
-                f"weight {name!r} has shape {list(one.shape)}, but config.json asks for "
-                f"{slots[name].shape}"
+                f"{what} has shape {list(one.shape)}, but config.json asks for {slots[name].shape}"
             )
-    tensors = StoredTensors(places)
-    for slot, (_, name) in places.items():
-        found, expected, dtype = tensors.shape(slot), slots[slot].shape, tensors.dtype(slot)
-        if found != expected:
+        if one.is_plain and dtype not in _READABLE:
             raise ConfigError(
-                f"tensor {name!r} has shape {found}, but config.json asks for {expected}"
-            )
-        if dtype not in _READABLE:
-            raise ConfigError(
-                f"tensor {name!r} has dtype {dtype}, which is not supported; "
+                f"{what} has dtype {dtype}, which is not supported; "
                 f"supported: {', '.join(sorted(_READABLE))}"
             )
 
 
-def mapped_tensors(slots: Mapping[str, Slot], places: Mapping[str, Place]) -> dict[str, Tensor]:
-    """The tensors of these slots, or this rank's parts of them; pages that were read of a file
-    leave the memory with them."""
-    by_file: dict[Path, list[str]] = {}
-    for name, (file, _) in places.items():
-        if name in slots:
-            by_file.setdefault(file, []).append(name)
-    mapped: dict[str, Tensor] = {}
-    for file, names in by_file.items():
-        with safe_open(file, framework="pt") as tensors:
-            for name in names:
-                mapped[name] = _part(tensors, places[name][1], slots[name])
-    return mapped
+def stored_product(
+    weights: Sequence[StoredWeight], slots: Sequence[Slot], *, is_permuted: bool = False
+) -> StoredParameter:
+    """This rank's parts of the weights of a product, one below the other; where they cannot stay
+    codes together, none has a tile, but those that are quantised have a reason.
+
+    Args:
+        is_permuted: the order of the outputs changes.
+    """
+    found = [one.part(*slot.indices) for one, slot in zip(weights, slots, strict=True)]
+    quantised = [one for one in found if not one.is_plain]
+    if numbers := [one for one in quantised if one.tile is None]:
+        reason = numbers[0].reason
+    elif not quantised:
+        reason = ""
+    elif len(quantised) < len(found):
+        reason = "a part of the same product is not quantised"
+    elif is_permuted:
+        reason = "its heads turn in part, so their order changes"
+    elif (product := StoredParameter([found])).has_tiles:
+        return product
+    else:
+        reason = "parts of the same product do not fit one tile"
+    return StoredParameter([[replace(one, tile=None, reason=reason) for one in found]])
 
 
-def read_part(place: Place, slot: Slot) -> Tensor | None:
-    """The part of one tensor that belongs into the slot; None: the tensor has another shape."""
-    file, name = place
-    with safe_open(file, framework="pt") as tensors:
-        if list(tensors.get_slice(name).get_shape()) != slot.shape:
-            return None
-        return _part(tensors, name, slot)
+def check_quantization(quantization: WeightFormat | None, kept: Iterable[StoredWeight]) -> None:
+    """Raise ConfigError if weights that stay codes are to be quantised: a second rounding would add
+    its error to that of the first."""
+    stored = next(iter(kept), None)
+    if quantization is not None and stored is not None:
+        raise ConfigError(
+            f"quantization {quantization}: this checkpoint is quantised already ({stored.label}), "
+            f"and its weights are kept as they are, in {stored.tile} tiles: leave the option out"
+        )
 
 
-def _part(tensors: Any, name: str, slot: Slot) -> Tensor:
-    """The part that belongs into the slot, of a tensor of an open file."""
-    if slot.is_whole:
-        return tensors.get_tensor(name)
-    return slot.part_of(tensors.get_slice(name))
+def describe(kept: Iterable[tuple[str, str]], dequantised: Iterable[tuple[str, str]]) -> list[str]:
+    """Lines for a log: the fate of quantised weights, by label and tile, or by label and the reason
+    for none."""
+    return [
+        *(
+            f"{count} weights ({label}) are kept as they are, in {tile} tiles"
+            for (label, tile), count in Counter(kept).items()
+        ),
+        *(
+            f"{count} weights ({label}) are dequantised: {reason}"
+            for (label, reason), count in Counter(dequantised).items()
+        ),
+    ]

@@ -7,7 +7,6 @@ Dimension key: X experts, D inputs, E outputs, N groups of inputs.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,13 +24,11 @@ class GroupedCodes:
     an output's inputs.
 
     Attributes:
-        bits: 4 or 8.
         group_inputs: of one group; the last one may have fewer.
         codes_ED: int8, from -8 to 7 or from -128 to 127.
         scales_EN, shifts_EN: float32.
     """
 
-    bits: int
     group_inputs: int
     codes_ED: Tensor
     scales_EN: Tensor
@@ -76,8 +73,9 @@ class StoredWeight:
     """A weight in the files of a checkpoint.
 
     Attributes:
-        shape: outputs and inputs; of a norm or a bias its only size.
-        label: how it is stored, for people.
+        shape: outputs and inputs; of a norm or a bias its only size; of plain numbers any sizes.
+        label: how it is stored, for people; of plain numbers it ends with their dtype.
+        name: of the tensor in its file; "": it is made of several.
         group_inputs: inputs that share a scale, for codes.
         tile: the format that keeps its codes and scales as they are; None: there is none.
         reason: why there is none.
@@ -85,20 +83,26 @@ class StoredWeight:
         is_plain: it is not quantised.
         read: its codes; or the numbers of what is no codes in groups, of float32 or of the dtype in
             which a plain weight is stored.
-        read_part: numbers of some outputs and some inputs; None: they are read at once.
+        read_part: the numbers at these indices; None: they are read at once.
         whole: the weight that it is a part of.
     """
 
     shape: tuple[int, ...]
     label: str
     group_inputs: int
+    name: str = ""
     tile: WeightFormat | None = None
     reason: str = ""
     scale_bytes: int = 4
     is_plain: bool = False
     read: Callable[[], GroupedCodes | BlockRows | Tensor]
-    read_part: Callable[[slice, slice], Tensor] | None = None
+    read_part: Callable[..., Tensor] | None = None
     whole: "StoredWeight | None" = None
+
+    @property
+    def dtype(self) -> str:
+        """That of plain numbers, by its name in safetensors, such as "F16"."""
+        return self.label.rpartition(" ")[2]
 
     @property
     def coded_bytes(self) -> int:
@@ -117,6 +121,14 @@ class StoredWeight:
         read = self.read()
         return read if isinstance(read, Tensor) else read.numbers()
 
+    def rounded(self, dtype: torch.dtype) -> Tensor:
+        """All numbers as a network of that dtype keeps them: those of codes as bfloat16 in a
+        float32 network, so that they take 2 bytes."""
+        numbers = self.numbers()
+        if self.is_plain:
+            return numbers
+        return numbers.to(torch.bfloat16 if dtype is torch.float32 else dtype)
+
     def part(self, rows: slice, columns: slice) -> "StoredWeight":
         """Some outputs and some inputs, from 0 to the end at most, as a weight of its own.
 
@@ -126,13 +138,14 @@ class StoredWeight:
         tile, reason = self.tile, self.reason
         if tile is not None and self.cuts_a_group(columns):
             tile, reason = None, CUT_GROUP
-        read: Callable[[], GroupedCodes | BlockRows | Tensor]
-        if self.read_part is not None:
-            read = partial(self.read_part, rows, columns)
-        elif tile is not None:
-            read = partial(self._part_of_codes, rows, columns)
-        else:
-            read = partial(self._part_of_numbers, rows, columns)
+
+        def read() -> GroupedCodes | BlockRows | Tensor:
+            if self.read_part is not None:
+                return self.read_part(rows, columns)
+            if tile is not None:
+                return self.codes().part(rows, columns)
+            return self.numbers()[rows, columns]
+
         return replace(
             self,
             shape=shape,
@@ -151,12 +164,6 @@ class StoredWeight:
             end = min(columns.stop, self.shape[1])
             return columns.start % size > 0 or end % size > 0
         return size < self.shape[1] and columns.start % size > 0
-
-    def _part_of_codes(self, rows: slice, columns: slice) -> GroupedCodes | BlockRows:
-        return self.codes().part(rows, columns)
-
-    def _part_of_numbers(self, rows: slice, columns: slice) -> Tensor:
-        return self.numbers()[rows, columns]
 
     def codes(self) -> GroupedCodes | BlockRows:
         """The codes; only of a weight with a tile."""
@@ -217,19 +224,14 @@ class StoredParameter:
         return joined([weight.codes().coded(tile) for weight in self.rows_X[expert]])
 
     def numbers(self) -> Tensor:
-        """The parameter; those of one weight after the other are there twice.
-
-        Those of codes are rounded to bfloat16 where the network has float32, as CausalLM does.
-        """
-        kept = torch.bfloat16 if self.dtype is torch.float32 else self.dtype
+        """The parameter, as `rounded` says; those of one weight after the other are there twice."""
         found = torch.empty(self.shape, dtype=self.dtype)
         stack = found if self.is_stack else found[None]
         for to, weights in zip(stack, self.rows_X, strict=True):
             to_ED = to.T if self.is_transposed else to
             sizes = [weight.shape[0] for weight in weights]
             for part_ED, weight in zip(to_ED.split(sizes), weights, strict=True):
-                numbers_ED = weight.numbers()
-                part_ED.copy_(numbers_ED if weight.is_plain else numbers_ED.to(kept))
+                part_ED.copy_(weight.rounded(self.dtype))
         return found
 
 

@@ -39,6 +39,8 @@ EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 class CausalLM(nn.Module):
     """A `LanguageModel` of a family that has a network here. Weights are not initialised."""
 
+    routed = None  # it has no experts
+
     def __init__(
         self,
         config: ModelConfig,
@@ -119,11 +121,6 @@ class CausalLM(nn.Module):
 
     def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
         return self.passes.step(task, by_parts)
-
-    @property
-    def routed(self) -> None:
-        """It has no experts."""
-        return None
 
     @property
     def weight_bytes(self) -> int:

@@ -12,10 +12,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.models.checkpoints.config_json import (
+    COUNT,
+    FLAG,
+    LIST,
+    NUMBER,
+    checked,
     read_config,
     read_count,
     read_generation_config,
@@ -49,7 +56,7 @@ class RopeConfig:
             on it, and on no text's own length: keys in the cache would not fit otherwise.
         attention_factor: multiplies cos and sin; yarn and longrope only, None: the papers' value.
         truncate: yarn only: its ramp starts and ends at whole dimensions.
-        short_factors, long_factors: longrope only: what divides each frequency, with contexts of up
+        short_factor, long_factor: longrope only: what divides each frequency, with contexts of up
             to original_max_len and with longer ones.
     """
 
@@ -65,13 +72,8 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
-
-    @property
-    def depends_on_context(self) -> bool:
-        """Is true if the frequencies are others with another context_len."""
-        return self.kind in (RopeKind.DYNAMIC, RopeKind.LONGROPE)
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
     def rotary_size(self, head_size: int) -> int:
         """Dimensions of a head that are rotated."""
@@ -90,11 +92,18 @@ _KEYS: dict[RopeKind, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (_ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "truncate"),
     ),
 }
-# Where RopeConfig has other names.
-_FIELDS = {
-    _ORIGINAL: "original_max_len",
-    "short_factor": "short_factors",
-    "long_factor": "long_factors",
+_FACTORS = Annotated[
+    tuple[Annotated[float, Meta(gt=0)], ...],
+    Meta(min_length=1, description="a list of numbers above 0"),
+]
+_SHARE = Annotated[float, Meta(gt=0, le=1, description="above 0 and at most 1")]
+_WHOLE = Annotated[int, Meta(description="a whole number")]
+# The types of values that are not numbers above 0.
+_TYPES: dict[str, Any] = {
+    _ORIGINAL: COUNT,
+    "short_factor": _FACTORS,
+    "long_factor": _FACTORS,
+    "truncate": FLAG,
 }
 
 
@@ -115,21 +124,31 @@ def read_rope(raw: Mapping[str, Any], head_size: int) -> RopeConfig:
         )
     kind = RopeKind(name)
     max_positions = read_count(raw, "max_position_embeddings")
-    share = _rotary_share(values.pop("partial_rotary_factor", raw.get("partial_rotary_factor")))
+    share_key = "partial_rotary_factor"
+    share = values.pop(share_key, raw.get(share_key))
     fields = {} if kind is RopeKind.PLAIN else _rope_fields(kind, values)
-    if kind is RopeKind.LONGROPE and raw.get(_ORIGINAL) is not None:
-        fields["original_max_len"] = read_count(raw, _ORIGINAL)
-    fields.setdefault("original_max_len", max_positions)
+    original = fields.pop(_ORIGINAL, max_positions)
     if kind is RopeKind.LONGROPE:
-        fields.setdefault("factor", max_positions / fields["original_max_len"])
-    rope = RopeConfig(kind=kind, theta=theta, rotary_share=share, **fields)
-    rope = replace(rope, context_len=_longest_context(rope, max_positions))
+        original = read_count(raw, _ORIGINAL, default=original)
+        fields.setdefault("factor", max_positions / original)
+    context_len = max_positions
+    if kind in (RopeKind.YARN, RopeKind.DYNAMIC):
+        # Where the scaling was switched on by hand, config.json has the length before it.
+        context_len = max(max_positions, int(fields["factor"] * original))
+    rope = RopeConfig(
+        kind=kind,
+        theta=theta,
+        rotary_share=1.0 if share is None else checked(share_key, share, _SHARE),
+        original_max_len=original,
+        context_len=context_len,
+        **fields,
+    )
     _check_rotary_size(rope, head_size)
     return rope
 
 
 def _rope_fields(kind: RopeKind, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of rope_parameters that the kind reads, under the names of RopeConfig."""
+    """The values of rope_parameters that the kind reads."""
     needed, others = _KEYS[kind]
     for key in values:
         if key not in needed + others:
@@ -140,41 +159,7 @@ def _rope_fields(kind: RopeKind, values: Mapping[str, Any]) -> dict[str, Any]:
     given = {key: value for key, value in values.items() if value is not None}
     if missing := [key for key in needed if key not in given]:
         raise ConfigError(f"config.json: rope type '{kind}' needs {', '.join(missing)}")
-    return {_FIELDS.get(key, key): _checked(key, given) for key in given}
-
-
-def _checked(key: str, given: Mapping[str, Any]) -> object:
-    """The value of that name, of the type and in the range that it must have."""
-    value = given[key]
-    if key in ("short_factor", "long_factor"):
-        return _factors(key, value)
-    if key == _ORIGINAL:
-        return read_count(given, key)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-    if key == "truncate" and not isinstance(value, bool):
-        raise ConfigError(f"config.json: {key} must be true or false, got {value!r:.80}")
-    if key != "truncate" and not is_number:
-        raise ConfigError(f"config.json: {key} must be a number above 0, got {value!r:.80}")
-    return value
-
-
-def _factors(key: str, value: object) -> tuple[float, ...]:
-    factors: list[Any] = value if isinstance(value, list) else []
-    if not factors or not all(isinstance(one, int | float) and one > 0 for one in factors):
-        raise ConfigError(
-            f"config.json: {key} must be a list of numbers above 0, got {value!r:.80}"
-        )
-    return tuple(float(one) for one in factors)
-
-
-def _rotary_share(value: object) -> float:
-    if value is None:
-        return 1.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise ConfigError(
-            f"config.json: partial_rotary_factor must be above 0 and at most 1, got {value!r}"
-        )
-    return float(value)
+    return {key: checked(key, value, _TYPES.get(key, NUMBER)) for key, value in given.items()}
 
 
 def _check_rotary_size(rope: RopeConfig, head_size: int) -> None:
@@ -185,19 +170,11 @@ def _check_rotary_size(rope: RopeConfig, head_size: int) -> None:
             f"config.json: partial_rotary_factor {rope.rotary_share:g} turns {size} of {head_size} "
             f"dimensions: it must be an even number of at least {least}"
         )
-    for name, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
+    for name, factors in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
         if factors and len(factors) != size // 2:
             raise ConfigError(
                 f"config.json: {name} has {len(factors)} numbers, but {size // 2} frequencies"
             )
-
-
-def _longest_context(rope: RopeConfig, max_positions: int) -> int:
-    """The longest text; checkpoints whose yarn or dynamic scaling was switched on by hand still
-    have the length before it."""
-    if rope.kind in (RopeKind.YARN, RopeKind.DYNAMIC):
-        return max(max_positions, int(rope.factor * rope.original_max_len))
-    return max_positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +184,7 @@ class ModelConfig(ModelShape):
     Attributes:
         windows: per layer, how many positions back a row sees (itself included), None for all.
         quantization: of the checkpoint; None: its weights are plain.
-        mtp_prefix: how the names of tensors begin that only draft (models/drafters/mtp.py); None:
+        mtp_prefix: how the names of tensors begin that only draft (models/drafters/eagle.py); None:
             it has no such tensors.
     """
 
@@ -220,10 +197,6 @@ class ModelConfig(ModelShape):
     windows: tuple[int | None, ...]
     quantization: Quantization | None = None
     mtp_prefix: str | None = None
-
-    @property
-    def depends_on_context(self) -> bool:
-        return self.rope.depends_on_context
 
     @classmethod
     def from_directory(cls, path: Path) -> "ModelConfig":
@@ -269,6 +242,7 @@ class ModelConfig(ModelShape):
             num_kv_heads=num_kv_heads,
             head_size=head_size,
             max_model_len=rope.context_len,
+            depends_on_context=rope.kind in (RopeKind.DYNAMIC, RopeKind.LONGROPE),
             rope=rope,
             rms_norm_eps=read_positive(raw, "rms_norm_eps", 1e-6),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -307,26 +281,19 @@ def _no_windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int | None, ..
 def _mistral_windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     if raw.get("layer_types"):
         raise ConfigError("config.json: layer_types is not supported for MistralForCausalLM")
-    window = raw.get("sliding_window", 4096)  # a missing key means 4096, null means none
-    return (
-        None if window is None else read_count(raw, "sliding_window", default=4096),
-    ) * num_layers
+    if raw.get("sliding_window", 4096) is None:  # a missing key means 4096, null means none
+        return _no_windows(raw, num_layers)
+    return (read_count(raw, "sliding_window", default=4096),) * num_layers
 
 
 def _qwen_windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     if not raw.get("use_sliding_window", False) or raw.get("sliding_window", 4096) is None:
-        return (None,) * num_layers
+        return _no_windows(raw, num_layers)
     window = read_count(raw, "sliding_window", default=4096)
-    layer_types = raw.get("layer_types")
-    if layer_types is None:
-        first = raw.get("max_window_layers", 28)
-        if type(first) is not int:
-            raise ConfigError(
-                f"config.json: max_window_layers must be a whole number, got {first!r:.80}"
-            )
+    if raw.get("layer_types") is None:
+        first = checked("max_window_layers", raw.get("max_window_layers", 28), _WHOLE)
         return tuple(window if layer >= first else None for layer in range(num_layers))
-    if not isinstance(layer_types, list):
-        raise ConfigError(f"config.json: layer_types must be a list, got {layer_types!r:.80}")
+    layer_types = checked("layer_types", raw["layer_types"], LIST)
     if len(layer_types) != num_layers:
         raise ConfigError(
             f"config.json: layer_types has {len(layer_types)} entries for {num_layers} layers"

@@ -1,17 +1,25 @@
-"""The weights of a decoder's layers, and the one place where models use its compiled passes.
+"""The weights of a decoder's layers, its rotary positions, and the one place where models use its
+compiled passes.
 
 One file for Llama, Mistral, Qwen 2, Qwen 3, MiMo and EAGLE: ModelConfig says which biases,
 query-key norms and windows there are. What a pass computes is in kernels/torch/decoder.py.
 
-Dimension key: R rows, D hidden, H heads, G kv heads, C head size, V vocabulary.
+Rotary positions are those of Su et al. 2021, in the layout of Hugging Face checkpoints: dimension i
+of a head is rotated together with dimension i + C / 2. Frequencies may be stretched to contexts
+longer than the trained one: linear (Chen et al. 2023), yarn (Peng et al. 2023), and the rule of
+Llama 3.1.
+
+Dimension key: R rows, D hidden, H heads, G kv heads, C head size, V vocabulary, M positions, F =
+C / 2 frequencies.
 """
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outdraft.distributed.group import ALONE, RankGroup
@@ -21,8 +29,7 @@ from outdraft.kernels.ops import Kernels, Product
 from outdraft.kernels.products import EmbeddingTable, RowParallel, ShardWrap
 from outdraft.kernels.torch.pointwise import rotate
 from outdraft.models.checkpoints.slots import Slot, Slots, slot_of
-from outdraft.models.decoder.config import ModelConfig
-from outdraft.models.decoder.rotary import Rotary
+from outdraft.models.decoder.config import ModelConfig, RopeConfig, RopeKind
 from outdraft.models.modules import Linear, RMSNorm, norm_weight
 
 # Ids that a drafter with a large vocabulary chooses among, and the ids of its texts: 92 to
@@ -37,17 +44,12 @@ class Kind(TypedDict):
     device: torch.device
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """The rows or columns of a weight that a rank has."""
 
     size: int
-    rank: int
+    start: int
     whole: int
-
-    @property
-    def start(self) -> int:
-        return self.rank * self.size
 
 
 class DecoderLayer(nn.Module):
@@ -85,7 +87,7 @@ class DecoderLayer(nn.Module):
         self.gate_up_proj = Linear(size, 2 * intermediate, bias=mlp_bias, **kind)
         self.down_proj = Linear(intermediate, size, bias=mlp_bias, **kind, spread=spread)
 
-    def spec(self) -> LayerSpec:
+    def spec(self, *, is_causal: bool = False) -> LayerSpec:
         """The layer as kernels read it, once the products are packed."""
         return LayerSpec(
             input_norm_D=norm_weight(self.input_norm),
@@ -97,6 +99,7 @@ class DecoderLayer(nn.Module):
             gate_up=product_of(self.gate_up_proj),
             down=product_of(self.down_proj),
             window=self.window,
+            is_causal=is_causal,
         )
 
     def slots(self) -> Slots:
@@ -179,10 +182,8 @@ class Decoder(nn.Module):
             is_causal: of each layer, as in LayerSpec; None: no layer is.
         """
         config = self.config
-        layers = [layer.spec() for layer in self.decoder_layers]
-        if is_causal is not None:
-            pairs = zip(layers, is_causal, strict=True)
-            layers = [replace(layer, is_causal=one) for layer, one in pairs]
+        is_causal = is_causal or [False] * len(self.decoder_layers)
+        pairs = zip(self.decoder_layers, is_causal, strict=True)
         spec = DecoderSpec(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
@@ -191,7 +192,7 @@ class Decoder(nn.Module):
             scale=config.head_size**-0.5,
             embedding=embedding,
             cos_sin_MC=self.rotary.cos_sin_MC,
-            layers=layers,
+            layers=[layer.spec(is_causal=one) for layer, one in pairs],
             attention=self.kernels.attention,
             final_norm_D=norm_weight(final_norm),
             entry=entry,
@@ -255,12 +256,14 @@ def product_of(linear: Linear) -> Product:
 def _parts(config: ModelConfig, group: RankGroup) -> tuple[_Part, _Part, _Part]:
     """A rank's parts of the queries, of keys or values, and of the feed-forward block."""
     own, head_size = config.shard(group.size), config.head_size
+    q_size, kv_size = own.num_heads * head_size, own.num_kv_heads * head_size
     # Neighbouring ranks have the same kv head, where there are fewer heads than ranks.
     kv_rank = group.rank * config.num_kv_heads // (group.size * own.num_kv_heads)
+    width = own.intermediate_size
     return (
-        _Part(own.num_heads * head_size, group.rank, config.num_heads * head_size),
-        _Part(own.num_kv_heads * head_size, kv_rank, config.num_kv_heads * head_size),
-        _Part(own.intermediate_size, group.rank, config.intermediate_size),
+        _Part(q_size, group.rank * q_size, config.num_heads * head_size),
+        _Part(kv_size, kv_rank * kv_size, config.num_kv_heads * head_size),
+        _Part(width, group.rank * width, config.intermediate_size),
     )
 
 
@@ -279,3 +282,126 @@ def _summed(name: str, linear: Linear, part: _Part) -> Slots:
     assert linear.weight is not None, "the weights are packed"
     yield f"{name}.weight", Slot(linear.weight.data, 1, part.start, part.whole)
     yield f"{name}.bias", slot_of(linear.bias)
+
+
+class Rotary(nn.Module):
+    """The table of cos and sin for all positions: [M, C], cos of all frequencies, then sin.
+
+    Attributes:
+        order_C: which dimension of the checkpoint each of ours is; None: the same.
+    """
+
+    cos_sin_MC: Tensor
+
+    def __init__(
+        self,
+        config: RopeConfig,
+        head_size: int,
+        max_positions: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        table_dtype = torch.promote_types(dtype, torch.float32)
+        positions_M = torch.arange(max_positions, dtype=table_dtype)
+        angles_MF = positions_M[:, None] * frequencies(config, head_size).to(table_dtype)
+        factor, width = attention_factor(config), head_size // 2
+        cos_sin_MC = torch.cat(
+            (
+                _widened(angles_MF.cos() * factor, width, 1.0),
+                _widened(angles_MF.sin() * factor, width, 0.0),
+            ),
+            dim=-1,
+        )
+        self.register_buffer("cos_sin_MC", cos_sin_MC.to(device), persistent=False)
+        self.order_C = rotary_order(config, head_size)
+
+
+def rotary_order(config: RopeConfig, head_size: int) -> Tensor | None:
+    """int64 [C]: which dimension of the checkpoint each of ours is; None: the same.
+
+    Queries and keys that are put in this order have the same products.
+    """
+    rotary_size = config.rotary_size(head_size)
+    if rotary_size == head_size:
+        return None
+    low, high = torch.arange(rotary_size).chunk(2)
+    rest_low, rest_high = torch.arange(rotary_size, head_size).chunk(2)
+    return torch.cat((low, rest_low, high, rest_high))
+
+
+def frequencies(config: RopeConfig, head_size: int) -> Tensor:
+    """float32 [F], radians a position, of the rotated dimensions.
+
+    float32 as in training: far positions feel the rounding.
+    """
+    rotary_size = config.rotary_size(head_size)
+    exponents_F = torch.arange(0, rotary_size, 2, dtype=torch.float32) / rotary_size
+    plain_F = 1.0 / config.theta**exponents_F
+    match config.kind:
+        case RopeKind.PLAIN:
+            return plain_F
+        case RopeKind.LINEAR:
+            return plain_F / config.factor
+        case RopeKind.DYNAMIC:
+            return 1.0 / _dynamic_theta(config, rotary_size) ** exponents_F
+        case RopeKind.LLAMA3:
+            return _llama3(plain_F, config)
+        case RopeKind.LONGROPE:
+            is_long = config.context_len > config.original_max_len
+            factors = config.long_factor if is_long else config.short_factor
+            return 1.0 / (torch.tensor(factors) * config.theta**exponents_F)
+        case RopeKind.YARN:
+            return _yarn(plain_F, config)
+
+
+def attention_factor(config: RopeConfig) -> float:
+    """The factor of cos and sin."""
+    if config.kind not in (RopeKind.YARN, RopeKind.LONGROPE):
+        return 1.0
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.factor <= 1:
+        return 1.0
+    if config.kind is RopeKind.LONGROPE:
+        return math.sqrt(1 + math.log(config.factor) / math.log(config.original_max_len))
+    return 0.1 * math.log(config.factor) + 1.0
+
+
+def _widened(table_MF: Tensor, width: int, value: float) -> Tensor:
+    """The table, and columns of that value to the right of its own."""
+    return F.pad(table_MF, (0, width - table_MF.shape[1]), value=value)
+
+
+def _dynamic_theta(config: RopeConfig, rotary_size: int) -> float:
+    """The base with which the slowest frequency spans the context as it spanned the trained one."""
+    stretch = max(config.context_len, config.original_max_len) / config.original_max_len
+    base = config.factor * stretch - (config.factor - 1)
+    return config.theta * base ** (rotary_size / (rotary_size - 2))
+
+
+def _llama3(plain_F: Tensor, config: RopeConfig) -> Tensor:
+    """Keep the fast frequencies, divide the slow ones, blend between the two."""
+    turns_F = config.original_max_len * plain_F / (2 * math.pi)  # over the trained context
+    span = config.high_freq_factor - config.low_freq_factor
+    kept_F = ((turns_F - config.low_freq_factor) / span).clamp(0, 1)
+    return plain_F * kept_F + plain_F / config.factor * (1 - kept_F)
+
+
+def _yarn(plain_F: Tensor, config: RopeConfig) -> Tensor:
+    """Keep frequencies that turn more than beta_fast times over the trained context, divide those
+    that turn less than beta_slow times, blend by dimension between the two."""
+    num_frequencies = len(plain_F)
+
+    def dimension_of(turns: float) -> float:
+        trained = config.original_max_len / (turns * 2 * math.pi)
+        return num_frequencies * math.log(trained) / math.log(config.theta)
+
+    first, last = dimension_of(config.beta_fast), dimension_of(config.beta_slow)
+    if config.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * num_frequencies - 1)
+    width = last - first or 0.001
+    divided_F = ((torch.arange(num_frequencies) - first) / width).clamp(0, 1)
+    return plain_F * (1 - divided_F) + plain_F / config.factor * divided_F

@@ -1,7 +1,7 @@
 """From a checkpoint to a model that can run, of a family that has a network here."""
 
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,20 +11,19 @@ from torch import Tensor, nn
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
-from outdraft.models.checkpoints.files import tensor_places, weight_files
+from outdraft.models.checkpoints.files import plain_weights, tensor_places, weight_files
 from outdraft.models.checkpoints.gguf_file import is_gguf, open_gguf
 from outdraft.models.checkpoints.gguf_weights import gguf_weights
-from outdraft.models.checkpoints.placing import (
-    Placing,
-    check_quantization,
-    fill_stored,
-    place,
-    summary,
-)
 from outdraft.models.checkpoints.quantization import check_unquantised, log_purpose
 from outdraft.models.checkpoints.reader import Checkpoint, read_stored
-from outdraft.models.checkpoints.slots import Slot, check_slots, mapped_tensors
-from outdraft.models.checkpoints.stored import StoredWeight
+from outdraft.models.checkpoints.slots import (
+    Slot,
+    check_quantization,
+    check_slots,
+    describe,
+    stored_product,
+)
+from outdraft.models.checkpoints.stored import StoredParameter, StoredWeight
 from outdraft.models.decoder.causal_lm import EMBEDDING_NAME, HEAD_NAME, CausalLM
 from outdraft.models.decoder.config import ModelConfig
 from outdraft.models.modules import Linear, linears_of
@@ -66,7 +65,7 @@ def _fill_randomly(model: CausalLM) -> None:
     generator = torch.Generator().manual_seed(0)
     for slot in model.checkpoint_slots().values():
         values = torch.empty(slot.shape).uniform_(-1e-3, 1e-3, generator=generator)
-        slot.to.copy_(slot.part_of(values).to(own_dtype))
+        slot.to.copy_(values[slot.indices].to(own_dtype))
 
 
 def open_checkpoint(path: Path, config: ModelConfig, wanted: Container[str]) -> Checkpoint:
@@ -80,17 +79,17 @@ def open_checkpoint(path: Path, config: ModelConfig, wanted: Container[str]) -> 
             other.
     """
     if is_gguf(path):
-        return Checkpoint({}, gguf_weights(path), release=open_gguf(path).release)
+        return Checkpoint(gguf_weights(path), release=open_gguf(path).release)
     places, quantization = tensor_places(weight_files(path)), config.quantization
     if config.mtp_prefix is not None:
         places = {name: p for name, p in places.items() if not name.startswith(config.mtp_prefix)}
     if config.tie_word_embeddings:  # some checkpoints store the tied head again
         places.pop(HEAD_NAME, None)
     if quantization is None:
-        return Checkpoint(places, {})
+        return Checkpoint(plain_weights(places))
     log_purpose(quantization)
     stored, rest = read_stored(quantization, places, wanted)
-    return Checkpoint(rest, stored)
+    return Checkpoint(stored | plain_weights(rest))
 
 
 def load_weights(
@@ -104,88 +103,92 @@ def load_weights(
     Raises:
         ConfigError: as load_language_model.
     """
-    places, stored = checkpoint.places, checkpoint.stored
+    weights = checkpoint.weights
     if model.device.type != "cpu":
-        check_quantization(quantization, (one for one in stored.values() if one.tile is not None))
-        stored = {name: replace(one, tile=None, reason=_GPU) for name, one in stored.items()}
-    check_slots(model.checkpoint_slots(), places, stored)
-    placings: list[Placing] = []
-    others: list[StoredWeight] = []
+        check_quantization(quantization, (one for one in weights.values() if one.tile is not None))
+        weights = {name: replace(one, tile=None, reason=_GPU) for name, one in weights.items()}
+    check_slots(model.checkpoint_slots(), weights)
+    kept: list[tuple[str, str]] = []
+    dequantised: list[tuple[str, str]] = []
     table: Slot | None = None
     for part, slots in model.parts():
-        of_linears = placings_of(model, part, slots, stored)
-        placings += of_linears.values()
-        kept = (one for one in of_linears.values() if one.tile is not None)
-        check_quantization(quantization, (one for each in kept for one in each.weights.values()))
-        tensors = mapped_tensors(slots, places)
-        borrowed: dict[Linear, list[Tensor]] = {}
-        if model.decoder.rotary.order_C is None:
-            borrowed = {linear: _borrowed(linear, slots, tensors) for linear in linears_of(part)}
-        for name, slot in slots.items():
-            if name in tensors:
-                slot.to.copy_(tensors.pop(name))
-        if EMBEDDING_NAME in slots and keeps_blocks(stored.get(EMBEDDING_NAME)):
+        coded: dict[Linear, StoredParameter] = {}
+        parts: dict[Linear, list[Tensor]] = {}
+        for linear, names, product in stored_products(model, part, slots, weights):
+            own = [slots.pop(name) for name in names]
+            if product.tile is not None:
+                coded[linear] = product
+                kept += [(one.label, str(product.tile)) for one in product.weights]
+                check_quantization(quantization, product.weights)
+                continue
+            quantised = [one for one in product.weights if not one.is_plain]
+            dequantised += [(one.label, one.reason) for one in quantised]
+            numbers = [slot.numbers(weights[name]) for name, slot in zip(names, own, strict=True)]
+            if model.decoder.rotary.order_C is None and all(map(_is_alike, numbers, own)):
+                parts[linear] = numbers
+                continue
+            for slot, own_ED in zip(own, numbers, strict=True):
+                slot.to.copy_(own_ED)
+        if EMBEDDING_NAME in slots and keeps_blocks(weights[EMBEDDING_NAME]):
             table = slots.pop(EMBEDDING_NAME)
-        others += fill_stored(slots, stored, of_linears)
-        del slots  # so that a plain weight is gone when it is packed
+        for name, slot in slots.items():
+            slot.to.copy_(slot.numbers(weights[name]))
+            if not weights[name].is_plain:
+                dequantised.append((weights[name].label, "it is read row by row"))
         model.decoder.arrange(part)
         for linear in linears_of(part):
-            if linear in of_linears and of_linears[linear].tile is not None:
-                linear.pack_codes(model.kernels, of_linears[linear].coded(), model.dtype)
+            if linear in coded:
+                linear.pack_codes(model.kernels, coded[linear].coded(), model.dtype)
             else:
-                linear.pack(model.kernels, quantization, borrowed.pop(linear, ()))
+                linear.pack(model.kernels, quantization, parts.pop(linear, ()))
         checkpoint.release()
     if table is not None:
-        _keep_table(model, stored[EMBEDDING_NAME], table)
+        _keep_table(model, weights[EMBEDDING_NAME], table)
         checkpoint.release()
-    for line in summary(placings, others):
+    for line in describe(kept, dequantised):
         _logger.info("%s", line)
 
 
-def keeps_blocks(weight: StoredWeight | None) -> bool:
+def keeps_blocks(weight: StoredWeight) -> bool:
     """Is true if a weight stays in the blocks of a GGUF file, also as an embedding."""
-    return weight is not None and weight.tile is not None and weight.tile.is_blocks
+    return weight.tile is not None and weight.tile.is_blocks
 
 
 def _keep_table(model: CausalLM, weight: StoredWeight, slot: Slot) -> None:
     """Keep the codes of the embedding; a tied head has them already."""
-    head = model.lm_head.product
-    if model.config.tie_word_embeddings and head is not None:
-        model.embed_tokens.take(head, is_shared=True)
-        return
-    coded = place((EMBEDDING_NAME,), {EMBEDDING_NAME: weight}, {EMBEDDING_NAME: slot}).coded()
-    product = model.kernels.pack_codes(coded, None, model.dtype)
-    model.embed_tokens.take(product, is_shared=False)
+    product = model.lm_head.product if model.config.tie_word_embeddings else None
+    is_shared = product is not None
+    if product is None:
+        coded = StoredParameter([[weight.part(*slot.indices)]]).coded()
+        product = model.kernels.pack_codes(coded, None, model.dtype)
+    model.embed_tokens.take(product, is_shared=is_shared)
 
 
-def placings_of(
+def stored_products(
     model: CausalLM,
     part: nn.Module,
     slots: Mapping[str, Slot],
-    stored: Mapping[str, StoredWeight],
-) -> dict[Linear, Placing]:
-    """The way each product of a part keeps its weights, where the checkpoint quantised some."""
-    if not stored:
-        return {}
-    found: dict[Linear, Placing] = {}
-    for linear in linears_of(part):
-        names = [name for name, slot in slots.items() if linear.owns(slot.to)]
-        if not names and linear is model.lm_head:  # a tied one, which reads what the table is of
-            names = [EMBEDDING_NAME]
-        is_permuted = model.decoder.permutes(part, linear)
-        found[linear] = place(names, stored, slots, is_permuted=is_permuted)
-    return found
+    weights: Mapping[str, StoredWeight],
+) -> Iterator[tuple[Linear, list[str], StoredParameter]]:
+    """The products of a part, with the names of the weights that belong to no other module, and all
+    that they are made of."""
+    owned = {
+        linear: [name for name, slot in slots.items() if linear.owns(slot.to)]
+        for linear in linears_of(part)
+    }
+    for linear, names in owned.items():
+        read = names or [EMBEDDING_NAME]  # a tied head reads what the table is of
+        yield (
+            linear,
+            names,
+            stored_product(
+                [weights[name] for name in read],
+                [slots[name] for name in read],
+                is_permuted=model.decoder.permutes(part, linear),
+            ),
+        )
 
 
-def _borrowed(
-    linear: Linear, slots: Mapping[str, Slot], tensors: dict[str, Tensor]
-) -> list[Tensor]:
-    """Take the rows of a weight from `tensors`; none if they have to be converted, or are not all
-    there."""
-    names = [name for name, slot in slots.items() if linear.owns(slot.to)]
-    if any(name not in tensors for name in names):
-        return []
-    kept = [(slots[name].to.dtype, slots[name].to.device) for name in names]
-    if kept != [(tensors[name].dtype, tensors[name].device) for name in names]:
-        return []
-    return [tensors.pop(name) for name in names]
+def _is_alike(numbers: Tensor, slot: Slot) -> bool:
+    """Is true if numbers need not be converted for their place."""
+    return (numbers.dtype, numbers.device) == (slot.to.dtype, slot.to.device)

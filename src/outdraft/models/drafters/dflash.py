@@ -29,18 +29,18 @@ from outdraft.kernels.decoder_ops import DecoderPass
 from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
 from outdraft.models.checkpoints.config_json import read_json
 from outdraft.models.checkpoints.files import tensor_places, weight_files
-from outdraft.models.checkpoints.slots import Slot, fill_slots, slot_of
-from outdraft.models.decoder.layers import Decoder, DecoderLayer, Kind, product_of
-from outdraft.models.drafters.config import check_taps
-from outdraft.models.drafters.dflash_config import DFlashConfig
-from outdraft.models.drafters.loading import (
+from outdraft.models.checkpoints.slots import Slot, fill_slots, own_slots, slot_of
+from outdraft.models.decoder.layers import Decoder, Kind, product_of
+from outdraft.models.drafters.config import DFlashConfig, check_taps
+from outdraft.models.drafters.tables import (
     OF_TRAINING,
+    DrafterTables,
+    TargetTables,
     check_fit,
     drop_the_targets_embedding,
     drop_the_targets_head,
     take_draft_ids,
 )
-from outdraft.models.drafters.tables import DrafterTables, TargetTables
 from outdraft.models.modules import Linear, RMSNorm, linears_of, memory_bytes
 from outdraft.models.shape import DRAFT_RANKS
 
@@ -96,10 +96,10 @@ class SparkHeads(nn.Module):
             "confidence_head.proj": self.confidence,
         }
         return {
-            f"{name}.{key}": Slot(weight.data)
+            f"{name}.{key}": slot
             for name, part in parts.items()
             if part is not None
-            for key, weight in part.named_parameters()
+            for key, slot in own_slots(part).items()
         }
 
 
@@ -237,17 +237,14 @@ class DFlashNetwork(nn.Module):
         quantized: a small error there is one of every draft."""
         for index, layer in enumerate(self.decoder.decoder_layers):
             self.decoder.arrange(layer)
-            self._copy_context(index, layer)
+            # Its keys and values, which a pass over a block reads with its queries.
+            rows = slice(2 * index * self._kv_size, 2 * (index + 1) * self._kv_size)
+            own, fused = self.context_kv, layer.qkv_proj
+            for to, weight in ((own.weight, fused.weight), (own.bias, fused.bias)):
+                if to is not None and weight is not None:
+                    to.data[rows] = weight.data[-2 * self._kv_size :]
         for linear in linears_of(self):
             linear.pack(self.kernels, None if linear is self.fc else quantization)
-
-    def _copy_context(self, index: int, layer: DecoderLayer) -> None:
-        """A layer's keys and values, which a pass over a block reads with its queries."""
-        rows = slice(2 * index * self._kv_size, 2 * (index + 1) * self._kv_size)
-        own, fused = self.context_kv, layer.qkv_proj
-        for to, weight in ((own.weight, fused.weight), (own.bias, fused.bias)):
-            if to is not None and weight is not None:
-                to.data[rows] = weight.data[-2 * self._kv_size :]
 
 
 def load_dflash(

@@ -9,15 +9,25 @@ the next drafted token is read together with the drafter's own state, in place o
 The published checkpoints are one network under a few sets of names. A checkpoint leaves out a
 tensor if it is the same as the target's. Then the target's own tensor is used.
 
+Layers for multi-token prediction are further layers of the target's checkpoint. DeepSeek-V3
+(2412.19437, section 2.2) was trained with a further layer that reads the state of each position
+together with the token after it, and predicts the token after that. MiMo (2505.07608) published
+such a layer for a network of Qwen 2's shape. It is an EAGLE drafter with two norms in front and one
+after it; the state that it feeds back is the one after that norm. A checkpoint has one such layer
+as a rule: it drafts several tokens one after the other.
+
 Dimension key: T rows, R rows that need logits, Q of them on this rank, D hidden of the drafter, F
 what is kept of the target's pass for a row, S hidden of the target, K taps, W = K * S, N draft
 vocabulary, V vocabulary.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,19 +39,22 @@ from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.kernels.decoder_ops import DecoderPass, StateEntry
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
-from outdraft.models.base import LanguageModel
-from outdraft.models.checkpoints.config_json import read_json
+from outdraft.models.base import LanguageModel, StateNetwork
+from outdraft.models.checkpoints.config_json import read_config, read_json
 from outdraft.models.checkpoints.files import Place, read_tensor, tensor_places, weight_files
-from outdraft.models.checkpoints.slots import Slot, Slots, fill_slots, slot_of
+from outdraft.models.checkpoints.slots import Slot, Slots, fill_slots, own_slots, slot_of
+from outdraft.models.decoder.causal_lm import CausalLM
+from outdraft.models.decoder.config import ModelConfig
 from outdraft.models.decoder.layers import Decoder, Kind, product_of
-from outdraft.models.drafters.eagle_config import EagleConfig
-from outdraft.models.drafters.loading import (
+from outdraft.models.drafters.config import EagleConfig
+from outdraft.models.drafters.tables import (
     OF_TRAINING,
+    DrafterTables,
+    TargetTables,
     check_fit,
     drop_the_targets_embedding,
     take_draft_ids,
 )
-from outdraft.models.drafters.tables import DrafterTables, TargetTables
 from outdraft.models.modules import Linear, RMSNorm, memory_bytes, norm_weight, pack_linears
 from outdraft.models.shape import DRAFT_RANKS
 
@@ -54,6 +67,15 @@ _OTHER_NAMES = {
     "hidden_layernorm.": "layers.0.input_layernorm.",
     "lm_head_layernorm.": "pre_lm_head_layernorm.",
 }
+_MTP_FIELD = "num_nextn_predict_layers"
+# Names of MiMo's, and what EAGLE's repository calls the same; others are of the layer.
+_MTP_NAMES = {
+    "token_layernorm.weight": "embedding_layernorm.weight",
+    "hidden_layernorm.weight": "layers.0.hidden_norm.weight",
+    "input_proj.weight": "fc.weight",
+    "final_layernorm.weight": "pre_lm_head_layernorm.weight",
+}
+_logger = logging.getLogger(__name__)
 
 
 class TapFusion(nn.Module):
@@ -78,14 +100,6 @@ class TapFusion(nn.Module):
             pairs = zip(self._norms, taps_KTS, strict=True)
             states_TW = torch.cat([norm(tap_TS.contiguous()) for norm, tap_TS in pairs], dim=-1)
         return self.fc(states_TW)
-
-    def slots(self) -> Slots:
-        """The places of its tensors, by their names in EAGLE's repository."""
-        yield "fc.weight", slot_of(self.fc.weight)
-        yield "fc.bias", slot_of(self.fc.bias)
-        yield "input_norm.weight", slot_of(norm_weight(self.input_norm))
-        for index, norm in enumerate(self._norms):
-            yield f"fc_norm.{index}.weight", slot_of(norm.weight)
 
 
 class Entry(nn.Module):
@@ -270,7 +284,7 @@ class EagleNetwork(nn.Module):
         """
         slots: dict[str, Slot | None] = dict(self.entry.slots())
         if self.fusion is not None:
-            slots |= dict(self.fusion.slots())
+            slots |= own_slots(self.fusion)  # named as in EAGLE's repository
         for _, layer_slots in self.decoder.parts(""):
             slots |= layer_slots
         norm = "norm" if self.fusion is not None else "pre_lm_head_layernorm"
@@ -280,7 +294,9 @@ class EagleNetwork(nn.Module):
         return {name: slot for name, slot in slots.items() if slot is not None}
 
     def pack(self, quantization: WeightFormat | None = None) -> None:
-        """Make its own products, once and for good."""
+        """Make its own products, once and for good, when the weights are there."""
+        for layer in self.decoder.layers:
+            self.decoder.arrange(layer)
         pack_linears(self, self.kernels, quantization)
 
 
@@ -303,8 +319,6 @@ def load_eagle(
     _check_fit(config, target)
     network = EagleNetwork(config, tables, take_draft_ids(config, found))
     fill_slots(network.checkpoint_slots(), found)
-    for layer in network.decoder.layers:
-        network.decoder.arrange(layer)
     network.pack(quantization)
     return network.eval()
 
@@ -351,3 +365,69 @@ def _check_fit(config: EagleConfig, target: LanguageModel) -> None:
             f"tensor 'mask_hidden' has shape {list(config.mask_shape)}, but config.json asks for "
             f"{widths[0] or widths[1]} numbers"
         )
+
+
+def load_mtp(
+    path: Path, tables: TargetTables, quantization: WeightFormat | None = None
+) -> StateNetwork:
+    """The first layer for multi-token prediction of the target's checkpoint at `path`, ready to
+    run; as load_eagle.
+
+    Raises:
+        ConfigError: the checkpoint has no such layer, the layer cannot be divided over its ranks,
+            or a tensor is missing, unknown, damaged or of another shape.
+    """
+    target, count = tables.target, read_config(path).get(_MTP_FIELD)
+    if type(count) is not int or count < 1:
+        has = "has no" if count is None else f"says {count!r} of"
+        raise ConfigError(
+            f"method 'mtp' needs a checkpoint with layers for multi-token prediction, but "
+            f"config.json of {path} ({target.config.architecture}) {has} {_MTP_FIELD}"
+        )
+    if count > 1:
+        _logger.info("%s has %d MTP layers: the first one makes all drafts", path, count)
+    if isinstance(target, CausalLM):
+        return _load_mimo(path, target.config, tables, quantization)
+    library: Any = import_module("outdraft.models.drafters.library_mtp")
+    return library.load_library_mtp(path, tables, quantization)
+
+
+def _load_mimo(
+    path: Path, target: ModelConfig, tables: TargetTables, quantization: WeightFormat | None
+) -> EagleNetwork:
+    prefix = target.mtp_prefix
+    if prefix is None:
+        raise ConfigError(
+            f"config.json of {path} names {_MTP_FIELD}, but {target.architecture} has no MTP "
+            "layers that outdraft knows: those of MiMoForCausalLM are known, and those of "
+            "families that the transformers library computes"
+        )
+    first = f"{prefix}0."
+
+    def own_name(name: str) -> str | None:
+        rest = name.removeprefix(first)
+        return None if rest == name else _MTP_NAMES.get(rest, f"layers.0.{rest}")
+
+    found = tensor_places(weight_files(path), own_name)
+    if not found:
+        raise ConfigError(
+            f"config.json of {path} names {_MTP_FIELD}, but it has no tensors {first}*"
+        )
+    config = EagleConfig(
+        version=DraftSource.MTP,
+        layer=replace(target, num_layers=1, windows=target.windows[-1:]),  # as the target's last
+        draft_vocab_size=target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        layernorms=True,
+        input_norm=True,
+        norm_output=True,
+    )
+    network = EagleNetwork(config, tables, None)
+    fill_slots(network.checkpoint_slots(), found)
+    fc = network.entry.fc
+    assert fc is not None
+    assert fc.weight is not None
+    # The layout reads the state before the token, EAGLE the token before the state.
+    fc.weight.data.copy_(fc.weight.data.roll(target.hidden_size, dims=1))
+    network.pack(quantization)
+    return network.eval()

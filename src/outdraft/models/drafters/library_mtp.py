@@ -10,6 +10,7 @@ Dimension key: T rows, R rows that need logits, Q of them on this rank, D hidden
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -24,16 +25,14 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
-from outdraft.models.checkpoints.deferred import Packing
 from outdraft.models.checkpoints.files import tensor_places, weight_files
 from outdraft.models.decoder.layers import product_of
 from outdraft.models.drafters.tables import TargetTables
-from outdraft.models.library.checkpoint import matches
+from outdraft.models.library.checkpoint import Packing, matches
 from outdraft.models.library.experts import replace_experts
 from outdraft.models.library.loader import (
     LOADING,
     causal_class,
-    layer_shape,
     mtp_patterns,
     quiet_library,
     read_config,
@@ -174,7 +173,16 @@ def load_library_mtp(
     replace_experts(holder, packing)
     fuse_layers(holder, packing)
     pack_products(holder, packing)
-    shard = layer_shape(target.config, attention)
+    cache = attention.cache
+    shard = replace(
+        target.config,
+        num_layers=1,
+        num_heads=attention.num_heads,
+        num_kv_heads=cache.num_kv_heads,
+        head_size=max(cache.key_size, cache.value_size),
+        layers=(cache,),
+        depends_on_context=False,
+    )
     return LibraryMtp(layer, rotary, (module, attention), tables, shard)
 
 

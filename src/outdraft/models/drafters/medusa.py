@@ -27,10 +27,14 @@ from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.models.base import LanguageModel
 from outdraft.models.checkpoints.config_json import read_count, read_json, read_positive
 from outdraft.models.checkpoints.files import Place, read_tensor, tensor_places, weight_files
-from outdraft.models.checkpoints.slots import Slot, fill_slots, rows_of
+from outdraft.models.checkpoints.slots import Slot, fill_slots, own_slots, rows_of
 from outdraft.models.decoder.layers import Kind
-from outdraft.models.drafters.loading import check_sizes
-from outdraft.models.drafters.tables import TargetTables, over_vocabulary, vocabulary_linear
+from outdraft.models.drafters.tables import (
+    TargetTables,
+    check_sizes,
+    over_vocabulary,
+    vocabulary_linear,
+)
 from outdraft.models.modules import Linear, memory_bytes, pack_linears
 
 _ORIGINAL_FILE = "medusa_lm_head.safetensors"
@@ -174,19 +178,18 @@ class MedusaHeads(nn.Module):
     @property
     def weight_bytes(self) -> int:
         """Weights that drafting with all heads reads, the target's head too where it is used."""
-        blocks = sum(memory_bytes(layer) for block in self._blocks for layer in block)
         lm_heads = [lm_head for lm_head, _ in self._lm_heads]
         if len({id(lm_head) for lm_head in lm_heads}) == 1:  # one that all share is read once
             lm_heads = lm_heads[:1]
-        return blocks + sum(memory_bytes(lm_head) for lm_head in lm_heads)
+        return memory_bytes(self.blocks) + sum(memory_bytes(lm_head) for lm_head in lm_heads)
 
     def slots(self) -> dict[str, Slot]:
         """The place of each tensor of a checkpoint; only before the weights are packed."""
         slots: dict[str, Slot] = {}
         for head, block in enumerate(self._blocks):
             for layer, linear in enumerate(block):
-                for part, weight in linear.named_parameters():
-                    slots[f"blocks.{head}.layers.{layer}.{part}"] = Slot(weight.data)
+                for part, slot in own_slots(linear).items():
+                    slots[f"blocks.{head}.layers.{layer}.{part}"] = slot
         for name, linear in self._own_heads.items():
             slots[name] = rows_of(self.known, linear.weight)
         return slots
@@ -230,7 +233,7 @@ def _load(heads: MedusaHeads, places: dict[str, Place]) -> None:
             if whole.shape == (config.vocab_size, config.hidden_size):
                 del places[head]
                 slot = slots.pop(head)
-                slot.to.copy_(whole[slot.part_of(token_map_E)])
+                slot.to.copy_(whole[token_map_E[slot.indices[0]]])
     fill_slots(slots, places)
 
 

@@ -31,10 +31,9 @@ from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.models.base import LanguageModel
 from outdraft.models.checkpoints.config_json import read_count, read_json
 from outdraft.models.checkpoints.files import Place, read_tensor, tensor_places, weight_files
-from outdraft.models.checkpoints.slots import Slot, fill_slots, rows_of
+from outdraft.models.checkpoints.slots import Slot, fill_slots, own_slots, rows_of
 from outdraft.models.decoder.layers import Kind
-from outdraft.models.drafters.loading import check_sizes
-from outdraft.models.drafters.tables import TargetTables, vocabulary_linear
+from outdraft.models.drafters.tables import TargetTables, check_sizes, vocabulary_linear
 from outdraft.models.modules import Linear, memory_bytes, pack_linears
 
 _ARCHITECTURE, _MODEL_TYPE = "MLPSpeculatorPreTrainedModel", "mlp_speculator"
@@ -175,19 +174,12 @@ class MLPSpeculator(nn.Module):
     @property
     def weight_bytes(self) -> int:
         """Weights that drafting with all heads reads; of the embeddings it reads a few rows."""
-        heads = range(self.num_heads)
-        products = [_of(self._proj, j) for j in heads] + [_of(self._head, j) for j in heads]
-        return sum(memory_bytes(product) for product in products)
+        parts = [_of(part, j) for part in (self._proj, self._head) for j in range(self.num_heads)]
+        return sum(map(memory_bytes, parts))
 
     def slots(self) -> dict[str, Slot]:
         """The place of each tensor of a checkpoint; only before the weights are packed."""
-        parts = {"emb": self._emb, "proj": self._proj, "ln": self._ln}
-        slots = {
-            f"{part}.{i}.{name}": Slot(weight.data)
-            for part, modules in parts.items()
-            for i, module in enumerate(modules)
-            for name, weight in module.named_parameters()
-        }
+        slots = own_slots(self)
         for i, head in enumerate(self._head):
             slots[f"head.{i}.weight"] = rows_of(self._tokens, head.weight)
         return slots

@@ -19,8 +19,8 @@ from outdraft.core.weights import RoutedWeights
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.data.coded_weight import Codes, joined
 from outdraft.kernels.products import Activation, Experts, ExpertWeights, Gate
-from outdraft.models.checkpoints.deferred import Packing
 from outdraft.models.checkpoints.stored import StoredParameter
+from outdraft.models.library.checkpoint import CodedParameter, Packing
 
 _logger = logging.getLogger(__name__)
 
@@ -207,10 +207,10 @@ def _packed(module: Any, gate: Gate, packing: Packing, group: RankGroup) -> Pack
         if biases[0] is not None:
             biases[0] = torch.cat((biases[0][:, ::2], biases[0][:, 1::2]), dim=1)
     down_X: Sequence[Tensor | Codes] = down_XDI.unbind()
-    if (stored := packing.deferred.stored(module.gate_up_proj)) is not None:
-        gate_up_X = _CodesOfExperts(stored, is_interleaved=is_interleaved(module))
-    if (stored := packing.deferred.stored(module.down_proj)) is not None:
-        down_X = _CodesOfExperts(stored, is_interleaved=False)
+    if isinstance(weight := module.gate_up_proj, CodedParameter):
+        gate_up_X = _CodesOfExperts(weight.stored, is_interleaved=is_interleaved(module))
+    if isinstance(weight := module.down_proj, CodedParameter):
+        down_X = _CodesOfExperts(weight.stored, is_interleaved=False)
     weights = ExpertWeights(gate_up_X, down_X, *biases, dtype=down_XDI.dtype)
     experts = packing.kernels.pack_experts(weights, gate, packing.quantization)
     kind = PackedDenseExperts if is_dense else PackedExperts

@@ -15,7 +15,6 @@ import re
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -35,20 +34,21 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
-from outdraft.kv.block_pool import LayerCacheShape
 from outdraft.models.checkpoints.config_json import read_config as read_raw_config
 from outdraft.models.checkpoints.config_json import read_generation_config, read_token_ids
-from outdraft.models.checkpoints.deferred import DeferredWeights, Packing
-from outdraft.models.checkpoints.files import listed, tensor_places, weight_files
+from outdraft.models.checkpoints.files import listed, plain_weights, tensor_places, weight_files
 from outdraft.models.checkpoints.gguf_file import is_gguf
-from outdraft.models.checkpoints.placing import check_quantization
 from outdraft.models.checkpoints.quantization import check_unquantised, read_quantization
 from outdraft.models.checkpoints.reader import Checkpoint
+from outdraft.models.checkpoints.slots import check_quantization
 from outdraft.models.library.checkpoint import (
+    Packing,
     log_summary,
     matches,
     open_quantised,
     presented,
+    read_rest,
+    replace_deferred,
     unread,
 )
 from outdraft.models.library.experts import replace_experts
@@ -57,7 +57,6 @@ from outdraft.models.library.model import TransformersModel
 from outdraft.models.library.operations import (
     NAME,
     LayerAttention,
-    attention_modules,
     catch_operations,
     register,
 )
@@ -66,8 +65,6 @@ from outdraft.models.library.ranks import check_division, divide, divide_experts
 from outdraft.models.library.survey import (
     check_packed,
     leave_out_beside_the_text,
-    leave_out_unreached,
-    reached_modules,
     survey_attention,
     text_part,
 )
@@ -82,27 +79,6 @@ _ATTENTION_TABLE = "ALL_ATTENTION_FUNCTIONS"
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _MOVING = ("dynamic", "longrope")
 _FIXED = "fixed"  # no kind of the library: nothing is updated
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransformersShape(ModelShape):
-    """The shape of a model that the library computes.
-
-    Attributes:
-        layers: what each keeps of a token.
-        has_moving_frequencies: rotary frequencies depend on max_model_len.
-    """
-
-    layers: tuple[LayerCacheShape, ...]
-    has_moving_frequencies: bool
-
-    @property
-    def depends_on_context(self) -> bool:
-        return self.has_moving_frequencies
-
-    @property
-    def cache_shapes(self) -> tuple[LayerCacheShape, ...]:
-        return self.layers
 
 
 def load_transformers_model(
@@ -129,37 +105,38 @@ def load_transformers_model(
     takes_attention = _takes_attention(kind, config.get_text_config())
     name = NAME if takes_attention else "sdpa"
     register()
-    checkpoint = None
+    has_tiles = torch.device(device).type == "cpu"
+    checkpoint = Checkpoint({})
     with LOADING:
         if has_random_weights:
             model = _random(kind, path, config, dtype, name)
         else:
-            checkpoint = _opened(kind, path, config)
-            source = _source(path, checkpoint, dtype, torch.device(device), group)
-            model = _loaded(kind, source, plain_config(config), dtype, name)
+            checkpoint, is_cut = _opened(kind, path, config), group.size > 1
+            source: dict[str, Any] = {"pretrained_model_name_or_path": path}
+            if is_cut or is_gguf(path) or checkpoint.has_codes:
+                tensors = presented(checkpoint, dtype, keeps_codes=has_tiles, is_cut=is_cut)
+                source = {"pretrained_model_name_or_path": None, "state_dict": tensors}
+            model = _loaded(kind, source, config, dtype, name)
     model = text_part(model)
+    if left_out := leave_out_beside_the_text(model):
+        _logger.info("%s: texts do not meet %s: left out", path, ", ".join(left_out))
     spreads, sums = divide(model, group), divide_experts(model, group)
-    deferred = DeferredWeights()
-    has_tiles = torch.device(device).type == "cpu"
-    deferred.replace_in(model, keeps_codes if has_tiles else lambda *_: False)
-    check_quantization(quantization, deferred.kept)
+    kept, dequantised = replace_deferred(model, keeps_codes if has_tiles else lambda *_: False)
+    check_quantization(quantization, kept)
     nn.Module.to(model, device).eval().requires_grad_(False)
     model.set_experts_implementation("eager")  # the others do not know all dtypes
     context_len = _context_len(config)
     moves = fix_frequencies(model, min(max_model_len or context_len, context_len))
     mask = None if takes_attention else _caught_attention(model, kernels, dtype)
-    with reached_modules() as reached:
-        attention = survey_attention(model, config, mask)
-    if left_out := leave_out_unreached(model, reached):
-        _logger.info("%s: texts do not meet %s: left out", path, ", ".join(left_out))
+    attention = survey_attention(model, config, mask)
     shape = _shape(path, config, list(attention.values()), moves)
-    checkpoint = checkpoint or Checkpoint({}, {})
-    packing = Packing(kernels, quantization, deferred, checkpoint.release)
+    packing = Packing(kernels, quantization, checkpoint.release)
     replace_experts(model, packing, sums)
     fuse_layers(model, packing, group)
     pack_products(model, packing, spreads)
-    deferred.read_rest(model)
-    log_summary(checkpoint, deferred.kept, deferred.dequantised, has_tiles=has_tiles)
+    rest = read_rest(model)
+    kept = [one for one in kept if one not in rest]
+    log_summary(checkpoint, kept, dequantised, has_tiles=has_tiles)
     if group.size == 1:
         check_packed(model, mask)
     forms = {module: layer.form for module, layer in attention.items()}
@@ -174,12 +151,10 @@ def unread_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     """
     config = read_config(path)
     kind = causal_class(config, path)
-    checkpoint = _opened(kind, path, config)
-    if checkpoint is None:
-        checkpoint = Checkpoint(tensor_places(weight_files(path)), {})
-    source = {"pretrained_model_name_or_path": None, "state_dict": unread(checkpoint, dtype)}
+    tensors = unread(_opened(kind, path, config), dtype)
+    source = {"pretrained_model_name_or_path": None, "state_dict": tensors}
     with LOADING:
-        model = _loaded(kind, source, plain_config(config), dtype, "sdpa")
+        model = _loaded(kind, source, config, dtype, "sdpa")
     leave_out_beside_the_text(model)
     return model
 
@@ -236,8 +211,9 @@ def _takes_attention(kind: Any, text_config: PretrainedConfig) -> bool:
 def _caught_attention(model: PreTrainedModel, kernels: Kernels, dtype: torch.dtype) -> Tensor:
     """Catch attention that asks no table of the library; a mask to give to the model, which then
     makes none."""
-    for module in attention_modules(model):
-        catch_operations(module, kernels)
+    for module in model.modules():
+        if hasattr(module, "layer_idx") and "Attention" in type(module).__name__:
+            catch_operations(module, kernels)
     return torch.zeros((1, 1, 1, 1), dtype=dtype, device=model.device)
 
 
@@ -254,8 +230,9 @@ def _loaded(
         with quiet_library():  # what is missing is an error below
             model, report = kind.from_pretrained(
                 **source,
-                config=config,
+                config=_plain(config),
                 dtype=dtype,
+                use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
                 attn_implementation=attention,
@@ -286,34 +263,18 @@ def quiet_library() -> Generator[None]:
         library_logging.enable_progress_bar()
 
 
-def _opened(kind: Any, path: Path, config: PretrainedConfig) -> Checkpoint | None:
-    """The tensors of a quantised checkpoint; None: the weights are plain."""
+def _opened(kind: Any, path: Path, config: PretrainedConfig) -> Checkpoint:
+    """The tensors of a checkpoint."""
     if is_gguf(path):
-        return open_gguf_checkpoint(path, empty_model(kind, plain_config(config)))
+        return open_gguf_checkpoint(path, _empty(kind, config))
     quantization = read_quantization(read_raw_config(path))
     if quantization is None:
-        return None
-    wanted = empty_model(kind, plain_config(config)).state_dict()
+        return Checkpoint(plain_weights(tensor_places(weight_files(path))))
+    wanted = _empty(kind, config).state_dict()
     return open_quantised(path, quantization, wanted, mtp_patterns(config, kind))
 
 
-def _source(
-    path: Path,
-    checkpoint: Checkpoint | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    group: RankGroup,
-) -> dict[str, Any]:
-    """The arguments of from_pretrained that say where the weights are."""
-    if checkpoint is None and group.size == 1:
-        return {"pretrained_model_name_or_path": path, "use_safetensors": True}
-    if checkpoint is None:
-        checkpoint = Checkpoint(tensor_places(weight_files(path)), {})
-    tensors = presented(checkpoint, dtype, keeps_codes=device.type == "cpu", is_cut=group.size > 1)
-    return {"pretrained_model_name_or_path": None, "state_dict": tensors}
-
-
-def plain_config(config: PretrainedConfig) -> PretrainedConfig:
+def _plain(config: PretrainedConfig) -> PretrainedConfig:
     """A copy without its quantisation, so that the library takes the weights for plain ones."""
     plain: Any = copy.deepcopy(config)
     if hasattr(plain, "quantization_config"):
@@ -321,10 +282,10 @@ def plain_config(config: PretrainedConfig) -> PretrainedConfig:
     return plain
 
 
-def empty_model(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
+def _empty(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
     """The network, with weights that take no memory."""
     with torch.device("meta"):
-        return kind(config)
+        return kind(_plain(config))
 
 
 def mtp_patterns(config: PretrainedConfig, kind: Any) -> list[str]:
@@ -340,15 +301,6 @@ def mtp_patterns(config: PretrainedConfig, kind: Any) -> list[str]:
         listed = kind._keys_to_ignore_on_load_unexpected or ()
         parts += [pattern for pattern in listed if not re.search(r"\d", pattern)]
     return parts
-
-
-def layer_shape(target: ModelShape, attention: LayerAttention) -> TransformersShape:
-    """The shape of one layer that reads the target's states and attends so."""
-    sizes = attention.num_kv_heads, attention.key_size, attention.value_size
-    own = {f.name: getattr(target, f.name) for f in fields(ModelShape)}
-    own |= {"num_layers": 1, "num_heads": attention.num_heads, "num_kv_heads": sizes[0]}
-    own |= {"head_size": max(sizes[1:])}
-    return TransformersShape(**own, layers=(LayerCacheShape(*sizes),), has_moving_frequencies=False)
 
 
 def _random(
@@ -372,7 +324,7 @@ def _context_len(config: PretrainedConfig) -> int:
 
 def _shape(
     path: Path, config: PretrainedConfig, layers: list[LayerAttention], moves: bool
-) -> TransformersShape:
+) -> ModelShape:
     text = config.get_text_config()
     generation = read_generation_config(path)
     raw = read_raw_config(path)
@@ -382,24 +334,23 @@ def _shape(
         of_part = text.to_dict() if text is not config else {}
         return read_token_ids(raw, name) or read_token_ids(of_part, name)
 
-    hidden = text.hidden_size
-    shapes = [LayerCacheShape(one.num_kv_heads, one.key_size, one.value_size) for one in layers]
-    return TransformersShape(
+    caches = [layer.cache for layer in layers]
+    return ModelShape(
         architecture=(config.architectures or [""])[0],
         vocab_size=text.vocab_size,
-        hidden_size=hidden,
+        hidden_size=text.hidden_size,
         intermediate_size=_intermediate_size(text),
         num_layers=len(layers),
         num_heads=max(one.num_heads for one in layers),
-        num_kv_heads=max(one.num_kv_heads for one in layers),
-        head_size=max(max(one.key_size, one.value_size) for one in layers),
+        num_kv_heads=max(one.num_kv_heads for one in caches),
+        head_size=max(max(one.key_size, one.value_size) for one in caches),
         max_model_len=_context_len(config),
         tie_word_embeddings=bool(config.tie_word_embeddings),
         bos_token_id=next(iter(ids_of("bos_token_id")), None),
         eos_token_ids=read_token_ids(generation, "eos_token_id") or ids_of("eos_token_id"),
         torch_dtype=raw.get("dtype") or raw.get("torch_dtype"),
-        layers=tuple(shapes),
-        has_moving_frequencies=moves,
+        layers=tuple(caches),
+        depends_on_context=moves,
     )
 
 
@@ -421,26 +372,20 @@ def fix_frequencies(model: nn.Module, context_len: int) -> bool:
     if there are such."""
     found = False
     for module in model.modules():
-        rope_type = getattr(module, "rope_type", None)
-        if isinstance(rope_type, str) and rope_type in _MOVING:
-            _fix(module, rope_type, None, context_len)
+        rope_type: Any = getattr(module, "rope_type", None)
+        kinds = rope_type if isinstance(rope_type, dict) else {None: rope_type}
+        for layer_type, kind in kinds.items():
+            if kind not in _MOVING:
+                continue
+            options = {} if layer_type is None else {"layer_type": layer_type}
+            prefix = "" if layer_type is None else f"{layer_type}_"
+            own: Any = getattr(module, f"{prefix}inv_freq")
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](
+                module.config, own.device, seq_len=context_len, **options
+            )
+            own.copy_(frequencies)
+            setattr(module, f"{prefix}attention_scaling", scaling)
+            kinds[layer_type], found = _FIXED, True
+        if not isinstance(rope_type, dict) and kinds[None] is _FIXED:
             module.rope_type = _FIXED  # pyright: ignore[reportArgumentType]
-            found = True
-        elif isinstance(rope_type, dict):
-            for layer_type, kind in rope_type.items():
-                if kind in _MOVING:
-                    _fix(module, kind, layer_type, context_len)
-                    rope_type[layer_type] = _FIXED
-                    found = True
     return found
-
-
-def _fix(module: nn.Module, kind: str, layer_type: str | None, context_len: int) -> None:
-    options = {} if layer_type is None else {"layer_type": layer_type}
-    prefix = "" if layer_type is None else f"{layer_type}_"
-    own = getattr(module, f"{prefix}inv_freq")
-    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](
-        module.config, own.device, seq_len=context_len, **options
-    )
-    own.copy_(frequencies)
-    setattr(module, f"{prefix}attention_scaling", scaling)

@@ -65,7 +65,7 @@ class TransformersModel(nn.Module):
         self.vocabulary = VocabularyShard(group, shape.vocab_size)
         self._base, self._head = getattr(model, _base_name(model)), _head_of(model)
         self._attention, self._mask = attention, mask
-        self._taps = Taps(_layers_of(self._base, list(attention)))
+        self._layers = _layers_of(self._base, list(attention))
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         assert isinstance(embedding, nn.Embedding)
         assert isinstance(head, FlatLinear)
@@ -101,7 +101,7 @@ class TransformersModel(nn.Module):
         with (
             one_torch_thread(self._leaves_threads),
             computed_by(attention),
-            self._taps.taken(taps),
+            _tapped(self._layers, taps) as found,
         ):
             out = self._base(
                 input_ids=token_ids_T[None],
@@ -111,7 +111,9 @@ class TransformersModel(nn.Module):
                 use_cache=False,
             )
         hidden_TD = out.last_hidden_state[0]
-        tapped_TKD = self._taps.stacked(taps, hidden_TD)
+        tapped_TKD = hidden_TD.new_empty(len(hidden_TD), 0, hidden_TD.shape[1])
+        if taps:
+            tapped_TKD = torch.stack([found[tap] for tap in taps], dim=1)
         hidden_RD = hidden_TD if wanted_R is None else hidden_TD.index_select(0, wanted_R)
         return hidden_RD, tapped_TKD
 
@@ -170,47 +172,33 @@ class TransformersModel(nn.Module):
         return numbers_of(self, self.dtype)
 
 
-class Taps:
-    """The residual stream between layers, as it enters them, and as it leaves the last one."""
+@contextmanager
+def _tapped(layers: Sequence[nn.Module], taps: Sequence[int]) -> Generator[dict[int, Tensor]]:
+    """The residual streams of a pass inside, [T, D] by their taps: as they enter the layers of
+    these numbers, and as one leaves the last layer."""
+    found: dict[int, Tensor] = {}
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._wanted: frozenset[int] = frozenset()
-        self._found: dict[int, Tensor] = {}
-        for index, layer in enumerate(layers):
-            layer.register_forward_pre_hook(self._entering(index), with_kwargs=True)
-        layers[-1].register_forward_hook(self._leaving(len(layers)))
-
-    @contextmanager
-    def taken(self, taps: Sequence[int]) -> Generator[None]:
-        """A pass inside keeps these streams until `stacked` takes them."""
-        self._wanted = frozenset(taps)
-        try:
-            yield
-        finally:
-            self._wanted = frozenset()
-
-    def stacked(self, taps: Sequence[int], like_TD: Tensor) -> Tensor:
-        """[T, K, D] of the last pass."""
-        found, self._found = self._found, {}
-        if not taps:
-            return like_TD.new_empty(len(like_TD), 0, like_TD.shape[1])
-        return torch.stack([found[tap] for tap in taps], dim=1)
-
-    def _entering(self, index: int) -> Callable[..., None]:
+    def entering(tap: int) -> Callable[..., None]:
         def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if index in self._wanted:
-                states = args[0] if args else kwargs["hidden_states"]
-                self._found[index] = _stream(layer, states)
+            found[tap] = _stream(layer, args[0] if args else kwargs["hidden_states"])
 
         return keep
 
-    def _leaving(self, index: int) -> Callable[..., None]:
-        def keep(layer: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-            if index in self._wanted:
-                states = out[0] if isinstance(out, tuple) else out
-                self._found[index] = _stream(layer, states)
+    def leaving(layer: nn.Module, _: tuple[Any, ...], out: Any) -> None:
+        found[len(layers)] = _stream(layer, out[0] if isinstance(out, tuple) else out)
 
-        return keep
+    hooks = [
+        layers[tap].register_forward_pre_hook(entering(tap), with_kwargs=True)
+        for tap in taps
+        if tap < len(layers)
+    ]
+    if len(layers) in taps:
+        hooks.append(layers[-1].register_forward_hook(leaving))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _stream(layer: nn.Module, states_1TD: Tensor) -> Tensor:

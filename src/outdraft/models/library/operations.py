@@ -28,6 +28,7 @@ from transformers import AttentionInterface
 from outdraft.attention.base import AttentionBackend, AttentionForm, AttentionMetadata, LayerCache
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.ops import Kernels, Product
+from outdraft.kv.block_pool import LayerCacheShape
 
 NAME = "outdraft"  # of the attention function, among those of the library
 # The library's names for options of a layer's attention.
@@ -46,9 +47,7 @@ class LayerAttention:
     """The attention of one layer, as the library calls it."""
 
     num_heads: int
-    num_kv_heads: int
-    key_size: int
-    value_size: int
+    cache: LayerCacheShape
     form: AttentionForm
 
 
@@ -98,7 +97,8 @@ class Survey:
         num_kv_heads, value_size = v_TGE.shape[1:]
         form = _form_of(module, key_size, options)
         self.seen_2N += [heads.flatten(1).double() for heads in (q_THC, k_TGC, v_TGE)]
-        self.found[module] = LayerAttention(num_heads, num_kv_heads, key_size, value_size, form)
+        cache = LayerCacheShape(num_kv_heads, key_size, value_size)
+        self.found[module] = LayerAttention(num_heads, cache, form)
         return v_TGE.repeat_interleave(num_heads // num_kv_heads, dim=1)
 
 
@@ -158,22 +158,12 @@ def _form_of(module: nn.Module, key_size: int, options: Mapping[str, Any]) -> At
     )
 
 
-def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that know which layer they are in and attend."""
-    return [
-        module
-        for module in model.modules()
-        if hasattr(module, "layer_idx") and "Attention" in type(module).__name__
-    ]
-
-
 def catch_operations(module: nn.Module, kernels: Kernels) -> None:
     """Let attention and products inside this module be computed by the engine's kernels."""
-    forward = module.forward
-    products: dict[tuple[torch.dtype, torch.Size], Product] = {}
+    forward, own = module.forward, _OwnOperations(module, kernels)
 
     def own_forward(*args: Any, **kwargs: Any) -> Any:
-        with _OwnOperations(module, kernels, products):
+        with own:
             return forward(*args, **kwargs)
 
     module.forward = own_forward
@@ -214,15 +204,11 @@ def _has_weight(module: nn.Module) -> bool:
 
 
 class _OwnOperations(TorchFunctionMode):
-    def __init__(
-        self,
-        module: nn.Module,
-        kernels: Kernels,
-        products: dict[tuple[torch.dtype, torch.Size], Product],
-    ) -> None:
-        """`products`: with the module's weights, by the dtypes that they were converted to."""
+    def __init__(self, module: nn.Module, kernels: Kernels) -> None:
         super().__init__()
-        self._module, self._kernels, self._products = module, kernels, products
+        self._module, self._kernels = module, kernels
+        # With the module's weights, by the dtypes that they were converted to.
+        self._products: dict[tuple[torch.dtype, torch.Size], Product] = {}
 
     def __torch_function__(
         self,

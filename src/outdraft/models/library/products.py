@@ -7,7 +7,7 @@ give a row the same bits whatever rows are in the batch.
 Dimension key: T rows, D inputs, E outputs, also of several products, I intermediate.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
@@ -19,8 +19,8 @@ from transformers.pytorch_utils import Conv1D
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.products import EmbeddingTable, ExpertWeights, Gate, ShardWrap
-from outdraft.models.checkpoints.deferred import Packing
 from outdraft.models.checkpoints.stored import StoredParameter
+from outdraft.models.library.checkpoint import CodedParameter, Packing, can_join, coded
 from outdraft.models.library.experts import ACTIVATIONS, PackedExperts, present_modules
 from outdraft.models.library.experts import keeps_codes as experts_keep_codes
 from outdraft.models.library.operations import catch_operations, is_router
@@ -77,15 +77,15 @@ def pack_products(
     for module in present_modules(model):
         if is_router(module):
             continue
-        for name, part in list(module.named_children()):
+        for name in [name for name, _ in module.named_children()]:
+            part = module.get_submodule(name)
             if _is_product(part):
-                is_tied = id(part.weight) in embeddings
-                linear = _packed(part, packing, spreads.get(part), is_tied=is_tied)
-                if is_tied:
+                linear = _packed([part], packing, spreads.get(part))
+                if id(part.weight) in embeddings:
                     heads[id(part.weight)] = linear
                 setattr(module, name, FlatLinear(linear))
     for part in tables:
-        if packing.deferred.stored(part.weight) is not None:
+        if isinstance(part.weight, CodedParameter):
             _pack_table(part, packing, heads.get(id(part.weight)))
     for module in model.modules():
         if is_router(module):
@@ -117,9 +117,9 @@ def _pack_table(embedding: nn.Embedding, packing: Packing, head: Linear | None) 
     """Keep the codes of an embedding; those of a tied head are the same."""
     weight_VD = embedding.weight
     if head is None:
-        coded = packing.deferred.coded([weight_VD])
-        assert coded is not None
-        product = packing.kernels.pack_codes(coded, None, weight_VD.dtype)
+        codes = coded([weight_VD])
+        assert codes is not None
+        product = packing.kernels.pack_codes(codes, None, weight_VD.dtype)
     else:
         assert head.product is not None
         product = head.product
@@ -134,28 +134,28 @@ def _pack_table(embedding: nn.Embedding, packing: Packing, head: Linear | None) 
     embedding.weight = nn.Parameter(weight_VD.new_empty((0, size)), requires_grad=False)
 
 
-def _packed(
-    part: nn.Linear | Conv1D, packing: Packing, spread: ShardWrap | None, *, is_tied: bool
-) -> Linear:
-    """`is_tied`: the weight is a table of embeddings too, which stays as it is."""
-    weight_ED = part.weight.data
-    if isinstance(part, Conv1D):
-        weight_ED = weight_ED.T.contiguous()
-    bias: Any = part.bias
+def _packed(parts: Sequence[Any], packing: Packing, spread: ShardWrap | None = None) -> Linear:
+    """One product of several, one below the other."""
+    weights = [part.weight for part in parts]
+    parts_ED: list[Tensor] = [
+        part.weight.detach().T.contiguous() if isinstance(part, Conv1D) else part.weight.detach()
+        for part in parts
+    ]
+    sizes, first_ED = [len(part_ED) for part_ED in parts_ED], parts_ED[0]
+    is_one = len(parts) == 1
     linear = Linear(
-        weight_ED.shape[1],
-        weight_ED.shape[0],
-        bias=bias is not None,
-        dtype=weight_ED.dtype,
-        device=weight_ED.device,
-        weight=nn.Parameter(weight_ED, requires_grad=False),
+        first_ED.shape[1],
+        sum(sizes),
+        bias=any(part.bias is not None for part in parts),
+        dtype=first_ED.dtype,
+        device=first_ED.device,
+        weight=nn.Parameter(first_ED, requires_grad=False) if is_one else None,
         spread=spread,
     )
     if linear.bias is not None:
-        linear.bias.data.copy_(bias)
-    packing.pack(linear, [part.weight])
-    if not is_tied and not isinstance(part, Conv1D):
-        part.weight = None  # pyright: ignore[reportAttributeAccessIssue]  # it is packed now
+        for to, part in zip(linear.bias.data.split(sizes), parts, strict=True):
+            to.copy_(part.bias.detach()) if part.bias is not None else to.zero_()
+    packing.pack(linear, weights, () if is_one else parts_ED)
     return linear
 
 
@@ -175,8 +175,8 @@ def fuse_layers(model: nn.Module, packing: Packing, group: RankGroup = ALONE) ->
                 setattr(module, name, found)
         parts = [getattr(module, name, None) for name in _READ_TOGETHER]
         is_one = all(type(part) is nn.Linear for part in parts)
-        if is_one and packing.deferred.can_join([part.weight for part in parts if part]):
-            fused = _FusedProducts(_joined(parts, packing), parts)
+        if is_one and can_join([part.weight for part in parts if part]):
+            fused = _FusedProducts(_packed(parts, packing), parts)
             for index, name in enumerate(_READ_TOGETHER):
                 setattr(module, name, _FusedPart(fused, index))
 
@@ -195,14 +195,10 @@ class FusedNorm(nn.Module):
         return (scaled_TD * self.weight).view(x_1TD.shape)
 
 
-class FusedBlock(nn.Module):
+class FusedBlock(PackedExperts):
     """down(act(gate) * up): a mixture of one expert."""
 
-    def __init__(self, experts: PackedExperts) -> None:
-        super().__init__()
-        self.experts = experts
-
-    def forward(self, x_1TD: Tensor) -> Tensor:
+    def forward(self, x_1TD: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """[1, T, D] of the same shape."""
         rows_TD = x_1TD.reshape(-1, x_1TD.shape[-1])
         ids_T1 = torch.zeros((len(rows_TD), 1), dtype=torch.int64, device=x_1TD.device)
@@ -216,16 +212,15 @@ class _FusedProducts:
     def __init__(self, linear: Linear, parts: list[Any]) -> None:
         self.linear, self._sizes = linear, [part.out_features for part in parts]
         self._x: Tensor | None = None
-        self._found: list[Tensor | None] = []
+        self._found: dict[int, Tensor] = {}
 
     def part(self, x_1TD: Tensor, index: int) -> Tensor:
         """[1, T, E] of one product."""
-        if x_1TD is not self._x or self._found[index] is None:
+        if x_1TD is not self._x or index not in self._found:
             y_TE = self.linear(x_1TD.flatten(0, -2))
-            self._x, self._found = x_1TD, [*y_TE.split(self._sizes, dim=-1)]
-        y_TE, self._found[index] = self._found[index], None
-        assert y_TE is not None
-        if all(part is None for part in self._found):
+            self._x, self._found = x_1TD, dict(enumerate(y_TE.split(self._sizes, dim=-1)))
+        y_TE = self._found.pop(index)
+        if not self._found:
             self._x = None
         return y_TE.view(*x_1TD.shape[:-1], y_TE.shape[-1])
 
@@ -261,8 +256,8 @@ def _block(part: Any, packing: Packing) -> FusedBlock | None:
     activation = ACTIVATIONS.get(type(getattr(part, "act_fn", None)).__name__)
     if activation is None:
         return None
-    kept, deferred = [one.weight for one in products], packing.deferred
-    if not deferred.can_join(kept[:2]):
+    kept = [one.weight for one in products]
+    if not can_join(kept[:2]):
         return None
     gate, up, down = (weight.detach() for weight in kept)
     x_2D = _random(2, gate.shape[1], gate)
@@ -270,28 +265,12 @@ def _block(part: Any, packing: Packing) -> FusedBlock | None:
     if not _is_same(part(x_2D), F.linear(between_2I, down)):
         return None
     weights = ExpertWeights(
-        [deferred.coded(kept[:2]) or (gate, up)],
-        [deferred.coded(kept[2:]) or down],
+        [coded(kept[:2]) or (gate, up)],
+        [coded(kept[2:]) or down],
         dtype=down.dtype,
     )
     experts = packing.kernels.pack_experts(weights, Gate(activation), packing.quantization)
-    return FusedBlock(PackedExperts(experts, 1, gate.nbytes + up.nbytes + down.nbytes))
-
-
-def _joined(parts: list[Any], packing: Packing) -> Linear:
-    weight = parts[0].weight
-    biases = [part.bias for part in parts]
-    sizes = [part.out_features for part in parts]
-    has_bias = any(bias is not None for bias in biases)
-    linear = Linear(
-        weight.shape[1], sum(sizes), bias=has_bias, dtype=weight.dtype, device=weight.device
-    )
-    if linear.bias is not None:
-        for to, bias in zip(linear.bias.data.split(sizes), biases, strict=True):
-            to.copy_(bias) if bias is not None else to.zero_()
-    weights = [part.weight for part in parts]
-    packing.pack(linear, weights, [weight.detach() for weight in weights])
-    return linear
+    return FusedBlock(experts, 1, gate.nbytes + up.nbytes + down.nbytes)
 
 
 def _random(num_rows: int, size: int, like: Tensor) -> Tensor:

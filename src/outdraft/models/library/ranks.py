@@ -24,7 +24,7 @@ from outdraft.core.weights import can_spread
 from outdraft.distributed.group import RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.products import RowParallel, ShardWrap, VocabParallel
-from outdraft.models.checkpoints.deferred import DeferredTensor
+from outdraft.models.library.checkpoint import DeferredTensor
 from outdraft.models.library.experts import has_inputs_first, is_interleaved, is_known
 
 _OUTPUTS, _INPUTS = "colwise", "rowwise"

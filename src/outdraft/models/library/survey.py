@@ -1,4 +1,4 @@
-"""Passes over two rows that find out what a transformers model does with them, and what they reach.
+"""Passes over two rows that find out what a transformers model does with them.
 
 The engine may give a model rows of any texts in any order. That is right only if rows meet in
 attention alone, and if each follows from its position, not from its place among the rows. The
@@ -11,17 +11,15 @@ Dimension key: N all numbers of one row.
 """
 
 import sys
-from collections.abc import Generator, Iterable, Set
-from contextlib import contextmanager
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from outdraft.attention.base import AttentionForm
 from outdraft.core.errors import ConfigError
 from outdraft.models.library.operations import LayerAttention, Survey, computed_by
 
@@ -122,10 +120,7 @@ def with_windows(
             f"layer {index} attends over a window of {form.window} tokens, but the family's masks "
             f"say {masked}"
         )
-    form = AttentionForm(form.scale, masked, chunk, form.soft_cap, form.sinks_H)
-    return LayerAttention(
-        layer.num_heads, layer.num_kv_heads, layer.key_size, layer.value_size, form
-    )
+    return replace(layer, form=replace(form, window=masked, chunk=chunk))
 
 
 def makes_window_masks(kinds: Iterable[type]) -> bool:
@@ -141,40 +136,13 @@ def text_part(model: PreTrainedModel) -> PreTrainedModel:
     return whole[0] if len(whole) == 1 else model
 
 
-@contextmanager
-def reached_modules() -> Generator[set[nn.Module]]:
-    """The modules that compute anything inside."""
-    reached = set[nn.Module]()
-    hook = register_module_forward_pre_hook(lambda module, _: reached.add(module))
-    try:
-        yield reached
-    finally:
-        hook.remove()
-
-
-def leave_out_unreached(model: PreTrainedModel, reached: Set[nn.Module]) -> list[str]:
-    """Drop the large parts that a text does not reach; returns their names.
-
-    Looked at are the parts of the model and those of the network before its head: inside a layer
-    it depends on the text what is reached, as of experts.
-    """
-    dropped = list[str]()
-    networks = [part for part in model.children() if isinstance(part, PreTrainedModel)]
-    for parent in (model, *networks):
-        for name, part in list(parent.named_children()):
-            has_weights = next(part.parameters(), None) is not None
-            if has_weights and reached.isdisjoint(part.modules()):
-                setattr(parent, name, None)
-                dropped.append(name)
-    return dropped
-
-
-def leave_out_beside_the_text(model: PreTrainedModel) -> None:
-    """Drop parts that most likely no text reaches, by their configurations; no pass is made.
+def leave_out_beside_the_text(model: PreTrainedModel) -> list[str]:
+    """Drop parts that no text reaches, by their configurations; returns their names.
 
     These are the siblings of a network of the text's kind that hold none.
     """
-    text, head = type(model.config.get_text_config()), model.get_output_embeddings()
+    dropped, text = list[str](), type(model.config.get_text_config())
+    head = model.get_output_embeddings()
     reads_text = {
         part
         for part in model.modules()
@@ -188,3 +156,5 @@ def leave_out_beside_the_text(model: PreTrainedModel) -> None:
         for name, part in list(network.named_children()):
             if reads_text.isdisjoint(part.modules()):
                 setattr(network, name, None)
+                dropped.append(name)
+    return dropped
