@@ -226,3 +226,12 @@ OUTDRAFT_EXPORT int64_t block_draft(outdraft::Decoder* decoder, const outdraft::
                                     const outdraft::BlockSpec* spec) {
   return outdraft::BlockDrafting(*decoder, *task, *unread, *spec).run();
 }
+
+namespace outdraft {
+
+OUTDRAFT_STRUCT(BlockSpec, num_rows, first_draft, mask_token, is_causal, context, pair_embedding,
+                pairs, confidence, confidence_reads_token, pair_rank);
+
+}  // namespace outdraft
+
+OUTDRAFT_FUNCTIONS(block_draft);

@@ -22,8 +22,8 @@ from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.network_drafter import NetworkDrafter
 from outdraft.engine.llm import LLM
 from outdraft.kernels.data.drafts import DraftBatch, Verdict, row_start_B
+from outdraft.kernels.decoder_ops import Choice
 from outdraft.kernels.draft_ops import DraftStart, UnreadTexts
-from outdraft.kernels.step_ops import DeviceChoice
 from outdraft.kv.cache import KVCache
 from outdraft.models.decoder.causal_lm import CausalLM
 from outdraft.models.decoder.config import ModelConfig
@@ -105,7 +105,7 @@ class RandomAcceptance:
             fresh = model.logits(read_afresh(model, text, ())[0][-1:])[0]
             torch.testing.assert_close(logits_RV[root], fresh, rtol=0, atol=CLOSE)
         is_finite_R = torch.ones(len(logits_RV), dtype=torch.bool)
-        return VerifiedRows(DeviceChoice(self._verdict(drafts), is_finite_R), drafts), None
+        return VerifiedRows(Choice(self._verdict(drafts), is_finite_R), drafts), None
 
     def _verdict(self, drafts: DraftBatch) -> Verdict:
         """A random row of each draft is the last that is accepted; or none is."""

@@ -4,7 +4,7 @@ Dimension key: T rows, R rows that need logits, Q of them on this rank, D hidden
 vocabulary, S columns of logits on each rank, K tapped layers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -14,9 +14,8 @@ from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.weights import RoutedWeights
 from outdraft.distributed.group import ALL_HERE, RankGroup, RequestShares
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
+from outdraft.kernels.decoder_ops import FusedPasses
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.models.modules import Embedding, Linear
 from outdraft.models.shape import ModelShape
 
@@ -35,6 +34,7 @@ class LanguageModel(Protocol):
             reads all.
         memory_bytes: what the weights take, packed ones included.
         numbers: the dtype that is computed, and the weights under it if they are kept otherwise.
+        fused: whole steps and drafts in one call each; None: it has none.
     """
 
     dtype: torch.dtype
@@ -101,15 +101,8 @@ class LanguageModel(Protocol):
         same on every rank."""
         ...
 
-    def draft(
-        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
-    ) -> ModelDrafts:
-        """Draft for unread texts, as `DecoderPass.draft` says."""
-        ...
-
-    def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
-        """Run one step, as `DecoderPass.step` says."""
-        ...
+    @property
+    def fused(self) -> FusedPasses | None: ...
 
 
 @runtime_checkable
@@ -148,11 +141,8 @@ class StateNetwork(Protocol):
         no such token."""
         ...
 
-    def draft(
-        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
-    ) -> ModelDrafts:
-        """Draft for unread texts, as `DecoderPass.draft` says."""
-        ...
+    @property
+    def fused(self) -> FusedPasses | None: ...
 
     @property
     def memory_bytes(self) -> int: ...

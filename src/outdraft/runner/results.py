@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outdraft.core.plan import StepPlan, TokenLogprobs, WorkResult
 from outdraft.kernels.data.drafts import DraftBatch
-from outdraft.kernels.step_ops import Choice, KnownChoice
+from outdraft.kernels.decoder_ops import Choice
 from outdraft.runner.logprobs import LogprobRows
 
 
@@ -37,14 +37,12 @@ class StepCopies(Struct, frozen=True):
     Attributes:
         packed: on a GPU, one int64 tensor on the host, floats as their bits; else the tensors.
         shapes: of the tensors in order, if they are packed.
-        known: the rest of the verdicts, if the host knows it: then it is not among the tensors.
         has_margins: live rules' margins are among them.
         arrived: set on a GPU when the copy is complete.
     """
 
     packed: list[Tensor]
     shapes: tuple[torch.Size, ...]
-    known: KnownChoice | None
     has_margins: bool
     emitted: LogprobRows | None
     prompt: LogprobRows | None
@@ -59,13 +57,11 @@ def to_host(
 ) -> StepCopies:
     """Start the one copy of a step; waits for nothing."""
     tensors: list[Tensor] = []
-    known = margins_BL = None
+    margins_BL = None
     if verified is not None:
         choice, drafts = verified.choice, verified.drafts
-        known = choice.on_host
-        if known is None:
-            verdict = choice.verdict
-            tensors += [choice.is_finite_R, verdict.token_ids_BN1, verdict.rows_BN]
+        verdict = choice.verdict
+        tensors += [choice.is_finite_R, verdict.token_ids_BN1, verdict.rows_BN]
         tensors += [drafts.token_ids_BN, drafts.parents_BN]
         margins_BL = drafts.margins_BL
         tensors += [margins_BL] if margins_BL is not None else []
@@ -74,7 +70,7 @@ def to_host(
             tensors += [rows.token_ids_J, *rows.scores]
     rest = margins_BL is not None, emitted, prompt
     if device.type == "cpu":
-        return StepCopies(tensors, (), known, *rest, None)
+        return StepCopies(tensors, (), *rest, None)
     shapes = tuple(tensor.shape for tensor in tensors)
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
     packed = torch.cat([nothing, *(_as_int64(tensor).flatten() for tensor in tensors)])
@@ -82,7 +78,7 @@ def to_host(
     host.copy_(packed, non_blocking=True)
     arrived = torch.cuda.Event()  # also where nothing is copied: the clock is read after it
     arrived.record()
-    return StepCopies([host], shapes, known, *rest, arrived)
+    return StepCopies([host], shapes, *rest, arrived)
 
 
 def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
@@ -96,16 +92,12 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
     tensors = _unpack(copies)
     if not tensors:
         return tuple([WorkResult() for _ in plan.works])
-    is_finite_R: Sequence[bool] = ()
+    is_finite_R: list[bool] = []
     verdicts: list[list[list[int]]] = []
-    num_verified = 0
-    if copies.known is not None:
-        is_finite_R, *verdicts = copies.known
-        num_verified = 2
-    elif any(work.samples for work in plan.works):
-        is_finite_R, num_verified = tensors[0].tolist(), 5
-    verdicts += [one.tolist() for one in tensors[:num_verified][-4:]]
-    margins, emitted_logs, prompt_logs = _extras(copies, tensors[num_verified:])
+    if any(work.samples for work in plan.works):
+        is_finite_R, *verdicts = [one.tolist() for one in tensors[:5]]
+        tensors = tensors[5:]
+    margins, emitted_logs, prompt_logs = _extras(copies, tensors)
     are_finite = all(is_finite_R)
     results: list[WorkResult] = []
     place = root = 0

@@ -16,6 +16,7 @@ from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.drafting.device.asks import TargetStates
 from outdraft.drafting.device.translated_model import DraftModel, TranslatedModel
+from outdraft.kernels.decoder_ops import FusedPasses
 from outdraft.models.base import StateNetwork
 
 
@@ -30,7 +31,6 @@ class DraftNetwork:
         feature_size: F of `features`; 0: it reads no states.
         taps: residual streams of the target that `features` reads,
         reads_hidden: or it reads the state after the last layer instead.
-        draft: an operation of `DecoderPass`.
     """
 
     def __init__(self, network: DraftModel | StateNetwork) -> None:
@@ -44,7 +44,12 @@ class DraftNetwork:
         else:
             self._model = network
         self.reads_hidden = self._on_states is not None and not self.taps
-        self.kernels, self.draft = network.kernels, network.draft
+        self.kernels = network.kernels
+
+    @property
+    def fused(self) -> FusedPasses | None:
+        """Whole drafts in one call; None: it has none."""
+        return self.network.fused
 
     def features(self, states: TargetStates) -> Tensor:
         """[T, F]: features of the target's pass that it reads; only if token_shift is 1."""

@@ -56,13 +56,11 @@ class NetworkDrafter:
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
     ) -> ModelDrafts:
         unread = self.unread(asks, token_ids_SL)
-
-        def by_levels() -> ModelDrafts:
-            start = self.start(asks, unread)
-            levels = NetworkLevels(self.network, start, growth.num_drafts_G, growth.shares)
-            return compiled_grow(levels, growth)
-
-        return self.network.draft(unread, growth, by_levels)
+        if (fused := self.network.fused) is not None:
+            return fused.draft(unread, growth)
+        start = self.start(asks, unread)
+        levels = NetworkLevels(self.network, start, growth.num_drafts_G, growth.shares)
+        return compiled_grow(levels, growth)
 
     def start(self, asks: Sequence[DraftModelAsk], unread: UnreadTexts) -> DraftStart:
         """Read the unread rest of the texts."""
