@@ -17,7 +17,7 @@
 
 namespace outdraft {
 
-// What Python fills (kernels/native/block_drafting.py): as `BlockSpec` of kernels/draft_ops.py.
+// What Python fills (kernels/native/drafting.py): as `BlockSpec` of kernels/draft_ops.py.
 struct BlockSpec {
   int64_t num_rows, first_draft, mask_token, is_causal;
   const LinearWeights* context;

@@ -17,7 +17,7 @@
 
 namespace outdraft {
 
-// As `StatesOf` of kernels/step_ops.py.
+// As `StatesOf` of kernels/decoder_ops.py.
 enum class StatesOf : int64_t { kNoRow = 0, kRowsWithLogits = 1, kAllRows = 2 };
 
 enum class Chooses : int64_t { kNothing = 0, kLikeliest = 1, kByRule = 2 };
@@ -34,7 +34,7 @@ struct ChoiceRules {
   int64_t rule, sampled_trees;
 };
 
-// As `StepTask` of kernels/step_ops.py; Python fills it (kernels/native/step.py).
+// As `StepTask` of kernels/decoder_ops.py; Python fills it (kernels/native/step.py).
 struct StepTask {
   RowCounts counts;
   const int64_t* numbers;       // as `place_rows` takes them

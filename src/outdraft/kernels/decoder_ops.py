@@ -246,7 +246,7 @@ class DecoderPass(Protocol):
 
     @property
     def fused(self) -> FusedPasses | None:
-        """The same with all that belongs to a step or a draft; None: it has no such calls."""
+        """Whole steps and drafts in one call each; None: it has no such calls."""
         ...
 
     def __call__(

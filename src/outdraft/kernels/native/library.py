@@ -80,23 +80,21 @@ class Pointer:
         if isinstance(value, np.ndarray):
             assert value.flags.c_contiguous, "numbers lie apart"
             assert self._dtype is None or value.dtype.name == self._kind, f"not {self._kind}"
-            found = _KeptAddress(value.ctypes.data)
-            found.kept = value
-            return found
-        if isinstance(value, list | tuple) and value and isinstance(value[0], Struct):
-            value = [value, (type(value[0]) * len(value))(*value)]
-            found = _KeptAddress(ctypes.addressof(value[1]))
+            address = value.ctypes.data
         elif isinstance(value, Struct):
-            found = _KeptAddress(ctypes.addressof(value))
+            address = ctypes.addressof(value)
+        elif isinstance(value, list | tuple) and value and isinstance(value[0], Struct):
+            value = [value, (type(value[0]) * len(value))(*value)]
+            address = ctypes.addressof(value[1])
         else:
             if not isinstance(value, Tensor):
                 value = torch.tensor(value, dtype=self._dtype)
             assert self._dtype in (None, value.dtype), f"expected {self._dtype}, got {value.dtype}"
             assert value.is_cpu
-            if not value.is_contiguous():
-                assert self._is_read, "numbers that are written lie apart"
-                value = value.contiguous()
-            found = _KeptAddress(value.data_ptr())
+            assert self._is_read or value.is_contiguous(), "numbers that are written lie apart"
+            value = value.contiguous()
+            address = value.data_ptr()
+        found = _KeptAddress(address)
         found.kept = value
         return found
 
@@ -105,19 +103,16 @@ class Struct(ctypes.Structure):
     """A struct of the library. It keeps alive what its addresses point to.
 
     Attributes:
-        addresses: how its fields that are addresses are converted.
-        names: of all fields.
+        converters: of all fields; None: it is a number.
     """
 
-    addresses: ClassVar[dict[str, Pointer]] = {}
-    names: ClassVar[frozenset[str]] = frozenset()
+    converters: ClassVar[dict[str, Pointer | None]] = {}
 
     def fill(self, **values: Any) -> None:
         """Set fields, which must be there."""
         for name, value in values.items():
-            assert name in self.names, name
-            if name in self.addresses:
-                address = self.addresses[name].from_param(value)
+            if (pointer := self.converters[name]) is not None:
+                address = pointer.from_param(value)
                 setattr(self, f"_{name}", address.kept)
                 value = address.value
             setattr(self, name, value)
@@ -139,19 +134,10 @@ def _struct(kind: str, size: int, names: Sequence[str], types: Sequence[str]) ->
     """The struct whose fields have these types, each with its place in bytes."""
     names = [name.rpartition(".")[2] for name in names]
     kinds, places = zip(*(one.split(",") for one in types), strict=True)
-    made = type(
-        kind,
-        (Struct,),
-        {
-            "_fields_": list(zip(names, map(_number_type, kinds), strict=True)),
-            "names": frozenset(names),
-            "addresses": {
-                name: Pointer(one)
-                for name, one in zip(names, kinds, strict=True)
-                if one.endswith("*")
-            },
-        },
-    )
+    converters = [Pointer(one) if one.endswith("*") else None for one in kinds]
+    fields = list(zip(names, map(_number_type, kinds), strict=True))
+    of_names = dict(zip(names, converters, strict=True))
+    made = type(kind, (Struct,), {"_fields_": fields, "converters": of_names})
     found = [getattr(made, name).offset for name in names]
     assert (ctypes.sizeof(made), found) == (size, [*map(int, places)]), f"layout of {kind}"
     return made
@@ -205,7 +191,7 @@ class Library:
     def struct(self, name: str, **values: Any) -> Struct:
         """A struct with these fields, and zeros; it keeps alive what its addresses point to."""
         made = (self._structs.get(name) or self._refuse(name))()
-        if unknown := values.keys() - made.names:
+        if unknown := values.keys() - made.converters.keys():
             self._refuse(f"{', '.join(sorted(unknown))} of {name}")
         made.fill(**values)
         return made

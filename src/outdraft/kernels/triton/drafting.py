@@ -38,21 +38,20 @@ def place_level(
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_requests, num_rows = ancestors_BF.shape
     given = ancestors_BF, num_drafts_B, start.contexts_B
-    placed = torch.empty(
-        3, num_requests * num_rows, dtype=torch.int64, device=ancestors_BF.device
-    ).unbind()
-    if placed[0].numel():
+    size, device = num_requests * num_rows, ancestors_BF.device
+    own, positions, slots = torch.empty(3, size, dtype=torch.int64, device=device).unbind()
+    if size:
         place_rows_of_level[(num_requests,)](
             *(one.contiguous() for one in given),
             start.block_table_BP,
-            *placed,
+            *(own, positions, slots),
             first_row,
             start.block_table_BP.stride(0),
             NUM_ROWS=num_rows,
             BLOCK_SIZE=start.block_size,
             WIDTH=triton.next_power_of_2(num_rows),
         )
-    return placed
+    return own, positions, slots
 
 
 def draw_level(logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnLevel:

@@ -204,7 +204,7 @@ def _padded(sampling: SamplingBatch) -> SamplingBatch:
 
 
 def _paddings(rows_RX: Tensor, drafts: DraftBatch) -> tuple[Padding, Padding]:
-    """Those of rows and of requests. As if each request had the most drafts, where few have fewer:
+    """Pad rows and requests: as if each request had the most drafts, where few have fewer:
     these are few sizes."""
     number = rounded_rows(drafts.num_requests)
     most, least = number * (drafts.width + 1), len(rows_RX) + number - drafts.num_requests

@@ -107,13 +107,15 @@ class CallGraphs(Generic[Result]):
                 shapes.append(((*padding.sizes, *rest), one.dtype))
                 values.append(padding.value)
 
-        def call(inputs: Sequence[Tensor]) -> Result:
-            return function(*_with_tensors(arguments, iter(inputs)))
+        def filled(inputs: Sequence[Tensor]) -> Callable[[], Result]:
+            """The call, over tensors that hold its arguments."""
+            _fill(inputs, tensors, values)
+            return lambda: function(*_with_tensors(arguments, iter(inputs)))
 
         launches = tuple(kinds)
         graph = None
         if launches in self._launched:
-            graph = self._graph((launches, tuple(shapes)), call, shapes, tensors[0].device)
+            graph = self._graph((launches, tuple(shapes)), filled, shapes, tensors[0].device)
         else:
             self._launched.add(launches)
             self._warm_ups.count += 1
@@ -125,13 +127,12 @@ class CallGraphs(Generic[Result]):
             one if tuple(one.shape) == shape else one.new_empty(shape)
             for one, (shape, _) in zip(tensors, shapes, strict=True)
         ]
-        _fill(own, tensors, values)
-        return call(own)
+        return filled(own)()
 
     def _graph(
         self,
         kind: object,
-        call: Callable[[Sequence[Tensor]], Result],
+        filled: Callable[[Sequence[Tensor]], Callable[[], Result]],
         shapes: Sequence[Shape],
         device: torch.device,
     ) -> _Graph[Result] | None:
@@ -140,19 +141,19 @@ class CallGraphs(Generic[Result]):
         else:
             if len(self._graphs) >= MOST_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
-            graph = self._captured(call, shapes, device)
+            graph = self._captured(filled, shapes, device)
             self._warm_ups.count += 1
         self._graphs[kind] = graph  # the newest is last
         return graph
 
     def _captured(
         self,
-        call: Callable[[Sequence[Tensor]], Result],
+        filled: Callable[[Sequence[Tensor]], Callable[[], Result]],
         shapes: Sequence[Shape],
         device: torch.device,
     ) -> _Graph[Result] | None:
         def launch() -> Result:
-            result, made = call(inputs), list[Tensor]()
+            result, made = call(), list[Tensor]()
             _parts(result, made)
             of_result = [(tuple(one.shape), one.dtype) for one in made]
             kept, _ = self._shared.tensors(of_result, device, end)
@@ -161,6 +162,7 @@ class CallGraphs(Generic[Result]):
 
         try:
             inputs, end = self._shared.tensors(shapes, device)
+            call = filled(inputs)
             return _Graph(inputs, *self._capture(launch))
         except _NoRoomError:
             return None
