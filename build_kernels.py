@@ -1,10 +1,9 @@
 """Compile csrc/ into one shared library for each instruction set: `python build_kernels.py`.
 
 The libraries have the same symbols. Python opens the one for the processor it runs on. Each carries
-a digest of the sources and flags that it was made from, and one of the Python files that declare
-what it is called with: one that carries other digests is made anew, of it only the sources that
-changed. Only the standard library is imported here: the build of a wheel runs it too
-(hatch_build.py).
+a digest of the sources and flags that it was made from: one that carries another digest is made
+anew, of it only the sources that changed. Only the standard library is imported here: the build of
+a wheel runs it too (hatch_build.py).
 """
 
 import argparse
@@ -25,8 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent
 SOURCES = ROOT / "csrc"
-CALLERS = ROOT / "src" / "outdraft" / "kernels" / "native"
-LIBRARIES = CALLERS / "lib"
+LIBRARIES = ROOT / "src" / "outdraft" / "kernels" / "native" / "lib"
 CACHE = ROOT / "build" / "kernels"  # object files
 
 
@@ -160,11 +158,8 @@ def of_this_machine(folder: Path, compiler: Sequence[str] | None = None) -> list
 
 
 def is_stale(library: Path, name: str) -> bool:
-    """Whether it is missing, or made from other sources, with other flags or for other callers."""
-    if not library.exists():
-        return True
-    made = library.read_bytes()
-    return source_digest(name).encode() not in made or caller_digest().encode() not in made
+    """Whether it is missing, or made from other sources or with other flags."""
+    return not library.exists() or source_digest(name).encode() not in library.read_bytes()
 
 
 def source_digest(name: str) -> str:
@@ -175,12 +170,6 @@ def source_digest(name: str) -> str:
     target = TARGETS[architecture() or ""][name]
     texts = [(path.name.encode(), path.read_bytes()) for path in [*_sources(name), *_headers()]]
     return hashlib.sha256(repr((COMMON, target, texts)).encode()).hexdigest()
-
-
-def caller_digest() -> str:
-    """Of the Python files that call the library, which carries it; library.py computes it too."""
-    texts = [(path.name, path.read_bytes()) for path in sorted(CALLERS.glob("*.py"))]
-    return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
 def _sources(name: str) -> list[Path]:
@@ -202,17 +191,14 @@ def _library(
     """Start to compile the objects of a library; the call returned waits for them and links."""
     target = TARGETS[architecture() or ""][name]
     flags = [f"-mcpu={target.zig_cpu}"] if is_zig(compiler) else [*target.flags]
-    digests = (
-        f'-DOUTDRAFT_DIGEST="{source_digest(name)}"',
-        f'-DOUTDRAFT_CALLER_DIGEST="{caller_digest()}"',
-    )
+    digest = f'-DOUTDRAFT_DIGEST="{source_digest(name)}"'
     headers = [path.read_bytes() for path in _headers()]
     # Others may compile at the same time: who links forgets the old objects of its compiler only.
     cache = CACHE / Path(compiler[0]).name / name
     cache.mkdir(parents=True, exist_ok=True)
     objects: list[concurrent.futures.Future[Path]] = []
     for source in _sources(name):
-        own = digests if source.name == "digest.cpp" else ()
+        own = [digest] if source.name == "digest.cpp" else []
         command = [*compiler, *COMMON, *flags, *own, "-c", str(source)]
         made_from = repr((command, source.read_bytes(), headers)).encode()
         key = hashlib.sha256(made_from).hexdigest()[:16]

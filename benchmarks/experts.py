@@ -27,7 +27,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from outdraft.bench.report import compute, environment
 from outdraft.core.weights import WeightFormat
 from outdraft.kernels.choose import choose_kernels, machine_limits
-from outdraft.models.checkpoints.deferred import Packing
+from outdraft.models.library.checkpoint import Packing
 from outdraft.models.library.experts import replace_experts
 
 ROWS = [1, 4, 8, 32]

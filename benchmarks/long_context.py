@@ -160,7 +160,7 @@ def _narrow_prompts(engine: Engine, window: int | None) -> Iterator[None]:
         yield
         return
     model: Any = runner.model
-    block_size, forward, step = runner.cache.block_size, model.forward_tapped, model.step
+    block_size, forward, fused = runner.cache.block_size, model.forward_tapped, type(model).fused
 
     def narrowed(ids_T: Any, caches: Any, metadata: AttentionMetadata, *others: Any) -> Any:
         [context] = metadata.context_lens_B.tolist()
@@ -175,9 +175,9 @@ def _narrow_prompts(engine: Engine, window: int | None) -> Iterator[None]:
         return forward(ids_T, caches, own, *others)
 
     model.forward_tapped = narrowed  # positions stay, so keys are turned as in the whole text
-    model.step = lambda task, by_parts: by_parts()  # which calls it
+    type(model).fused = None  # a step in one call would not call it
     yield
-    model.forward_tapped, model.step = forward, step
+    model.forward_tapped, type(model).fused = forward, fused
 
 
 def _complete(

@@ -234,3 +234,14 @@ OUTDRAFT_EXPORT void attention_write(const void* rows, int64_t row_stride, int64
     });
   });
 }
+
+namespace outdraft {
+
+OUTDRAFT_STRUCT(AttentionBatch, q, out, k, v, query_start, context_lens, num_causal, ancestors,
+                positions, block_table, sinks, num_requests, num_rows, num_heads, num_kv_heads,
+                block_size, q_stride, table_stride, key_size, value_size, window, chunk, scale,
+                soft_cap, is_bf16_query, is_bf16_out, is_bf16_cache);
+
+}  // namespace outdraft
+
+OUTDRAFT_FUNCTIONS(attention_create, attention_destroy, attention_attend, attention_write);

@@ -17,7 +17,7 @@
 
 namespace outdraft {
 
-// What Python fills (kernels/native/block_drafting.py): as `BlockSpec` of kernels/draft_ops.py.
+// What Python fills (kernels/native/drafting.py): as `BlockSpec` of kernels/draft_ops.py.
 struct BlockSpec {
   int64_t num_rows, first_draft, mask_token, is_causal;
   const LinearWeights* context;
@@ -226,3 +226,12 @@ OUTDRAFT_EXPORT int64_t block_draft(outdraft::Decoder* decoder, const outdraft::
                                     const outdraft::BlockSpec* spec) {
   return outdraft::BlockDrafting(*decoder, *task, *unread, *spec).run();
 }
+
+namespace outdraft {
+
+OUTDRAFT_STRUCT(BlockSpec, num_rows, first_draft, mask_token, is_causal, context, pair_embedding,
+                pairs, confidence, confidence_reads_token, pair_rank);
+
+}  // namespace outdraft
+
+OUTDRAFT_FUNCTIONS(block_draft);

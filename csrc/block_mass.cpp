@@ -285,3 +285,12 @@ OUTDRAFT_EXPORT void block_mass(outdraft::Team* team, const outdraft::MassTask* 
   }
   wait_until_idle(team);
 }
+
+namespace outdraft {
+
+OUTDRAFT_STRUCT(MassTask, q, k, block_table, num_keys, mass, num_requests, num_heads,
+                num_kv_heads, head_size, block_size, table_width, scale, is_bf16, is_bf16_query);
+
+}  // namespace outdraft
+
+OUTDRAFT_FUNCTIONS(block_mass);

@@ -186,3 +186,14 @@ OUTDRAFT_EXPORT int64_t decoder_draft(outdraft::Decoder* decoder, const outdraft
   if (!decoder->draft_tokens.are_all()) outdraft::learn(*unread, task->num_requests, decoder);
   return outdraft::Drafting(*decoder, *task, *unread, shares).run();
 }
+
+namespace outdraft {
+
+OUTDRAFT_STRUCT(UnreadTexts, spans, places, texts, features, block_table, table_width,
+                block_size);
+
+OUTDRAFT_STRUCT(DraftShares, num_requests, counts, num_drafts);
+
+}  // namespace outdraft
+
+OUTDRAFT_FUNCTIONS(decoder_draft);

@@ -134,3 +134,12 @@ OUTDRAFT_EXPORT void place_level(int64_t num_requests, int64_t width, int64_t fi
     }
   }
 }
+
+namespace outdraft {
+
+OUTDRAFT_STRUCT(Worth, rank0_base, rank0_slope, own_base, own_slope, side_weight, num_shares,
+                side_shares);
+
+}  // namespace outdraft
+
+OUTDRAFT_FUNCTIONS(draw_level, place_level);

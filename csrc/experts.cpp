@@ -284,3 +284,5 @@ OUTDRAFT_EXPORT bool experts_multiply(outdraft::Team* team, const ExpertWeights*
   return outdraft::multiply_experts(team, *experts, {x, kind, x_stride}, {ids, weights, num_picked},
                                     {y, kind, y_stride}, num_rows);
 }
+
+OUTDRAFT_FUNCTIONS(experts_make, experts_free, experts_multiply);

@@ -455,3 +455,22 @@ OUTDRAFT_EXPORT int64_t decoder_best_tokens(Decoder* decoder, const void* states
 }
 
 OUTDRAFT_EXPORT int64_t decoder_num_columns(const Decoder* decoder) { return decoder->columns(); }
+
+namespace outdraft {
+
+OUTDRAFT_STRUCT(DecoderLayer, input_norm, post_norm, q_norm, k_norm, qkv, o, gate_up, down,
+                o_bias, down_bias, window);
+
+OUTDRAFT_STRUCT(DecoderSpec, team, hidden, intermediate, num_heads, num_kv_heads, head_size,
+                num_layers, num_positions, num_tokens, dtype, eps, scale, embedding,
+                embedding_codes, cos_sin, final_norm, layers, reads_states, adds_to_normed,
+                leaves_out_first, token_norm, state_norm, fc, head, head_norm, draft_ids, ranks,
+                first_token, num_own_tokens, num_columns, num_outputs, num_first_drafts);
+
+OUTDRAFT_STRUCT(DecoderRows, token_ids, positions, slots, query_start, context_lens, num_causal,
+                ancestors, block_table, num_rows, num_requests, table_stride, wanted, num_wanted);
+
+}  // namespace outdraft
+
+OUTDRAFT_FUNCTIONS(decoder_create, decoder_destroy, decoder_forward, decoder_write_context,
+                   decoder_logits, decoder_best_tokens, decoder_num_columns);

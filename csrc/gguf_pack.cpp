@@ -320,3 +320,5 @@ OUTDRAFT_EXPORT void linear_read_rows(const LinearWeights* weights, const int64_
                                       int64_t count, int64_t dtype, void* to) {
   outdraft::read_rows(*weights, ids, count, outdraft::Dtype{dtype}, to);
 }
+
+OUTDRAFT_FUNCTIONS(linear_pack_gguf, linear_read_rows);

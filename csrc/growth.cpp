@@ -303,3 +303,16 @@ OUTDRAFT_EXPORT int64_t growth_extend(Growth* growth, const float* logits, int64
 OUTDRAFT_EXPORT void growth_finish(Growth* growth) { growth->finish(); }
 
 OUTDRAFT_EXPORT void growth_destroy(Growth* growth) { delete growth; }
+
+namespace outdraft {
+
+OUTDRAFT_STRUCT(DraftTask, num_requests, num_levels, num_rows, size, levels, worth.rank0_base,
+                worth.rank0_slope, worth.own_base, worth.own_slope, worth.side_weight,
+                worth.num_shares, worth.side_shares, num_tokens, num_drafts, seeds, kinds,
+                is_greedy, cuts.temperature, cuts.least, cuts.top_k, cuts.top_p, allowed, bias,
+                token_ids, parents, is_drawn, probs, stops.weights, stops.biases, stops.price,
+                stops.has_rule, stops.room, stops.margins, stops.num_drafted);
+
+}  // namespace outdraft
+
+OUTDRAFT_FUNCTIONS(growth_create, growth_extend, growth_finish, growth_destroy);

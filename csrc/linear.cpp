@@ -92,3 +92,5 @@ OUTDRAFT_EXPORT void linear_multiply(outdraft::Team* team, const outdraft::Linea
   outdraft::linear(team, *weights, {x, Dtype{x_dtype}, x_stride}, {y, Dtype{y_dtype}, y_stride},
                    num_rows);
 }
+
+OUTDRAFT_FUNCTIONS(linear_keeps_bf16, linear_multiply);

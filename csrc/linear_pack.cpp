@@ -378,3 +378,5 @@ OUTDRAFT_EXPORT int64_t linear_bytes(const LinearWeights* weights) {
   const int64_t kinds = (weights->scales != nullptr) + (weights->shifts != nullptr);
   return num_tiles * weights->tile_bytes + kinds * num_scales * size_of(weights->scale_kind);
 }
+
+OUTDRAFT_FUNCTIONS(linear_fits_bf16, linear_pack, linear_pack_codes, linear_free, linear_bytes);

@@ -145,3 +145,5 @@ OUTDRAFT_EXPORT void fill_gumbel(int64_t num_rows, int64_t size, const int64_t* 
     }
   }
 }
+
+OUTDRAFT_FUNCTIONS(fill_gumbel);

@@ -117,3 +117,5 @@ OUTDRAFT_EXPORT void penalize_rows(int64_t num_rows, int64_t size, int64_t histo
     for (int64_t at = path_len - 1; at >= 0; --at) seen.pop(path[at]);
   }
 }
+
+OUTDRAFT_FUNCTIONS(penalize_rows);

@@ -263,3 +263,12 @@ OUTDRAFT_EXPORT int32_t ranks_exchange(char* memory, int64_t rank, int64_t size,
                                        const int64_t* received, char* out) {
   return exchange({memory, rank, size, timeout_us}, data, sent, received, out);
 }
+
+namespace outdraft {
+
+OUTDRAFT_STRUCT(RankLink, memory, rank, size, timeout_us, sums, turns, joins, gathers, failure);
+
+}  // namespace outdraft
+
+OUTDRAFT_FUNCTIONS(ranks_bytes, ranks_num_rounds, ranks_end, ranks_gather, ranks_sum,
+                   ranks_exchange);

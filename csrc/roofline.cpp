@@ -118,3 +118,5 @@ OUTDRAFT_EXPORT int64_t roofline_multiply(outdraft::Team* team, int64_t dtype, i
   run(team, Multiplying{std::min(num_units, kMaxUnits), is_bf16, results});
   return std::min(num_units, kMaxUnits) * kStepsOfUnit * step_operations(is_bf16);
 }
+
+OUTDRAFT_FUNCTIONS(roofline_read, roofline_multiply);

@@ -149,3 +149,13 @@ OUTDRAFT_EXPORT void append_token_ids(int64_t num_requests, int64_t width, int64
     }
   }
 }
+
+namespace outdraft {
+
+OUTDRAFT_STRUCT(RowCounts, num_works, num_rows, num_logits, num_sampling, num_extra, table_width,
+                block_size, width);
+
+}  // namespace outdraft
+
+OUTDRAFT_FUNCTIONS(place_rows, shape_rows, place_states, copy_rows, read_token_ids,
+                   append_token_ids);

@@ -24,7 +24,7 @@ struct PlacedRows {
   PlacedRows(const RowCounts& counts, int64_t* memory);
 };
 
-// One work as Python hands it over (kernels/native/rows.py).
+// One work as Python hands it over (kernels/native/step.py).
 struct StepWork {
   int64_t context_len, num_causal, num_drafts, text_start, samples;
 };

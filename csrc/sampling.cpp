@@ -331,3 +331,5 @@ OUTDRAFT_EXPORT void process_rows(int64_t num_rows, int64_t size, const float* l
     outdraft::process_row(logits + start, size, cuts.of(requests[row]), processed + start);
   }
 }
+
+OUTDRAFT_FUNCTIONS(finite_rows, mask_forbidden, process_rows);

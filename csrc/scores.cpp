@@ -121,3 +121,12 @@ OUTDRAFT_EXPORT void score_tokens(outdraft::Team* team, int64_t num_rows,
   outdraft::run_rows(team, outdraft::ScoreRow{*task}, num_rows, task->size);
   outdraft::wait_until_idle(team);
 }
+
+namespace outdraft {
+
+OUTDRAFT_STRUCT(ScoreTask, logits, rows, chosen, size, num_top, logprobs, ranks, top_ids,
+                top_logprobs);
+
+}  // namespace outdraft
+
+OUTDRAFT_FUNCTIONS(score_tokens);

@@ -17,7 +17,7 @@
 
 namespace outdraft {
 
-// As `StatesOf` of kernels/step_ops.py.
+// As `StatesOf` of kernels/decoder_ops.py.
 enum class StatesOf : int64_t { kNoRow = 0, kRowsWithLogits = 1, kAllRows = 2 };
 
 enum class Chooses : int64_t { kNothing = 0, kLikeliest = 1, kByRule = 2 };
@@ -34,7 +34,7 @@ struct ChoiceRules {
   int64_t rule, sampled_trees;
 };
 
-// As `StepTask` of kernels/step_ops.py; Python fills it (kernels/native/step.py).
+// As `StepTask` of kernels/decoder_ops.py; Python fills it (kernels/native/step.py).
 struct StepTask {
   RowCounts counts;
   const int64_t* numbers;       // as `place_rows` takes them
@@ -188,3 +188,19 @@ class Step {
 OUTDRAFT_EXPORT int64_t decoder_step(outdraft::Decoder* decoder, const outdraft::StepTask* task) {
   return outdraft::Step(*decoder, *task).run();
 }
+
+namespace outdraft {
+
+OUTDRAFT_STRUCT(StepTask, counts.num_works, counts.num_rows, counts.num_logits,
+                counts.num_sampling, counts.num_extra, counts.table_width, counts.block_size,
+                counts.width, numbers, block_table, texts, row_len, draft_ids, draft_parents,
+                num_drafts, are_shaped, chooses, rules.cuts.temperature, rules.cuts.least,
+                rules.cuts.top_k, rules.cuts.top_p, rules.penalties.repetition,
+                rules.penalties.presence, rules.penalties.frequency, rules.is_greedy, rules.draws,
+                rules.seeds, rules.probs, rules.is_sampled, rules.rule, rules.sampled_trees,
+                states_of, taps, num_taps, window, placed, tapped, states, emitted, accepted,
+                num_emitted, are_finite, state_places, last_rows, last_places);
+
+}  // namespace outdraft
+
+OUTDRAFT_FUNCTIONS(decoder_step);

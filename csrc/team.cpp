@@ -349,3 +349,6 @@ OUTDRAFT_EXPORT void team_lose_next_unit(outdraft::Team* team) { team->loses_nex
 OUTDRAFT_EXPORT int32_t team_may_store(outdraft::Team* team, int64_t unit) {
   return exchange(*team, unit, team->last_job, outdraft::kClaimed, outdraft::kStoring);
 }
+
+OUTDRAFT_FUNCTIONS(team_create, team_destroy, team_num_shared, team_num_late, team_lose_next_unit,
+                   team_may_store);

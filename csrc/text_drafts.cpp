@@ -269,3 +269,7 @@ OUTDRAFT_EXPORT int64_t draft_texts(int64_t num_asks, const outdraft::TextAsk* a
   }
   return end;
 }
+
+OUTDRAFT_FUNCTIONS(new_ngram_text, new_finished, free_finished, finished_bytes, add_finished,
+                   count_finished, remove_finished, new_suffix_text, free_text, text_bytes,
+                   draft_texts);

@@ -242,3 +242,5 @@ OUTDRAFT_EXPORT void requests_of_rows(int64_t num_requests, const int64_t* num_d
     while (row < end) requests[row++] = b;
   }
 }
+
+OUTDRAFT_FUNCTIONS(verify, match_choices, requests_of_rows);

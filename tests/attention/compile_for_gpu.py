@@ -11,8 +11,9 @@ from triton.compiler import ASTSource
 
 from outdraft.kernels.torch.noise import LN2, LOG_SERIES, ROUNDS, SQRT2
 from outdraft.kernels.triton import attention_kernels as kernels
-from outdraft.kernels.triton import noise_kernels, padding_kernels, pointwise_kernels
+from outdraft.kernels.triton import pointwise
 from outdraft.kernels.triton.attention import _launches
+from outdraft.kernels.triton.noise import gumbel_rows
 
 INT32 = ("query_start", "context_lens", "num_causal_B", "block_table")
 INT32 = (*INT32, "starts", "contexts", "num_causal", "table")
@@ -83,13 +84,12 @@ def compile_pointwise(dtype: str, capability: int) -> None:
     heads = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "SIZE": 128, "HALF_WIDTH": 64, "HAS_NORMS": True}
     noise = {"TILE": 256, "ROUNDS": ROUNDS, "LN2": LN2, "SQRT2": SQRT2, "SERIES": LOG_SERIES}
     for kernel, constants in (
-        (pointwise_kernels.add_and_norm, norm),
-        (pointwise_kernels.rotate_heads, heads),
-        (pointwise_kernels.silu_and_multiply, {"SIZE": 4096, "TILE": 1024}),
-        (padding_kernels.pad_rows, {"WIDTH": 512, "TILE": 256}),
+        (pointwise.add_and_norm_kernel, norm),
+        (pointwise.rotate_heads_kernel, heads),
+        (pointwise.silu_and_multiply_kernel, {"SIZE": 4096, "TILE": 1024}),
     ):
         compile_kernel(kernel, dtype, constants, capability, enable_fp_fusion=False)
-    compile_kernel(noise_kernels.gumbel_rows, "fp32", noise, capability, enable_fp_fusion=False)
+    compile_kernel(gumbel_rows, "fp32", noise, capability, enable_fp_fusion=False)
 
 
 if __name__ == "__main__":

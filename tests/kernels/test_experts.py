@@ -14,9 +14,8 @@ from torch import Tensor
 
 from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.coded_weight import CodedWeight
-from outdraft.kernels.native.experts import NativeExpertKernels, NativeExperts
 from outdraft.kernels.native.library import Team, open_library, usable_instruction_sets
-from outdraft.kernels.native.linear import NativeLinear
+from outdraft.kernels.native.linear import NativeExperts, NativeLinear
 from outdraft.kernels.products import Activation, ExpertWeights, Gate
 from outdraft.kernels.torch.experts import TorchExperts
 from outdraft.kernels.torch.linear import quantized
@@ -193,7 +192,7 @@ def native(instruction_set: str, num_threads: int) -> Callable[..., NativeExpert
     library = open_library(instruction_set)
     assert library is not None
     linear = NativeLinear(Team(library, num_threads))
-    return partial(NativeExperts, NativeExpertKernels(linear))
+    return partial(NativeExperts, linear)
 
 
 @pytest.mark.parametrize("quantization", [None, WeightFormat.INT8, WeightFormat.INT4_G32_ZERO])

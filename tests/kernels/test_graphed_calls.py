@@ -14,9 +14,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs triton")
 from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.kernels.ops import WarmUps
-from outdraft.kernels.triton import graphed_calls, graphs
-from outdraft.kernels.triton.graphed_calls import CallGraphs
-from outdraft.kernels.triton.graphs import MadeGraphs
+from outdraft.kernels.triton import graphs
+from outdraft.kernels.triton.graphs import CallGraphs, Padding
 
 
 @dataclass(frozen=True)
@@ -75,10 +74,10 @@ def assert_same(got: Outer, want: Outer) -> None:
 
 def test_calls_that_are_alike_share_a_graph():
     times = WarmUps()
-    graphs, repeats = CallGraphs[Outer](times, capture := Repeats()), capture
+    made, repeats = CallGraphs[Outer](times, capture := Repeats()), capture
     for seed in range(5):
         call = outer(seed)
-        assert_same(graphs.call(function, *call), function(*call))
+        assert_same(made.call(function, *call), function(*call))
     assert repeats.num_made == 1
     assert times.count == 2  # the first call, and the graph
 
@@ -105,7 +104,7 @@ def test_lengths_that_are_rounded_up_share_a_graph_which_finds_zeros_behind_them
     for seed, rows in enumerate((4, 2, 4, 3, 2, 4, 3)):
         longest.append(rows)
         inputs, factor_B = outer(seed, rows=rows)
-        got = graphs.call(looking, inputs, factor_B + 1, lengths=(4, 4))
+        got = graphs.call(looking, inputs, factor_B + 1, paddings=[Padding((4,))] * 2)
         want = function(inputs, factor_B + 1)
         assert torch.equal(got.x_BN[:rows], want.x_BN)
         assert torch.equal(got.inner.scale_B[:rows], want.inner.scale_B)
@@ -136,22 +135,34 @@ def test_calls_that_differ_share_no_graph(other, is_launched_alike):
 def test_what_takes_too_much_memory_stays_launch_by_launch():
     repeats, calls = Repeats(), [outer(seed) for seed in range(3)]
     num_aligned = 3 + 2  # tensors that are given, and that come out
-    num_bytes = num_aligned * graphed_calls._ALIGNED
+    num_bytes = num_aligned * graphs._ALIGNED
     for most_bytes, num_made in ((num_bytes - 1, 1), (num_bytes, 2)):
-        graphs = CallGraphs[Outer](WarmUps(), repeats, most_bytes)
+        made = CallGraphs[Outer](WarmUps(), repeats, most_bytes)
         for call in calls:
-            assert_same(graphs.call(function, *call), function(*call))
+            assert_same(made.call(function, *call), function(*call))
         assert repeats.num_made == num_made
 
 
-def test_who_has_made_as_many_graphs_as_are_kept_says_so_once(monkeypatch, caplog):
+def test_tensors_grow_in_two_dimensions_and_are_filled_with_a_value():
+    def function(x_BN: Tensor) -> Tensor:
+        return x_BN + 0
+
+    made, paddings = (
+        CallGraphs[Tensor](WarmUps(), lambda launch: (launch, launch())),
+        [Padding((4, 3), -1)],
+    )
+    for rows, columns in ((2, 2), (4, 3), (1, 3), (3, 1)):
+        x_BN = torch.rand(rows, columns)
+        want = torch.full((4, 3), -1.0)
+        want[:rows, :columns] = x_BN
+        assert torch.equal(made.call(function, x_BN, paddings=paddings), want)
+
+
+def test_the_graph_that_was_not_called_for_longest_leaves(monkeypatch):
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
-    made = MadeGraphs[int](WarmUps())
-    assert made.find("launches", 0, lambda: 0) is None  # it compiles
-    assert [made.find("launches", size, lambda one=size: one) for size in range(5)] == [
-        *(0, 1),
-        *(None, None, None),
-    ]
-    assert made.find("launches", 1, lambda: 7) == 1
-    [warning] = caplog.records
-    assert "2 graphs are made" in warning.getMessage()
+    repeats = Repeats()
+    made = CallGraphs[Outer](WarmUps(), repeats)
+    for rows, num_made in ((9, 0), (2, 1), (3, 2), (2, 2), (4, 3), (2, 3), (3, 4), (4, 5)):
+        call = outer(rows, rows=rows)
+        assert_same(made.call(function, *call), function(*call))
+        assert repeats.num_made == num_made, rows

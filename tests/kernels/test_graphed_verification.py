@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from outdraft.kernels.data.drafts import DraftBatch, Rule
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.torch.table import reference_kernels
-from tests.kernels.test_verification import KINDS, Step, batches, rows_of, same
+from tests.kernels.test_verification import KINDS, Step, rows_of, same
 
 pytest.importorskip("triton", reason="needs triton")
-from outdraft.kernels.triton.verification import GraphedVerification
+from outdraft.kernels.triton.graphed import GraphedVerification
 
 
 class Again:
@@ -41,17 +41,6 @@ class Chosen:
     def __call__(self, logits_RV, drafts, sampling, num_tokens_B):
         verdict = self.kernels.verify(logits_RV, drafts, sampling, num_tokens_B, self.rule)
         return verdict, self.kernels.finite_rows(logits_RV)
-
-
-@settings(max_examples=15, deadline=None)
-@given(found=st.lists(batches(), min_size=2, max_size=4))
-def test_matches_are_those_of_the_reference(found):
-    reference = reference_kernels()
-    graphed = GraphedVerification(reference, capture := Again())
-    for drafts, choices_R in found * 3:
-        want = reference.match(choices_R, drafts)
-        assert same(graphed.match(choices_R, drafts), want)
-    assert 1 <= capture.num_made <= len(found)
 
 
 @settings(max_examples=15, deadline=None)
@@ -85,7 +74,7 @@ def test_what_is_chosen_at_once_is_what_its_parts_choose(seed, kind, sizes):
     (rule, sampled_trees), rng = KINDS[kind], np.random.default_rng(seed)
     reference = reference_kernels()
     graphed = GraphedVerification(reference, capture := Again())
-    kernels = replace(reference, match=graphed.match, verify=graphed.verify, choose=graphed.choose)
+    kernels = replace(reference, verify=graphed.verify, choose=graphed.choose)
     steps = [Step(rng, size, most=4, vocab_size=23, sampled_trees=sampled_trees) for size in sizes]
     choosing = Chosen(kernels, rule)
     for step in steps * 3:
@@ -96,8 +85,7 @@ def test_what_is_chosen_at_once_is_what_its_parts_choose(seed, kind, sizes):
         assert all(one in ones for one, ones in zip(got, allowed, strict=True))
         assert torch.equal(is_finite_R, reference.finite_rows(step.logits_RV))
     assert 1 <= capture.num_made <= len(sizes)
-    assert not graphed._matches._graphs._made
-    assert not graphed._verdicts._graphs._made
+    assert not graphed._verdicts._graphs
 
 
 def test_plain_steps_of_few_more_requests_share_a_graph():
@@ -106,8 +94,6 @@ def test_plain_steps_of_few_more_requests_share_a_graph():
     for number in (9, 16, 12, 13):
         drafts = DraftBatch.empty(number, "cpu")
         step = Step(rng, number, most=0, vocab_size=9)
-        choices_R = step.logits_RV.argmax(1)
-        assert same(graphed.match(choices_R, drafts), reference.match(choices_R, drafts))
         arguments = step.logits_RV, drafts, step.sampling, step.num_tokens_B, Rule.TRAVERSAL
         assert same(graphed.verify(*arguments), reference.verify(*arguments))
-    assert capture.num_made <= 1 + 2  # Step draws which requests are greedy, or have a seed
+    assert capture.num_made <= 2  # Step draws which requests are greedy, or have a seed

@@ -21,7 +21,7 @@ from outdraft.kernels.native.library import (
     open_library,
     usable_instruction_sets,
 )
-from outdraft.kernels.native.rows import NativeRows
+from outdraft.kernels.native.step import NativeRows
 from outdraft.kernels.torch.rows import place_rows
 from tests.pairwise import some
 
@@ -73,25 +73,44 @@ def test_there_is_a_target_for_each_instruction_set():
 def test_a_library_is_stale_as_soon_as_one_byte_of_it_is_from_other_sources(tmp_path):
     library = tmp_path / "outdraft-cpu.so"
     assert build_kernels.is_stale(library, "cpu")
-    digests = [build_kernels.source_digest("cpu"), build_kernels.caller_digest()]
-    library.write_bytes("before{}between{}behind".format(*digests).encode())
+    digest = build_kernels.source_digest("cpu")
+    library.write_bytes(f"before{digest}behind".encode())
     assert not build_kernels.is_stale(library, "cpu")
-    for digest in digests:
-        made = "before{}between{}behind".format(*digests).replace(digest, other_digest(digest))
-        library.write_bytes(made.encode())
-        assert build_kernels.is_stale(library, "cpu")
+    library.write_bytes(f"before{other_digest(digest)}behind".encode())
+    assert build_kernels.is_stale(library, "cpu")
 
 
 @pytest.mark.parametrize("name", usable_instruction_sets())
-@pytest.mark.parametrize("is_older", [False, True], ids=["other files", "no digest at all"])
-def test_a_library_made_for_other_callers_is_refused(tmp_path, name, is_older):
+@pytest.mark.parametrize("missing", ["interface", "place_rows, shape", "num_sampling"])
+def test_a_library_of_another_version_is_refused(tmp_path, name, missing):
+    """It describes nothing, or lacks a function or a field of a struct."""
     made = (build_kernels.LIBRARIES / f"outdraft-{name}.so").read_bytes()
-    digest = build_kernels.caller_digest()
-    has, gets = ("caller_digest", "former_digest") if is_older else (digest, other_digest(digest))
-    assert has.encode() in made
-    (tmp_path / f"outdraft-{name}.so").write_bytes(made.replace(has.encode(), gets.encode()))
+    assert missing.encode() in made
+    other = made.replace(missing.encode(), missing.replace("n", "m").replace("e", "c").encode())
+    (tmp_path / f"outdraft-{name}.so").write_bytes(other)
     with pytest.raises(ConfigError, match=r"belongs to another version of the code.*`make lib`"):
-        Library(name, tmp_path)
+        assert_computes(Library(name, tmp_path))
+
+
+def test_structs_have_the_layout_of_the_compiler():
+    library = open_library()
+    assert library is not None
+    counts = library.struct("RowCounts", num_works=1, width=7)
+    with pytest.raises(ConfigError, match="without Counts:"):
+        library.struct("Counts")
+    assert bytes(counts) == (1).to_bytes(8, "little") + bytes(48) + (7).to_bytes(8, "little")
+
+
+def test_arguments_of_other_types_are_refused():
+    library = open_library()
+    assert library is not None
+    place, three = library.function("requests_of_rows"), torch.tensor([3])
+    place(1, three, 4, requests_R := torch.empty(4, dtype=torch.int64))
+    assert requests_R.tolist() == [0] * 4
+    with pytest.raises(ctypes.ArgumentError, match=r"expected torch.int64, got torch.float32"):
+        place(1, three.float(), 4, requests_R)
+    with pytest.raises(ctypes.ArgumentError, match="lie apart"):
+        place(1, three, 4, torch.empty(4, 2, dtype=torch.int64)[:, 0])
 
 
 @pytest.mark.full  # `make test` does not build all libraries
@@ -181,13 +200,13 @@ def test_sources_compile_without_a_warning_for_processors_that_run_no_test(
     monkeypatch.setattr(build_kernels, "architecture", lambda: architecture)
     cpu = f"-mcpu={build_kernels.TARGETS[architecture][name].zig_cpu}"
     command = [*build_kernels.zig_compiler(), *build_kernels.COMMON, "-O0", "-Werror", cpu]
-    digests = ['-DOUTDRAFT_DIGEST=""', '-DOUTDRAFT_CALLER_DIGEST=""']
+    digest = '-DOUTDRAFT_DIGEST=""'
     out = str(tmp_path / "source.o")
     # As in a build, zig does not compile again what has not changed, headers and flags included.
     folder = str(build_kernels.CACHE / "zig")
     caches = {"ZIG_GLOBAL_CACHE_DIR": folder, "ZIG_LOCAL_CACHE_DIR": folder}
     for source in sorted(build_kernels.SOURCES.glob("*.cpp")):
-        run(*command, *digests, "-c", str(source), "-o", out, HOME=str(tmp_path), **caches)
+        run(*command, digest, "-c", str(source), "-o", out, HOME=str(tmp_path), **caches)
 
 
 @pytest.mark.slow

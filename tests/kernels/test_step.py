@@ -19,9 +19,14 @@ from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.data import logits
 from outdraft.kernels.data.drafts import DraftBatch, Rule
 from outdraft.kernels.data.sampling import SamplingBatch
-from outdraft.kernels.decoder_ops import DecoderPass
+from outdraft.kernels.decoder_ops import (
+    Chooser,
+    DecoderPass,
+    StatesOf,
+    StepRead,
+    StepTask,
+)
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.step_ops import Chooser, StatesOf, StepRead, StepTask
 from outdraft.kv.cache import KVCache, LayerCache
 from outdraft.runner.step_rows import read_by_parts
 from outdraft.verification.verifier import Verifier
@@ -68,6 +73,12 @@ class Target:
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         return self.passes.logits(hidden_RD)
+
+    def in_one_call(self, task: StepTask) -> StepRead:
+        assert self.passes.fused is not None
+        read = self.passes.fused.step(task)
+        assert read is not None, "it is computed in parts"
+        return read
 
     def parts(self, task: StepTask) -> StepRead:
         return read_by_parts(self, Verifier(self.kernels, METHODS[rule_of(task)]), task)
@@ -193,7 +204,7 @@ def read(step: Step, target: Target, dtype: torch.dtype, *, in_parts: bool) -> l
     cache = filled_cache(Sizes(), dtype)
     task = step.task(texts_SL, cache)
 
-    came = target.parts(task) if in_parts else target.passes.step(task, in_one_call)
+    came = target.parts(task) if in_parts else target.in_one_call(task)
     rows = came.place()
     results = [texts_SL]
     results += [getattr(rows, name) for name in ("state_index_T", "draft_index_T", "root_rows_B")]
@@ -205,20 +216,12 @@ def read(step: Step, target: Target, dtype: torch.dtype, *, in_parts: bool) -> l
         results += [came.states_RD, came.tapped_TKD]
     if step.rule is not None:
         assert came.choice is not None
-        verdict, known = came.choice.verdict, came.choice.on_host
+        verdict = came.choice.verdict
         results += [verdict.token_ids_BN1, verdict.num_emitted_B, verdict.rows_BN]
         results.append(came.choice.is_finite_R)
         assert (came.kept is not None) == (step.window > 0)
         results += came.kept or ()
-        if known is not None:
-            assert known.emitted == verdict.token_ids_BN1.tolist()
-            assert known.accepted == verdict.rows_BN.tolist()
-            assert known.is_finite == came.choice.is_finite_R.tolist()
     return [*results, *(x for layer in cache.layers for x in (layer.k_PSGC, layer.v_PSGE))]
-
-
-def in_one_call() -> StepRead:
-    raise AssertionError("it is computed in parts")
 
 
 @each_library
@@ -237,11 +240,11 @@ def test_states_are_kept_of_what_became_part_of_a_text():
     cache = filled_cache(Sizes(), torch.float32)
     texts_SL = torch.zeros(3, ROW_LEN, dtype=torch.int64)
     first = Step([(4, 5, True)], [Draft()], [rules], Rule.MATCH)
-    came = target.passes.step(first.task(texts_SL.clone(), cache), in_one_call)
-    best = came.choice.on_host.emitted[0][0]
+    came = target.in_one_call(first.task(texts_SL.clone(), cache))
+    best = came.choice.verdict.token_ids_BN1[0, 0].item()
     drafts = [Draft(((best + 1) % NUM_TOKENS, best), (0, 0))]
     step = Step([(4, 5, True)], drafts, [rules], Rule.MATCH, window=4)
-    kept = target.passes.step(step.task(texts_SL, cache), in_one_call).kept
+    kept = target.in_one_call(step.task(texts_SL, cache)).kept
     # In row 2 of the texts: tokens 4 to 8, then the refused draft and the accepted one, token 9.
     assert kept.places_T.tolist() == [-1, 9, 10, 11, 8, -1, 9]
     assert kept.last_rows_W.tolist() == [6]
@@ -255,10 +258,9 @@ def test_a_token_is_written_to_its_text_and_known_to_the_host(temperature):
     plain = Step([(9, 1, True)], [Draft()], [rules], Rule.MATCH)
     texts_SL = torch.zeros(3, ROW_LEN, dtype=torch.int64)
     task = plain.task(texts_SL, filled_cache(Sizes(), torch.float32))
-    came = target.passes.step(task, in_one_call)
+    came = target.in_one_call(task)
     assert came.choice is not None
-    assert came.choice.on_host is not None
-    [[token_id]] = came.choice.on_host.emitted
+    [[token_id]] = came.choice.verdict.token_ids_BN1.tolist()
     assert texts_SL[2, 10] == token_id
     assert came.states_RD is None
 
@@ -270,15 +272,10 @@ def test_memory_for_very_many_logits_is_not_kept(temperature, in_parts, monkeypa
     target, params = Target.of(cpu_kernels(1)), SamplingParams(temperature=temperature)
     rules = TokenRules(params, seed=3)
     step = Step([(9, 1, True)], [Draft((5,), (0,))], [rules], Rule.MATCH)
-    texts_SL, asked = torch.zeros(3, ROW_LEN, dtype=torch.int64), list[StepTask]()
+    texts_SL = torch.zeros(3, ROW_LEN, dtype=torch.int64)
     task = step.task(texts_SL, filled_cache(Sizes(), torch.float32))
-
-    def by_parts() -> StepRead:
-        asked.append(task)
-        return target.parts(task)
-
-    target.passes.step(task, by_parts)
-    assert asked == [task] * in_parts
+    assert target.passes.fused is not None
+    assert (target.passes.fused.step(task) is None) is in_parts
 
 
 def test_a_step_reads_drafts_behind_the_parents_that_the_network_chose():
@@ -289,7 +286,7 @@ def test_a_step_reads_drafts_behind_the_parents_that_the_network_chose():
     )
     texts_SL = torch.zeros(3, ROW_LEN, dtype=torch.int64)
     task = step.task(texts_SL, filled_cache(Sizes(), torch.float32))
-    rows = target.passes.step(task, in_one_call).place()
+    rows = target.in_one_call(task).place()
     assert rows.positions_T.tolist() == [2, 3, 3, 4]
     assert rows.ancestors_T.tolist() == [0, 0b001, 0b010, 0b101]
 
@@ -299,12 +296,11 @@ def test_logits_without_a_best_one_are_told(temperature):
     kernels = cpu_kernels(1)
     spec = make_spec(Sizes(), kernels, torch.float32)
     spec.embedding.source[5] = torch.nan
-    passes = kernels.compile_decoder(spec)
+    target = Target(kernels, kernels.compile_decoder(spec))
     rules = [TokenRules(SamplingParams(temperature=temperature), seed=0)] * 2
     step = Step([(0, 1, True), (0, 1, True)], [Draft(), Draft()], rules, Rule.MATCH)
     texts_SL = torch.zeros(3, ROW_LEN, dtype=torch.int64)
     texts_SL[2] = 5
-    came = passes.step(step.task(texts_SL, filled_cache(Sizes(), torch.float32)), in_one_call)
+    came = target.in_one_call(step.task(texts_SL, filled_cache(Sizes(), torch.float32)))
     assert came.choice is not None
-    assert came.choice.on_host is not None
-    assert came.choice.on_host.is_finite == [False, True]
+    assert came.choice.is_finite_R.tolist() == [False, True]

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import threading
 import time
-from ctypes import c_int32, c_int64, c_void_p
 
 import pytest
 import torch
@@ -28,17 +27,17 @@ def library() -> Library:
 
 def counted(team: Team, name: str) -> int:
     """Jobs shared, or units taken back from late helpers, so far."""
-    return library().function(f"team_num_{name}", [c_void_p], c_int64)(team.address)
+    return library().function(f"team_num_{name}")(team.address)
 
 
 def lose_next_unit(team: Team) -> None:
     """The last unit of the next job is claimed by a helper that never finishes it."""
-    library().function("team_lose_next_unit", [c_void_p])(team.address)
+    library().function("team_lose_next_unit")(team.address)
 
 
 def may_store_last_unit(team: Team) -> bool:
     """Whether that helper, should it come back, may store what it has."""
-    function = library().function("team_may_store", [c_void_p, c_int64], c_int32)
+    function = library().function("team_may_store")
     return bool(function(team.address, LAST_UNIT))
 
 

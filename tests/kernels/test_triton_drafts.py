@@ -1,4 +1,4 @@
-"""Chains on a GPU: drawn, placed and matched by kernels of their own, as the reference does it.
+"""Levels on a GPU: drawn and placed by kernels of their own, as the reference does it.
 
 Without a GPU the kernels are interpreted.
 """
@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.draft_ops import DraftStart, LevelTask
 from outdraft.kernels.torch.table import reference_kernels
 
 pytest.importorskip("triton", reason="needs triton")
 from outdraft.kernels.triton import drafting
-from tests.kernels.test_triton_traversal import moved
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 each_device = pytest.mark.parametrize("device", DEVICES)
@@ -58,30 +56,6 @@ def test_the_lower_id_of_a_tie_is_drawn(device: str):
 
 
 @each_device
-@pytest.mark.parametrize("width", [0, 1, 5, 8])
-def test_chains_are_matched_as_far_as_the_target_agrees(device: str, width: int):
-    rng, number = np.random.default_rng(width), 300 if width == 1 else 9
-    numbers_B = torch.tensor(rng.integers(0, width + 1, number))
-    places_N = torch.arange(width)
-    ids_BN = torch.tensor(rng.integers(0, 2, (number, width)))
-    drafts = DraftBatch(
-        token_ids_BN=torch.where(places_N < numbers_B[:, None], ids_BN, -1),
-        parents_BN=places_N.repeat(number, 1),
-        num_drafts_B=numbers_B,
-        probs_BNV=None,
-        is_sampled_BN=torch.zeros(number, width, dtype=torch.bool),
-        is_chain=True,
-        any_sampled=False,
-    )
-    choices_R = torch.tensor(rng.integers(0, 2, int(drafts.num_rows_B.sum()) + 2))
-    sent = moved(drafts, device)
-    got, want = drafting.match(choices_R.to(device), sent), REFERENCE.match(choices_R, drafts)
-    assert torch.equal(got.token_ids_BN1.cpu(), want.token_ids_BN1)
-    assert torch.equal(got.num_emitted_B.cpu(), want.num_emitted_B)
-    assert torch.equal(got.rows_BN.cpu(), want.rows_BN)
-
-
-@each_device
 def test_a_level_stands_behind_its_text_and_sees_its_own_rows(device: str):
     rng = np.random.default_rng(1)
     ancestors_BF = torch.tensor(rng.integers(0, 2**62, (5, 3)))
@@ -102,19 +76,6 @@ def test_a_level_stands_behind_its_text_and_sees_its_own_rows(device: str):
             ancestors_BF, first_row, numbers_B, start_of(contexts_B, table_BP)
         )
         assert all(torch.equal(*pair) for pair in zip(places, wanted, strict=True))
-
-
-@each_device
-def test_new_tokens_stand_behind_their_texts_and_padding_nowhere(device: str):
-    rng = np.random.default_rng(2)
-    texts_SL = torch.tensor(rng.integers(0, 99, (7, 30)))
-    rows_B, starts_B = torch.tensor([5, 0, 3]), torch.tensor([4, 0, 22])
-    for width in (1, 3, 6):
-        ids_BN = torch.tensor(rng.integers(-1, 99, (3, width)))
-        got, want = texts_SL.to(device), texts_SL.clone()
-        drafting.append_token_ids(got, rows_B.to(device), starts_B.to(device), ids_BN.to(device))
-        REFERENCE.append_token_ids(want, rows_B, starts_B, ids_BN)
-        assert torch.equal(got.cpu()[:, :-1], want[:, :-1])  # the last column is anybody's
 
 
 def start_of(contexts_B: torch.Tensor, table_BP: torch.Tensor) -> DraftStart:

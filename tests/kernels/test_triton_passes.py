@@ -5,6 +5,7 @@ Without a GPU the kernels are interpreted, and what stands for a graph repeats t
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from outdraft.kernels.torch.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from tests.attention.ragged import on
 from tests.kernels.decoders import (
-    BLOCK_SIZE,
     Sizes,
     batch_with_logits,
     blocks_of,
@@ -41,7 +41,7 @@ from outdraft.kernels.data.graph_sizes import (
     rounded_rows,
 )
 from outdraft.kernels.triton.decoder import TritonDecoder
-from outdraft.kernels.triton.graphs import GraphedPasses, PassSizes
+from outdraft.kernels.triton.graphed import GraphedPasses
 
 EVERY = [(kind, has_graphs) for kind in KINDS for has_graphs in (False, True)]
 # The interpreter takes up to a minute where rows are rounded up for graphs.
@@ -154,7 +154,7 @@ def test_passes_of_all_steps_are_the_references(device, kind, dtype, has_graphs)
             assert_near(got, right, dtype)
     if has_graphs:
         (graphs,) = graphs_of(decoder)._graphs._by_keys.values()
-        assert len(graphs.made._made) == NUM_LATER
+        assert len(graphs._graphs) == NUM_LATER
 
 
 def test_sizes_become_a_graph_when_their_launches_were_made_before():
@@ -196,12 +196,15 @@ def test_each_cache_has_graphs_of_its_own_as_long_as_it_lives():
 
 
 def test_longer_texts_leave_the_graphs_of_shorter_ones():
-    passes = GraphedPasses(lambda *rows: rows, 4, WarmUps(), Repeats)
-    keys_PSGC = torch.zeros(1, 8, 1, 1)
-    made, short = passes._graphs.of(keys_PSGC), passes._rows_for(32, keys_PSGC, None)
-    assert passes._rows_for(128, keys_PSGC, None) is not short
-    assert passes._rows_for(32, keys_PSGC, None) is short
-    assert passes._graphs.of(keys_PSGC) is made
+    kernels = with_triton(reference_kernels(), has_graphs=False)
+    repeats = Repeats()
+    decoder = graphed(make_spec(SMALL, kernels, torch.float32), repeats)
+    cache = make_cache(SMALL, torch.float32)
+    ids_T, _ = rows_for(1, SMALL.hidden, torch.float32, 0)
+    for length, num_made in ((512, 0), (300, 1), (513, 1), (520, 2), (300, 2), (700, 2)):
+        metadata, _ = batch_with_logits([Span(0, 1, (), (0,))])
+        decoder(ids_T, cache.layers, replace(metadata, max_seq_len=length))
+        assert repeats.num_made == num_made, length
 
 
 def test_long_passes_are_launched_one_by_one():
@@ -213,14 +216,10 @@ def test_long_passes_are_launched_one_by_one():
 def test_a_long_chunk_of_a_prompt_has_the_kernels_of_long_chunks():
     """What is padded may not count as a request of fewer rows."""
     kernels = with_triton(reference_kernels(), has_graphs=False)
-    decoder = graphed(make_spec(SMALL, kernels, torch.float32), Repeats())
-    passes, found = graphs_of(decoder), list[PassSizes]()
-    for rows in (3, TREE_ROWS, TREE_ROWS + 1, MOST_ROWS):
-        metadata, _ = batch_with_logits([Span(0, rows, (), tuple(range(-(-rows // BLOCK_SIZE))))])
-        found.append(passes._sizes(rows, metadata, BLOCK_SIZE, ()))
-    assert [sizes.max_rows for sizes in found[1:]] == [TREE_ROWS, MOST_ROWS, MOST_ROWS]
-    assert found[0].max_rows < TREE_ROWS
-    assert [sizes.num_requests for sizes in found] == [1] * 4
+    passes = graphs_of(graphed(make_spec(SMALL, kernels, torch.float32), Repeats()))
+    few, *many = [passes.most_rows(n) for n in (3, TREE_ROWS, TREE_ROWS + 1, MOST_ROWS)]
+    assert many == [TREE_ROWS, MOST_ROWS, MOST_ROWS]
+    assert few < TREE_ROWS
 
 
 @pytest.mark.gpu

@@ -45,15 +45,6 @@ def compare_match(case: Case) -> None:
     assert same(case.kernels.match(choices_R, drafts), case.reference.match(choices_R, drafts))
 
 
-def compare_requests_of_rows(case: Case) -> None:
-    drafts, choices_R = case.data.draw(batches())
-    got_R, want_R = (
-        kernels.requests_of_rows(drafts, len(choices_R))
-        for kernels in (case.kernels, case.reference)
-    )
-    assert torch.equal(got_R, want_R)
-
-
 class Step:
     """A random step of sampled and greedy requests, with drafts of every kind.
 
@@ -228,7 +219,6 @@ def compare_verify(case: Case) -> None:
 
 COMPARISONS = {
     "match": compare_match,
-    "requests_of_rows": compare_requests_of_rows,
     "verify": compare_verify,
 }
 

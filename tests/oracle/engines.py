@@ -328,8 +328,10 @@ def passes_of(llm: LLM) -> Generator[list[Pass]]:
         passes.append(Pass(len(ids_T), len(found[0])))
         return found
 
-    model.forward_tapped, model.step = counted, lambda task, by_parts: by_parts()
+    kind, fused = type(model), type(model).fused
+    model.forward_tapped, kind.fused = counted, None
     try:
         yield passes
     finally:
-        del model.forward_tapped, model.step
+        del model.forward_tapped
+        kind.fused = fused

@@ -25,10 +25,9 @@ from tests.oracle.engines import config, engine, greedy, ids, prompts_of, run, s
 from tests.pairwise import some
 
 pytest.importorskip("triton", reason="needs triton")
-from outdraft.kernels.triton import graphed_calls, graphs
+from outdraft.kernels.triton import graphs
 from outdraft.kernels.triton.decoder import TritonDecoder
-from outdraft.kernels.triton.graphed_calls import GraphedGrowth
-from outdraft.kernels.triton.verification import GraphedVerification
+from outdraft.kernels.triton.graphed import GraphedGrowth, GraphedVerification
 
 FAMILY, NUM_DRAFTS, LENGTHS = "qwen2", 3, (3, 14, 9)
 METHODS = some(
@@ -62,25 +61,6 @@ class OfRows(TorchAttention):
         return torch.cat([out_THE, padding])
 
 
-def pad_rows(
-    token_ids_T: Tensor, metadata: AttentionMetadata, to_ids_M: Tensor, to: AttentionMetadata
-) -> None:
-    """As there, by torch."""
-    copies = [
-        (token_ids_T, to_ids_M, 0),
-        (metadata.positions_T, to.positions_T, 0),
-        (metadata.slots_T, to.slots_T, -1),
-        (metadata.ancestors_T, to.ancestors_T, 0),
-        (metadata.query_start_B1, to.query_start_B1, len(token_ids_T)),
-        (metadata.context_lens_B, to.context_lens_B, 0),
-        (metadata.num_causal_B, to.num_causal_B, 0),
-    ]
-    for source, target, padding in copies:
-        target.fill_(padding)[: len(source)] = source
-    table_BP = metadata.block_table_BP
-    to.block_table_BP.zero_()[: table_BP.shape[0], : table_BP.shape[1]] = table_BP
-
-
 class ReadableDecoder(TritonDecoder):
     """Its graphs are those of a GPU, and what becomes one is the reference."""
 
@@ -92,7 +72,7 @@ class ReadableDecoder(TritonDecoder):
         taps: Sequence[int],
         states_TD: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        return TorchDecoder.__call__(self, token_ids_T, caches, metadata, taps, states_TD)
+        return TorchDecoder(self._spec)(token_ids_T, caches, metadata, taps, states_TD)
 
 
 class Repeated:
@@ -127,7 +107,6 @@ def graphed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
         return replace(
             kernels,
             grow=GraphedGrowth(kernels.warm_ups),
-            match=verification.match,
             verify=verification.verify,
             choose=verification.choose,
             padded_draft_batch=rounded_rows,
@@ -136,8 +115,6 @@ def graphed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
 
     monkeypatch.setattr(loading, "choose_kernels", choose)
     monkeypatch.setattr(graphs, "DeviceCapture", Repeated)
-    monkeypatch.setattr(graphs, "pad_rows", pad_rows)
-    monkeypatch.setattr(graphed_calls, "DeviceCapture", Repeated)
     monkeypatch.setattr(Repeated, "num_made", 0)
     monkeypatch.setattr(Repeated, "num_repeated", 0)
 

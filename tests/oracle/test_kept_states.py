@@ -21,8 +21,8 @@ from outdraft.drafting.device.asks import DraftModelAsk
 from outdraft.drafting.device.network_drafter import DraftNetwork, NetworkDrafter
 from outdraft.engine.llm import LLM
 from outdraft.kernels.data.drafts import DraftBatch, Verdict, row_start_B
+from outdraft.kernels.decoder_ops import Choice
 from outdraft.kernels.draft_ops import DraftStart, UnreadTexts
-from outdraft.kernels.step_ops import DeviceChoice
 from outdraft.kv.cache import KVCache
 from outdraft.models.decoder.causal_lm import CausalLM
 from outdraft.models.decoder.config import ModelConfig
@@ -94,7 +94,7 @@ class RandomAcceptance:
         drafts: DraftBatch,
         sampling: object,
         paths: object,
-    ) -> tuple[DeviceChoice, None]:
+    ) -> tuple[Choice, None]:
         model = self.runner.model
         logits_RV = model.logits(step.target.logit_hidden_RD)
         owners = {request.slot: request for request in self.scheduler.running}
@@ -103,7 +103,7 @@ class RandomAcceptance:
             fresh = model.logits(read_afresh(model, text, ())[0][-1:])[0]
             torch.testing.assert_close(logits_RV[root], fresh, rtol=0, atol=CLOSE)
         is_finite_R = torch.ones(len(logits_RV), dtype=torch.bool)
-        return DeviceChoice(self._verdict(drafts), is_finite_R), None
+        return Choice(self._verdict(drafts), is_finite_R), None
 
     def _verdict(self, drafts: DraftBatch) -> Verdict:
         """A random row of each draft is the last that is accepted; or none is."""

@@ -17,9 +17,8 @@ from outdraft.core.plan import StepPlan
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
 from outdraft.kernels.choose import choose_kernels
-from outdraft.kernels.decoder_ops import DecoderPass
+from outdraft.kernels.decoder_ops import DecoderPass, StepTask
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.loading import models as loading
 from outdraft.loading.models import load_models
 from tests.oracle.engines import HOST, NETWORKS, config, prompts_of, run, speculation
@@ -69,11 +68,12 @@ class CountedPass:
         self._passes = calls.wrapped("pass", passes)
         self.logits = calls.wrapped("logits", passes.logits)
         self.best_tokens = calls.wrapped("best_tokens", passes.best_tokens)
-        self.draft = calls.wrapped("draft", passes.draft)
+        self.fused = None
+        if passes.fused is not None:
+            self.fused, self.draft = self, calls.wrapped("draft", passes.fused.draft)
 
-    def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
+    def step(self, task: StepTask) -> None:
         """Part by part, which are counted."""
-        return by_parts()
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self._passes(*args, **options)

@@ -17,6 +17,7 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.data.drafts import DraftBatch, path_ids_BN1K, place_R
 from outdraft.kernels.data.sampling import Paths
 from outdraft.kernels.torch.sampling import apply_top_k_top_p
+from outdraft.kernels.torch.verification import requests_of_rows
 from outdraft.sampling.processors import process_logits
 from tests.kernels.tables import kernels_for
 from tests.reference.processors import processed_logits
@@ -110,7 +111,7 @@ def test_every_tree_row_is_processed_like_a_plain_request_with_that_path(cases, 
     params, prompts, outputs, words, stops = zip(*(case[0] for case in cases), strict=True)
     drafts = DraftBatch.from_drafts([case[1] for case in cases], "cpu")
     num_rows = sum(len(case[1]) + 1 for case in cases)
-    request = kernels_for(torch.float32).requests_of_rows(drafts, num_rows)
+    request = requests_of_rows(drafts, num_rows)
     place = place_R(drafts, request)
     history = committed(prompts, outputs)
     paths = Paths(

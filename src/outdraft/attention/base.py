@@ -26,12 +26,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outdraft.core.record import record
 from outdraft.kv.block_pool import LayerCacheShape
 from outdraft.kv.cache import LayerCache
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """The places of the rows of a batch. All tensors are on the model's device.
 

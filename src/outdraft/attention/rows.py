@@ -6,7 +6,7 @@ Dimension key: W works, B of them sample, T rows, R rows that need logits, N mos
 """
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
-from outdraft.core.record import record
 
 _ALIGNMENT = 16  # bytes: kernels read whole words
 
@@ -45,7 +44,7 @@ class Span(NamedTuple):
         return self.num_causal + len(self.parents)
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class RowBatch(AttentionMetadata):
     """The rows of a step: for each request its causal rows, then its drafted ones.
 
@@ -98,22 +97,11 @@ def pack(arrays: Sequence[np.ndarray], *, pinned: bool = False) -> Tensor:
 
 
 def unpack(packed: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-    """Views of what `pack` made of arrays of these shapes and types.
-
-    Each is one call of torch, and a step on a GPU makes some fifty.
-    """
-    by_dtype: dict[np.dtype[Any], Tensor] = {}
-    found: list[Tensor] = []
-    for start, array in zip(_starts(arrays), arrays, strict=False):
-        whole = by_dtype.get(array.dtype)
-        if whole is None:
-            whole = by_dtype[array.dtype] = packed.view(_torch_dtype(array.dtype))
-        size, strides = array.itemsize, [1]
-        for length in array.shape[:0:-1]:
-            strides.insert(0, strides[0] * length)
-        first = whole.storage_offset() + start // size
-        found.append(whole.as_strided(array.shape, strides[: array.ndim], first))
-    return found
+    """Views of what `pack` made of arrays of these shapes and types."""
+    return [
+        packed[start : start + array.nbytes].view(_torch_dtype(array.dtype)).view(array.shape)
+        for start, array in zip(_starts(arrays), arrays, strict=False)
+    ]
 
 
 def _starts(arrays: Sequence[np.ndarray]) -> list[int]:

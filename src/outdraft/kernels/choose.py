@@ -15,8 +15,9 @@ from outdraft.kernels.native.library import (
     shared_team,
     usable_instruction_sets,
 )
+from outdraft.kernels.native.linear import DTYPES
 from outdraft.kernels.native.ranks import NativeMemoryTransports
-from outdraft.kernels.native.table import DTYPES, native_host_kernels, native_kernels
+from outdraft.kernels.native.table import native_host_kernels, native_kernels
 from outdraft.kernels.ops import Kernels, operation_names
 from outdraft.kernels.torch.table import reference_kernels
 
@@ -53,7 +54,7 @@ def computed_by(kernels: Kernels) -> dict[str, str]:
 
 def has_graphs(kernels: Kernels) -> bool:
     """True if passes, drafts that grow and their verification become CUDA graphs."""
-    return computed_by(kernels)["verify"] == "triton.verification"
+    return computed_by(kernels)["verify"] == "triton.graphed"
 
 
 def automatic_dtype(option: str, device: torch.device, own: torch.dtype) -> torch.dtype:
@@ -147,18 +148,15 @@ def with_triton(others: Kernels, *, has_graphs: bool) -> Kernels:
     from outdraft.kernels.triton import drafting, noise, traversal
     from outdraft.kernels.triton.attention import TritonAttention
     from outdraft.kernels.triton.decoder import TritonDecoder
-    from outdraft.kernels.triton.graphed_calls import GraphedGrowth
-    from outdraft.kernels.triton.verification import GraphedVerification
+    from outdraft.kernels.triton.graphed import GraphedGrowth, GraphedVerification
 
     kernels = replace(
         others,
         name=f"triton, {others.name}",
         attention=TritonAttention(),
         gumbel=noise.gumbel,
-        append_token_ids=drafting.append_token_ids,
         place_level=drafting.place_level,
         draw_level=drafting.draw_level,
-        match=drafting.match,
         verify=traversal.verify,
         compile_decoder=partial(TritonDecoder, has_graphs=has_graphs, warm_ups=others.warm_ups),
     )
@@ -168,7 +166,6 @@ def with_triton(others: Kernels, *, has_graphs: bool) -> Kernels:
     return replace(
         kernels,
         grow=GraphedGrowth(kernels.warm_ups),
-        match=verification.match,
         verify=verification.verify,
         padded_draft_batch=rounded_rows,
         choose=verification.choose,

@@ -1,20 +1,26 @@
-"""A decoder's passes: its specification and its contract.
+"""A decoder: its specification, and the contracts of its passes and of whole steps.
+
+In a step of a target its rows are laid out and read, and their drafts maybe verified.
 
 Dimension key: T rows, R rows that need states or logits, K tapped layers, D hidden, C head size,
-V vocabulary, M positions, N outputs of a head, S those of one rank.
+V vocabulary, M positions, N outputs of a head, or most drafts of one request, S outputs of one
+rank, or state rows, W works, B of them sample, L tokens of a text.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from enum import IntEnum
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from outdraft.attention.base import AttentionBackend, AttentionMetadata, LayerCache
+from outdraft.attention.rows import RowBatch, Span
 from outdraft.distributed.vocabulary import VocabularyShard
+from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
+from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.products import EmbeddingTable, Product
-from outdraft.kernels.step_ops import StepRead, StepTask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +109,145 @@ class DecoderSpec:
     shard: VocabularyShard | None = None
 
 
+class StatesOf(IntEnum):
+    """The rows whose states after the last layer are wanted."""
+
+    NO_ROW = 0
+    ROWS_WITH_LOGITS = 1
+    ALL_ROWS = 2
+
+
+class Chooser(NamedTuple):
+    """The choice of the works that sample: by the logits of their rows and by their texts.
+
+    Attributes:
+        sampling: of these works; `has_penalties_at_most`.
+        rule: of the drafts that were drawn.
+    """
+
+    sampling: SamplingBatch
+    rule: Rule
+
+
+class StepTask(NamedTuple):
+    """The rows that a step reads, and how it chooses.
+
+    Attributes:
+        spans: of the works, one at least; those that do not sample have no parents.
+        facts: of the works that sample, lists to pass on with the rows: of each its row of the
+            texts, the length of its text, and that of its prompt.
+        token_ids_SL: int64, contiguous, on the model's device.
+        drafts: of the works that sample; None: none does.
+        are_shaped: positions and ancestors follow from the drafts' parents, not from the spans'.
+        caches: one for each layer.
+        taps: as in DecoderPass.
+        chooser: None: nothing is chosen. Else what works emit is written to their texts.
+        states_of: of rows with logits at least, if nothing is chosen or something is tapped.
+        window: newest tokens of a text whose states are kept, as `place_states` counts; 0: none.
+    """
+
+    spans: Sequence[Span]
+    facts: Sequence[Sequence[int]]
+    token_ids_SL: Tensor
+    drafts: DraftBatch | None
+    are_shaped: bool
+    caches: Sequence[LayerCache]
+    block_size: int
+    taps: Sequence[int]
+    chooser: Chooser | None
+    states_of: StatesOf
+    window: int = 0
+
+    @property
+    def width(self) -> int:
+        """N."""
+        return 0 if self.drafts is None else self.drafts.width
+
+
+class Choice(NamedTuple):
+    """The tokens that requests emit; on a GPU they may not be computed yet.
+
+    Attributes:
+        is_finite_R: bool; the raw logits of the row have a largest one that is finite, and no NaN.
+    """
+
+    verdict: Verdict
+    is_finite_R: Tensor
+
+
+class StatePlaces(NamedTuple):
+    """Places of kept states, int64.
+
+    Attributes:
+        places_T: of each row's state; -1 for drafts that were refused, and for tokens before the
+            newest `window` of those that the pass read.
+        last_rows_W: the last row that each text keeps.
+        last_places_W: that row's place.
+    """
+
+    places_T: Tensor
+    last_rows_W: Tensor
+    last_places_W: Tensor
+
+
+class StepRead(NamedTuple):
+    """The results of a task.
+
+    Attributes:
+        place: where the rows stand, with the facts; on the model's device. It makes tensors that
+            few steps need.
+        states_RD: of the wanted rows, as DecoderPass gives them; None: none are wanted.
+        tapped_TKD: as DecoderPass gives them; None with the states.
+        choice: None: the step does not choose.
+        kept: places of kept states; None: none are kept, or the step does not choose.
+    """
+
+    place: Callable[[], RowBatch]
+    states_RD: Tensor | None
+    tapped_TKD: Tensor | None
+    choice: Choice | None
+    kept: StatePlaces | None = None
+
+
+class FusedPasses(Protocol):
+    """A decoder's passes together with the operations around them, each in one call."""
+
+    def step(self, task: StepTask) -> StepRead | None:
+        """Read the rows of a step of a target, and maybe choose by them; None: not in one call.
+
+        runner/step_rows.py does the same by the network's passes and the other operations.
+        """
+        ...
+
+    def draft(self, unread: UnreadTexts, growth: Growth) -> ModelDrafts:
+        """Read the rest of texts, and continue them with drafts.
+
+        drafting/device/network_drafter.py makes the same draft level by level.
+        """
+        ...
+
+    def draft_block(
+        self, spec: BlockSpec, unread: UnreadTexts, growth: Growth
+    ) -> ModelDrafts | None:
+        """Write the context of the rest of texts, and draft by one pass over blocks; None: not in
+        one call. drafting/device/block_drafter.py does the same.
+
+        Args:
+            unread: its spans' blocks cover the blocks' rows, and it wants no states.
+        """
+        ...
+
+
 class DecoderPass(Protocol):
     """The passes of a decoder, for any number of rows.
 
     On a CPU a row's bits depend neither on the rows beside it nor on the number of threads.
     """
+
+    @property
+    def fused(self) -> FusedPasses | None:
+        """Whole steps and drafts in one call each; None: it has no such calls."""
+        ...
 
     def __call__(
         self,
@@ -142,26 +282,6 @@ class DecoderPass(Protocol):
         spread over ranks looks at the outputs of all of them."""
         ...
 
-    def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
-        """Read the rows of a step of a target, and maybe choose by them.
-
-        Args:
-            by_parts: does the same by this network's passes and the other operations; that is the
-                meaning of this one.
-        """
-        ...
-
-    def draft(
-        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
-    ) -> ModelDrafts:
-        """Read the rest of texts, and continue them with drafts.
-
-        Args:
-            by_levels: reads the same and makes the same draft level by level, with this network's
-                passes; that is the meaning of this operation.
-        """
-        ...
-
     def write_context(
         self,
         product: Product,
@@ -178,20 +298,5 @@ class DecoderPass(Protocol):
             product: from features to keys, then values, of layer 0, then of the next one, ...
             features_TD: of the network's dtype.
             positions_T, slots_T: int64, as in AttentionMetadata.
-        """
-        ...
-
-    def draft_block(
-        self,
-        spec: BlockSpec,
-        unread: UnreadTexts,
-        growth: Growth,
-        by_levels: Callable[[], ModelDrafts],
-    ) -> ModelDrafts:
-        """Write the context of the rest of texts, and draft by one pass over blocks.
-
-        Args:
-            unread: its spans' blocks cover the blocks' rows, and it wants no states.
-            by_levels: as in `draft`.
         """
         ...

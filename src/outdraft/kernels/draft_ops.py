@@ -6,7 +6,7 @@ of a head of pairs. Ranks that share a network read with it for G requests toget
 chooses drafts for B of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from outdraft.attention.rows import Span
 from outdraft.core.draft import TreeShape
-from outdraft.core.record import record
 from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.products import Product
@@ -59,7 +58,7 @@ class StopRules:
     room_1: Tensor
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Growth:
     """The drafts that a batch wants.
 
@@ -92,7 +91,7 @@ class Growth:
         return self.shares.own(self.num_drafts_G)
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Frontier:
     """The newest level: rows that the drafter reads next.
 
@@ -154,7 +153,7 @@ class TellsOdds(Protocol):
         ...
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class UnreadTexts:
     """The rest of texts that a network has not read and continues with drafts.
 
@@ -224,7 +223,7 @@ class DraftStart:
     num_skipped_B: Tensor | None = None
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class ModelDrafts:
     """One tree per ask.
 
@@ -284,6 +283,9 @@ class ModelDrafts:
             all_sampled=all(part.all_sampled for part in parts),
             margins_BL=columns("margins_BL", torch.nan),
         )
+
+
+DraftGrower = Callable[[TreeLevels, Growth], ModelDrafts]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,9 @@ from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
 from outdraft.kernels.data.logits import Scores
 from outdraft.kernels.data.noise import Gumbel
 from outdraft.kernels.data.sampling import Paths, SamplingBatch
-from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec
+from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec, StatePlaces
 from outdraft.kernels.draft_ops import (
+    DraftGrower,
     DraftStart,
     DrawnLevel,
     Growth,
@@ -35,7 +36,6 @@ from outdraft.kernels.draft_ops import (
     TreeLevels,
 )
 from outdraft.kernels.products import Experts, ExpertWeights, Gate, Product
-from outdraft.kernels.step_ops import StatePlaces
 
 
 @dataclass(slots=True)
@@ -130,9 +130,6 @@ def choose_by_parts(
     return choosing(states_RD, drafts, sampling, num_tokens_B)
 
 
-DraftGrower = Callable[[TreeLevels, Growth], ModelDrafts]
-
-
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """The implementation that runs for each operation.
@@ -165,16 +162,13 @@ class Kernels:
     place_level: Callable[[Tensor, int, Tensor, DraftStart], tuple[Tensor, Tensor, Tensor]]
     draw_level: Callable[[Tensor, Tensor, LevelTask], DrawnLevel]
     grow: Callable[[TreeLevels, Growth, DraftGrower], ModelDrafts]
-    add_silu: Callable[[Tensor, Tensor], Tensor]
     scale_to_rms: Callable[[Tensor, float, float], Tensor]
-    mix_tokens: Callable[[Tensor, Tensor, Tensor, float, Tensor, float], Tensor]
     gumbel: Gumbel
     mask_forbidden: Callable[[Tensor, Tensor], Tensor]
     finite_rows: Callable[[Tensor], Tensor]
     penalize: Callable[[Tensor, Tensor, Paths, SamplingBatch], Tensor]
     scale_and_cut: Callable[[Tensor, Tensor, SamplingBatch], Tensor]
     score_tokens: Callable[[Tensor, Tensor, int, Tensor | None], Scores]
-    requests_of_rows: Callable[[DraftBatch, int], Tensor]
     match: Callable[[Tensor, DraftBatch], Verdict]
     verify: Callable[[Tensor, DraftBatch, SamplingBatch, Tensor, Rule], Verdict]
     compile_decoder: Callable[[DecoderSpec], DecoderPass]

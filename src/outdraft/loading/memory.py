@@ -18,7 +18,12 @@ from outdraft.core.draft import MAX_DRAFTS, TreeShape
 from outdraft.core.errors import ConfigError
 from outdraft.drafting.request_limits import most_draft_rows
 from outdraft.kernels.choose import computed_by, has_graphs
-from outdraft.kernels.data.graph_sizes import GRAPH_BYTES, GRAPHED_FUNCTIONS, MOST_ROWS
+from outdraft.kernels.data.graph_sizes import (
+    GRAPH_BYTES,
+    GRAPHED_FUNCTIONS,
+    MOST_ROWS,
+    PASS_BYTES,
+)
 from outdraft.kernels.data.logits import (
     SCORED_LOGITS,
     SCORED_ON_DEVICE,
@@ -250,7 +255,7 @@ def graph_bytes(shape: StepShape, models: Sequence[ModelShape], vocab_size: int)
     rows = min(shape.num_rows, MOST_ROWS)
     passes = rows * sum(_row_bytes(model, shape.dtype, shape.num_ranks) for model in models)
     made = sampling_bytes(shape, vocab_size) + draft_prob_bytes(shape, vocab_size)
-    return passes + made + GRAPHED_FUNCTIONS * GRAPH_BYTES
+    return passes + made + GRAPHED_FUNCTIONS * GRAPH_BYTES + len(models) * PASS_BYTES
 
 
 def text_bytes(shape: StepShape) -> int:

@@ -4,7 +4,7 @@ Dimension key: T rows, R rows that need logits, Q of them on this rank, D hidden
 vocabulary, S columns of logits on each rank, K tapped layers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -14,9 +14,8 @@ from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.weights import RoutedWeights
 from outdraft.distributed.group import ALL_HERE, RankGroup, RequestShares
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
+from outdraft.kernels.decoder_ops import FusedPasses
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.models.modules import Embedding, Linear
 from outdraft.models.shape import ModelShape
 
@@ -28,6 +27,7 @@ class CachedNetwork(Protocol):
         shard: the part of the shape that this rank has, whose keys and values are in its cache.
         weight_bytes: that one step reads at most, as they lie in memory: those of all experts too.
         memory_bytes: what the weights take, packed ones included.
+        fused: whole steps and drafts in one call each; None: it has none.
     """
 
     dtype: torch.dtype
@@ -43,11 +43,8 @@ class CachedNetwork(Protocol):
     @property
     def memory_bytes(self) -> int: ...
 
-    def draft(
-        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
-    ) -> ModelDrafts:
-        """Draft for unread texts, as `DecoderPass.draft` says."""
-        ...
+    @property
+    def fused(self) -> FusedPasses | None: ...
 
 
 class LanguageModel(CachedNetwork, Protocol):
@@ -115,9 +112,6 @@ class LanguageModel(CachedNetwork, Protocol):
         same on every rank."""
         ...
 
-    def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
-        """Run one step, as `DecoderPass.step` says."""
-        ...
 
 
 @runtime_checkable

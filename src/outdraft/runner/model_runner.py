@@ -13,7 +13,7 @@ import operator
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +28,8 @@ from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.data.drafts import DraftBatch, Rule
 from outdraft.kernels.data.logits import Scores
 from outdraft.kernels.data.sampling import SamplingBatch
+from outdraft.kernels.decoder_ops import Choice, Chooser, StatesOf, StepRead, StepTask
 from outdraft.kernels.ops import WarmUps
-from outdraft.kernels.step_ops import Choice, Chooser, DeviceChoice, StatesOf, StepRead, StepTask
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
 from outdraft.runner.drafts import (
@@ -217,8 +217,10 @@ class ModelRunner:
             states_of,
             self.proposer.drafter.state_window if plan.keeps_states and self.proposer else 0,
         )
-        by_parts = partial(read_by_parts, self.model, self.verifier, task)
-        read = self.model.step(task, by_parts)
+        fused = self.model.fused
+        read = None if fused is None else fused.step(task)
+        if read is None:
+            read = read_by_parts(self.model, self.verifier, task)
         return TargetPass(read, states_of)
 
     def _scored(self, hidden_RD: Tensor, chosen_R: Tensor, num_top: int) -> Scores:
@@ -261,7 +263,7 @@ class ModelRunner:
             own_RD = hidden_RD if part is None else hidden_RD[part.rows]
             made.append(verifier.verified(of_all.of(part), self.model.logits(own_RD)))
         verdict, is_finite_R, emitted = joined(made)
-        return DeviceChoice(verdict, is_finite_R), emitted
+        return Choice(verdict, is_finite_R), emitted
 
     def _part_verifier(self, step: "LaunchedStep", width: int) -> PartVerifier:
         longest = max(work.num_tokens for work in step.works)

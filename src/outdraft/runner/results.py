@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outdraft.core.plan import StepPlan, TokenLogprobs, WorkResult
 from outdraft.kernels.data.drafts import DraftBatch
-from outdraft.kernels.step_ops import Choice, KnownChoice
+from outdraft.kernels.decoder_ops import Choice
 from outdraft.runner.logprobs import LogprobRows
 
 
@@ -53,12 +53,10 @@ class StepCopies(NamedTuple):
 
     Attributes:
         copy: of the tensors that `to_host` lists.
-        known: the choice, if the host knows it: then it is not among them.
         emitted, prompt: rows of log-probabilities of each work; None: no work asked.
     """
 
     copy: HostCopy
-    known: KnownChoice | None
     has_margins: bool
     emitted: Sequence[int] | None
     prompt: Sequence[int] | None
@@ -73,19 +71,17 @@ def to_host(
 ) -> StepCopies:
     """Start the one copy of a step; `choice` and `drafts` are None if no request samples."""
     tensors: list[Tensor] = []
-    known = margins_BL = None
+    margins_BL = None
     if choice is not None and drafts is not None:
-        known, margins_BL = choice.on_host, drafts.margins_BL
-        if known is None:
-            verdict = choice.verdict
-            tensors += [choice.is_finite_R, verdict.token_ids_BN1, verdict.rows_BN]
+        margins_BL, verdict = drafts.margins_BL, choice.verdict
+        tensors += [choice.is_finite_R, verdict.token_ids_BN1, verdict.rows_BN]
         tensors += [drafts.token_ids_BN, drafts.parents_BN]
         tensors += [margins_BL] if margins_BL is not None else []
     for rows in (emitted, prompt):
         if rows is not None:
             tensors += [rows.token_ids_J, *rows.scores]
     counts = (None if rows is None else rows.counts for rows in (emitted, prompt))
-    return StepCopies(HostCopy(tensors, device), known, margins_BL is not None, *counts)
+    return StepCopies(HostCopy(tensors, device), margins_BL is not None, *counts)
 
 
 def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
@@ -96,10 +92,7 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
     """
     arrived: Iterator[Any] = map(Tensor.tolist, copies.copy.wait())  # in the order of `to_host`
     num_sampling = sum(work.samples for work in plan.works)
-    verdicts: list[Sequence[Any]] = [()] * 5
-    if num_sampling:
-        verdicts = [*(copies.known or islice(arrived, 3)), *islice(arrived, 2)]
-    is_finite_R, *rows_of = verdicts
+    is_finite_R, *rows_of = islice(arrived, 5) if num_sampling else [()] * 5
     margins: list[list[float]] = next(arrived) if copies.has_margins else [[]] * num_sampling
     emitted_logs = _log_rows(copies.emitted or [0] * num_sampling, arrived)
     prompt_logs = _log_rows(copies.prompt or [0] * len(plan.works), arrived)

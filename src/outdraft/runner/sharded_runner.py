@@ -25,8 +25,8 @@ from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
 from outdraft.kernels.data.logits import Scores, request_parts
 from outdraft.kernels.data.sampling import SamplingBatch
+from outdraft.kernels.decoder_ops import Choice, Chooser
 from outdraft.kernels.draft_ops import ModelDrafts
-from outdraft.kernels.step_ops import Choice, Chooser, DeviceChoice
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
 from outdraft.runner.drafts import draft_ask, host_drafts, joined_drafts, num_host_rows
@@ -150,7 +150,7 @@ class ShardedRunner(ModelRunner):
         packed_BC = group.join_rows(packed_verdict(verdict, is_finite_R, own_rows), counts)
         packed_BC = packed_BC.index_select(0, back_in_order(order, self.device))
         everybodys, is_finite_R = unpacked_verdict(packed_BC, width, shares.num_rows)
-        choice = DeviceChoice(everybodys, is_finite_R)
+        choice = Choice(everybodys, is_finite_R)
         if not wants_logprobs(step.slots):
             return choice, None
         return choice, joined_logprobs(emitted, step.slots, shares, width, group, self.device)

@@ -14,8 +14,8 @@ from outdraft.attention.rows import RowBatch, Span
 from outdraft.core.plan import Work
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
 from outdraft.kernels.data.sampling import Paths, SamplingBatch
+from outdraft.kernels.decoder_ops import Choice, StatePlaces, StatesOf, StepRead, StepTask
 from outdraft.kernels.ops import Kernels, choose_by_parts
-from outdraft.kernels.step_ops import DeviceChoice, StatePlaces, StatesOf, StepRead, StepTask
 from outdraft.models.base import LanguageModel
 from outdraft.runner.state import Slots, StepTexts, committed_paths
 from outdraft.runner.verified_parts import step_parts
@@ -66,7 +66,7 @@ def read_by_parts(model: LanguageModel, verifier: Verifier, task: StepTask) -> S
         task.taps,
         None if task.states_of is StatesOf.ALL_ROWS else placed.logit_rows_R,
     )
-    choice: DeviceChoice | None = None
+    choice: Choice | None = None
     kept: StatePlaces | None = None
     if task.chooser is not None:
         wanted_RD = states_RD
@@ -102,7 +102,7 @@ def _shaped(placed: RowBatch, task: StepTask, kernels: Kernels) -> RowBatch:
 
 def _choice(
     model: LanguageModel, verifier: Verifier, task: StepTask, texts: StepTexts, states_RD: Tensor
-) -> DeviceChoice:
+) -> Choice:
     """By the states of the rows with logits, some requests after the other."""
     assert task.chooser is not None
     assert task.drafts is not None
@@ -128,7 +128,7 @@ def _choice(
             verdict, is_finite_R = verdict.widened(drafts.width).copied(), is_finite_R.clone()
         made.append((verdict, is_finite_R))
     verdicts, are_finite = zip(*made, strict=True)
-    return DeviceChoice(Verdict.joined(verdicts), torch.cat(are_finite))
+    return Choice(Verdict.joined(verdicts), torch.cat(are_finite))
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,12 @@ from outdraft.kernels.data.drafts import (
 from outdraft.kernels.data.logits import most_logit_rows
 from outdraft.kernels.data.sampling import Paths, SamplingBatch
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.torch.verification import Draw, VerificationStep, verdict_of_path
+from outdraft.kernels.torch.verification import (
+    Draw,
+    VerificationStep,
+    requests_of_rows,
+    verdict_of_path,
+)
 from outdraft.sampling.processors import process_logits
 
 _RULES: dict[RejectionMethod, Rule] = {
@@ -120,7 +125,7 @@ class Verifier:
         """
         if sampling.is_plain_greedy:
             return self._kernels.match(logits_RV.argmax(1), drafts)
-        request_R = self._kernels.requests_of_rows(drafts, logits_RV.shape[0])
+        request_R = requests_of_rows(drafts, logits_RV.shape[0])
         paths = _with_paths(committed, drafts, request_R, sampling)
         processed_RV = self._processed(logits_RV, request_R, paths, sampling)
         if self.method == "lossy_typical" and sampling.any_draws and drafts.width > 0:

@@ -23,7 +23,6 @@ from outdraft.kernels.draft_ops import (
     Growth,
     ModelDrafts,
     TreeLevels,
-    UnreadTexts,
 )
 from outdraft.kv.cache import KVCache
 from tests.drafting.small_networks import BLOCK_SIZE, KINDS, random_window, small_network
@@ -104,6 +103,8 @@ def propose(
 class SingleLevels:
     """A network without a whole draft."""
 
+    fused = None
+
     def __init__(self, network: DraftNetwork) -> None:
         self.token_shift, self.taps, self.kernels = (
             network.token_shift,
@@ -113,11 +114,6 @@ class SingleLevels:
         self.reads_hidden = network.reads_hidden
         self.feature_size = network.feature_size
         self.features, self.read, self.logits = network.features, network.read, network.logits
-
-    def draft(
-        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
-    ) -> ModelDrafts:
-        return by_levels()
 
 
 def probs_behind(network: Network, ask: DraftModelAsk, path: Sequence[int]) -> Tensor:

@@ -106,14 +106,12 @@ class BlockDrafter:
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
     ) -> ModelDrafts:
         unread = self.unread(asks, token_ids_SL)
-
-        def by_levels() -> ModelDrafts:
-            depth, shares = growth.shape.depth, growth.shares
-            return compiled_grow(self.levels(asks, unread, depth, shares), growth)
-
-        if len(asks) > self._most_blocks:
-            return by_levels()
-        return self._network.draft(self._with_room(asks, unread), growth, by_levels)
+        if len(asks) <= self._most_blocks:
+            drafts = self._network.draft(self._with_room(asks, unread), growth)
+            if drafts is not None:
+                return drafts
+        depth, shares = growth.shape.depth, growth.shares
+        return compiled_grow(self.levels(asks, unread, depth, shares), growth)
 
     def levels(
         self,

@@ -38,6 +38,7 @@ from outdraft.drafting.device.grower import KnownLevels, compiled_grow, frontier
 from outdraft.drafting.device.text_reader import TextReader
 from outdraft.drafting.device.translated_model import DraftModel, TranslatedModel
 from outdraft.kernels.data.graph_sizes import rounded_grown_len
+from outdraft.kernels.decoder_ops import FusedPasses
 from outdraft.kernels.draft_ops import DraftStart, Frontier, Growth, ModelDrafts, UnreadTexts
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import StateNetwork
@@ -72,7 +73,6 @@ class DraftNetwork:
         feature_size: F of `features`; 0: it reads no states.
         taps: residual streams of the target that `features` reads,
         reads_hidden: or it reads the state after the last layer instead.
-        draft: an operation of `DecoderPass`.
     """
 
     def __init__(self, network: DraftModel | StateNetwork) -> None:
@@ -86,7 +86,12 @@ class DraftNetwork:
         else:
             self._model = network
         self.reads_hidden = self._on_states is not None and not self.taps
-        self.kernels, self.draft = network.kernels, network.draft
+        self.kernels = network.kernels
+
+    @property
+    def fused(self) -> FusedPasses | None:
+        """Whole drafts in one call; None: it has none."""
+        return self.network.fused
 
     def features(self, states: TargetStates) -> Tensor:
         """[T, F]: features of the target's pass that it reads; only if token_shift is 1."""
@@ -163,13 +168,11 @@ class NetworkDrafter:
         if self._mask is not None:
             return compiled_grow(self._known_levels(asks, token_ids_SL, growth), growth)
         unread = self.unread(asks, token_ids_SL)
-
-        def by_levels() -> ModelDrafts:
-            start = self.start(asks, unread)
-            levels = NetworkLevels(self.network, start, growth.num_drafts_G, growth.shares)
-            return compiled_grow(levels, growth)
-
-        return self.network.draft(unread, growth, by_levels)
+        if (fused := self.network.fused) is not None:
+            return fused.draft(unread, growth)
+        start = self.start(asks, unread)
+        levels = NetworkLevels(self.network, start, growth.num_drafts_G, growth.shares)
+        return compiled_grow(levels, growth)
 
     def _known_levels(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth

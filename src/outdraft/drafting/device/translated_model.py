@@ -10,7 +10,7 @@ Dimension key: T rows, R rows that need logits, Q of them on this rank, D hidden
 vocabulary, U the drafter's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.distributed.group import ALL_HERE, RequestShares
-from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel
 
@@ -71,6 +70,8 @@ class VocabularyMap:
 class TranslatedModel:
     """`model` for callers with the target's vocabulary."""
 
+    fused = None  # a compiled draft would continue with tokens that are not shared
+
     def __init__(self, model: LanguageModel, vocabulary: VocabularyMap) -> None:
         """The vocabularies share a token at least: no row of logits is all -inf."""
         assert vocabulary.num_shared > 0, "no token to draft"
@@ -100,12 +101,6 @@ class TranslatedModel:
         share."""
         logits_QU = shares.turn(self.model.logits(hidden_RD), self._num_draft_ids)
         return logits_QU.index_select(1, self._draft_ids_V).add_(self._mask_V)
-
-    def draft(
-        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
-    ) -> ModelDrafts:
-        """Level by level: a compiled draft would continue with tokens that are not shared."""
-        return by_levels()
 
 
 DraftModel = LanguageModel | TranslatedModel

@@ -12,7 +12,7 @@ with the root, R flat rows, K = N places of a path, L levels of a network, V voc
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -21,11 +21,10 @@ from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import Draft
-from outdraft.core.record import record
 from outdraft.kernels.data.logits import RequestPart
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class DraftBatch:
     """Drafted trees, one per request. Places past `num_drafts_B` are padding.
 
@@ -69,7 +68,7 @@ class DraftBatch:
     @classmethod
     def empty(cls, num_requests: int, device: torch.device | str) -> "DraftBatch":
         """No drafts at all: plain decoding."""
-        return _no_drafts(num_requests, torch.device(device))
+        return cls.from_drafts([Draft()] * num_requests, device)
 
     @classmethod
     def from_drafts(cls, drafts: Sequence[Draft], device: torch.device | str) -> "DraftBatch":
@@ -165,7 +164,7 @@ class Rule(IntEnum):
     TRAVERSAL = 2
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """Tokens that each request keeps. Everything stays on the device.
 
@@ -188,6 +187,11 @@ class Verdict:
             return self
         pad = functools.partial(torch.nn.functional.pad, pad=(0, missing), value=-1)
         return Verdict(pad(self.token_ids_BN1), self.num_emitted_B, pad(self.rows_BN))
+
+    def first(self, num_requests: int) -> "Verdict":
+        """The verdict about the first requests."""
+        tensors = self.token_ids_BN1, self.num_emitted_B, self.rows_BN
+        return Verdict(*[one[:num_requests] for one in tensors])
 
     def copied(self) -> "Verdict":
         """This verdict in new tensors."""
@@ -219,11 +223,6 @@ class Verdict:
             num_emitted_B=num_emitted_B,
             rows_BN=self.rows_BN.masked_fill(place_N1[:-1] >= last_B1, -1),
         )
-
-
-@functools.lru_cache(maxsize=64)
-def _no_drafts(num_requests: int, device: torch.device) -> DraftBatch:
-    return DraftBatch.from_drafts([Draft()] * num_requests, device)
 
 
 def depths_BN1(drafts: DraftBatch) -> Tensor:

@@ -3,7 +3,8 @@
 TREE_ROWS = 256  # of a request; those with more are chunks of prompts
 MOST_ROWS = 512  # of a pass that is a graph; more rows take longer than their launches
 GRAPH_BYTES = 1 << 28  # that all graphs of a function share: arguments and results of one of them
-GRAPHED_FUNCTIONS = 4  # growth, choices, and alone matching and verification
+GRAPHED_FUNCTIONS = 3  # growth, choices, and verification alone
+PASS_BYTES = 1 << 26  # the same of the passes of one network
 MOST_GRAPHS = 512  # of one function on one cache; each takes some 2 MB
 _LEAST_LEN, _LEAST_GROWN_LEN = 512, 2048
 

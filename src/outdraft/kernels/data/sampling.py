@@ -186,6 +186,24 @@ class SamplingBatch:
         return self.min_p_B.log()
 
     @cached_property
+    def allowed_BV(self) -> Tensor | None:
+        """bool; None: all tokens are allowed."""
+        if self.allowed is None:
+            return None
+        allowed_BV = self.allowed.ids_BE.new_zeros(
+            self.num_requests, self.vocab_size, dtype=torch.bool
+        )
+        return allowed_BV.scatter_(1, self.allowed.ids_BE, True) | ~self.allowed.is_set_B[:, None]
+
+    @cached_property
+    def bias_BV(self) -> Tensor | None:
+        """float32, added to logits; None: nothing is."""
+        if self.bias is None:
+            return None
+        zeros_BV = self.bias.values_BE.new_zeros(self.num_requests, self.vocab_size)
+        return zeros_BV.scatter_add_(1, self.bias.ids_BE, self.bias.values_BE)
+
+    @cached_property
     def draws_B(self) -> Tensor:
         """bool; the request's drafts may be drawn with noise of their own, from probabilities that
         verification gets."""

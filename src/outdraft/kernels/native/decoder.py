@@ -4,67 +4,26 @@ Dimension key: T rows, R rows whose logits are wanted, D hidden, K tapped layers
 vocabulary.
 """
 
-import ctypes
 import weakref
-from collections.abc import Callable, Sequence
-from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.kernels.data.logits import most_logit_rows
-from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec
+from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec, LayerSpec, StepRead, StepTask
 from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
-from outdraft.kernels.native.arrays import address_of, index_array
 from outdraft.kernels.native.attention import limit
-from outdraft.kernels.native.block_drafting import NativeBlocks
 from outdraft.kernels.native.drafting import NativeGrowth
-from outdraft.kernels.native.library import Team
+from outdraft.kernels.native.library import Struct, Team
 from outdraft.kernels.native.linear import weights_of
 from outdraft.kernels.native.ranks import RankLink, shares_memory
 from outdraft.kernels.native.step import NativeStep
 from outdraft.kernels.products import Product, RowParallel, VocabParallel
-from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.kernels.torch.decoder import TorchDecoder
-
-
-class _CDecoderLayer(ctypes.Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
-        *((name, c_void_p) for name in ("qkv", "o", "gate_up", "down", "o_bias", "down_bias")),
-        ("window", c_int64),
-    )
-
-
-class _CDecoderSpec(ctypes.Structure):
-    _fields_ = (
-        ("team", c_void_p),
-        *((name, c_int64) for name in ("hidden", "intermediate", "num_heads", "num_kv_heads")),
-        *((name, c_int64) for name in ("head_size", "num_layers", "num_positions", "num_tokens")),
-        ("dtype", c_int64),
-        ("eps", c_float),
-        ("scale", c_float),
-        *((name, c_void_p) for name in ("embedding", "embedding_codes", "cos_sin", "final_norm")),
-        ("layers", POINTER(_CDecoderLayer)),
-        *((name, c_int32) for name in ("reads_states", "adds_to_normed", "leaves_out_first")),
-        *((name, c_void_p) for name in ("token_norm", "state_norm", "fc")),
-        *((name, c_void_p) for name in ("head", "head_norm", "draft_ids", "ranks")),
-        *((name, c_int64) for name in ("first_token", "num_own_tokens")),
-        *((name, c_int64) for name in ("num_columns", "num_outputs", "num_first_drafts")),
-    )
-
-
-class _CDecoderRows(ctypes.Structure):
-    """The rows of a pass: addresses of tensors of AttentionMetadata, then numbers."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("token_ids", "positions", "slots", "query_start")),
-        *((name, c_void_p) for name in ("context_lens", "num_causal", "ancestors", "block_table")),
-        *((name, c_int64) for name in ("num_rows", "num_requests", "table_stride")),
-        ("wanted", c_void_p),
-        ("num_wanted", c_int64),
-    )
 
 
 class NativeDecoder:
@@ -77,41 +36,20 @@ class NativeDecoder:
     def __init__(self, team: Team, spec: DecoderSpec) -> None:
         self._spec, self._team = spec, team
         self._dtype = spec.embedding.dtype
-        self._kept: list[Tensor] = []  # float32; they live as long as this object
         self._link = None if spec.shard is None else RankLink(spec.shard.group)
-        self._layers = (_CDecoderLayer * len(spec.layers))(
-            *(
-                _CDecoderLayer(
-                    *map(self._vector, (each.input_norm_D, each.post_norm_D)),
-                    *map(self._vector, (each.q_norm_C, each.k_norm_C)),
-                    *map(weights_of, (each.qkv, each.o, each.gate_up, each.down)),
-                    *map(self._vector, map(_sum_bias, (each.o, each.down))),
-                    limit(each.window),
-                )
-                for each in spec.layers
-            )
-        )
         self._native_spec = self._describe()
-        function, handle = team.library.function, c_void_p
-        self._create = function(
-            "decoder_create", [POINTER(_CDecoderSpec), c_void_p, c_int64], handle, releases_gil=True
-        )
-        self._destroy = function("decoder_destroy", [handle], releases_gil=True)
-        of_pass = [handle, POINTER(_CDecoderRows), c_void_p, c_void_p, c_int64, c_void_p, c_void_p]
-        of_states = [handle, c_void_p, c_int64]
-        self._forward = function("decoder_forward", of_pass, c_int64, releases_gil=True)
-        self._logits = function("decoder_logits", [*of_states, c_void_p], releases_gil=True)
-        self._best_tokens = function(
-            "decoder_best_tokens", [*of_states, c_void_p, c_void_p], c_int64, releases_gil=True
-        )
-        self._growth = NativeGrowth(team.library)
-        self._step = NativeStep(team.library)
-        self._blocks = NativeBlocks(team.library, self._growth)
+        function = team.library.function
+        long = partial(function, releases_gil=True)
+        self._create, self._destroy = long("decoder_create"), long("decoder_destroy")
+        self._forward, self._logits = long("decoder_forward"), long("decoder_logits")
+        self._best_tokens = long("decoder_best_tokens")
+        self._write_context = long("decoder_write_context")
+        self._growth, self._step = NativeGrowth(team.library), NativeStep(team.library)
         self._bound: dict[tuple[int, ...], int] = {}
         # For what needs no caches.
-        self._unbound = self._create(ctypes.byref(self._native_spec), self._no_caches(), 1)
+        self._unbound = self._create(self._native_spec, [0] * 2 * len(spec.layers), 1)
         weakref.finalize(self, self._destroy, self._unbound).atexit = False
-        self._num_columns: int = function("decoder_num_columns", [handle], c_int64)(self._unbound)
+        self._num_columns: int = function("decoder_num_columns")(self._unbound)
 
     def __call__(
         self,
@@ -125,64 +63,47 @@ class NativeDecoder:
         if wanted_R is not None and len(self._spec.layers) in taps:  # taps are of all rows
             states_TD, tapped_TKD = self(token_ids_T, caches, metadata, taps, states_TD)
             return states_TD.index_select(0, wanted_R), tapped_TKD
-        size = self._spec.embedding.size
-        num_rows = token_ids_T.shape[0]
-        rows = rows_of(metadata, address_of(token_ids_T, torch.int64), wanted_R)
-        out_RD = torch.empty((rows.num_wanted, size), dtype=self._dtype)
-        tapped_TKD = torch.empty((num_rows, len(taps), size), dtype=self._dtype)
-        states_TD = None if states_TD is None else states_TD.contiguous()
-        is_valid = self._forward(
-            self.handle(caches),
-            ctypes.byref(rows),
-            None if states_TD is None else address_of(states_TD, self._dtype),
-            index_array(tuple(taps)),
-            len(taps),
-            tapped_TKD.data_ptr(),
-            out_RD.data_ptr(),
+        num_rows, size = token_ids_T.shape[0], self._spec.embedding.size
+        num_wanted = num_rows if wanted_R is None else wanted_R.shape[0]
+        rows = self._team.library.struct(
+            "DecoderRows",
+            token_ids=token_ids_T,
+            positions=metadata.positions_T,
+            slots=metadata.slots_T,
+            query_start=metadata.query_start_B1,
+            context_lens=metadata.context_lens_B,
+            num_causal=metadata.num_causal_B,
+            ancestors=metadata.ancestors_T,
+            block_table=metadata.block_table_BP,
+            num_rows=num_rows,
+            num_requests=metadata.context_lens_B.shape[0],
+            table_stride=metadata.block_table_BP.shape[1],
+            wanted=wanted_R,
+            num_wanted=num_wanted,
         )
+        out_RD = torch.empty((num_wanted, size), dtype=self._dtype)
+        tapped_TKD = torch.empty((num_rows, len(taps), size), dtype=self._dtype)
+        assert states_TD is None or states_TD.dtype is self._dtype
+        handle = self.handle(caches)
+        is_valid = self._forward(handle, rows, states_TD, taps, len(taps), tapped_TKD, out_RD)
         self._settle()
         assert is_valid, "a token or a position is out of its table"
         return out_RD, tapped_TKD
 
     def logits(self, states_RD: Tensor) -> Tensor:
-        states_RD = states_RD.contiguous()
+        assert states_RD.dtype is self._dtype
         logits_RN = torch.empty((len(states_RD), self._num_columns), dtype=torch.float32)
-        address = address_of(states_RD, self._dtype)
-        self._logits(self._unbound, address, len(states_RD), logits_RN.data_ptr())
+        self._logits(self._unbound, states_RD, len(states_RD), logits_RN)
         return logits_RN
 
     def best_tokens(self, states_RD: Tensor) -> tuple[Tensor, Tensor]:
-        states_RD = states_RD.contiguous()
+        assert states_RD.dtype is self._dtype
         num_rows = states_RD.shape[0]
         ids_R = torch.empty(num_rows, dtype=torch.int64)
         is_finite_R = torch.empty(num_rows, dtype=torch.bool)
-        self._best_tokens(
-            self._unbound,
-            address_of(states_RD, self._dtype),
-            num_rows,
-            ids_R.data_ptr(),
-            is_finite_R.data_ptr(),
-        )
+        self._best_tokens(self._unbound, states_RD, num_rows, ids_R, is_finite_R)
         self._settle()
         return ids_R, is_finite_R
-
-    def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
-        if self._link is not None or not self._keeps_logits(task):
-            return by_parts()
-        size = self._spec.embedding.size
-        return self._step.read(self.handle(task.caches), task, size, self._dtype)
-
-    def draft(
-        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
-    ) -> ModelDrafts:
-        reads_as_many, num_outputs = self._spec.draft_ids_N is not None, self._num_columns
-        if self._spec.shard is not None:
-            assert growth.shares.group is self._spec.shard.group
-            assert isinstance(self._spec.head, VocabParallel)
-            num_outputs = self._spec.head.shard.num_tokens
-        assert reads_as_many or num_outputs == growth.sampling.vocab_size
-        handle = self.handle(unread.caches)
-        return self._growth.draft(handle, unread, growth, self._dtype, self._link)
 
     def write_context(
         self,
@@ -193,18 +114,39 @@ class NativeDecoder:
         slots_T: Tensor,
     ) -> None:
         assert features_TD.dtype is self._dtype
-        self._blocks.write_context(self.handle(caches), product, features_TD, positions_T, slots_T)
+        is_valid = self._write_context(
+            *(self.handle(caches), weights_of(product), features_TD, positions_T, slots_T),
+            len(features_TD),
+        )
+        assert is_valid, "a position is out of its table"
+
+    @property
+    def fused(self) -> "NativeDecoder":
+        return self
+
+    def step(self, task: StepTask) -> StepRead | None:
+        if self._link is not None or not self._keeps_logits(task):
+            return None
+        size = self._spec.embedding.size
+        return self._step.read(self.handle(task.caches), task, size, self._dtype)
+
+    def draft(self, unread: UnreadTexts, growth: Growth) -> ModelDrafts:
+        reads_as_many, num_outputs = self._spec.draft_ids_N is not None, self._num_columns
+        if self._spec.shard is not None:
+            assert growth.shares.group is self._spec.shard.group
+            assert isinstance(self._spec.head, VocabParallel)
+            num_outputs = self._spec.head.shard.num_tokens
+        assert reads_as_many or num_outputs == growth.sampling.vocab_size
+        handle = self.handle(unread.caches)
+        return self._growth.draft(handle, unread, growth, self._dtype, self._link)
 
     def draft_block(
-        self,
-        spec: BlockSpec,
-        unread: UnreadTexts,
-        growth: Growth,
-        by_levels: Callable[[], ModelDrafts],
-    ) -> ModelDrafts:
+        self, spec: BlockSpec, unread: UnreadTexts, growth: Growth
+    ) -> ModelDrafts | None:
         if self._link is not None:
-            return by_levels()
-        return self._blocks.draft(self.handle(unread.caches), spec, unread, growth, self._dtype)
+            return None
+        handle = self.handle(unread.caches)
+        return self._growth.draft_block(handle, spec, unread, growth, self._dtype)
 
     def handle(self, caches: Sequence[LayerCache]) -> int:
         """Address of the `Decoder` with these caches; it lives as long as they do."""
@@ -212,14 +154,11 @@ class NativeDecoder:
         key = (first.data_ptr(), last.data_ptr(), first.shape[1])
         handle = self._bound.get(key)
         if handle is None:
-            addresses = [
-                address_of(tensor, self._dtype)
-                for cache in caches
-                for tensor in (cache.k_PSGC, cache.v_PSGE)
-            ]
-            assert len(addresses) == 2 * len(self._layers)
-            array = (c_void_p * len(addresses))(*addresses)
-            handle = self._create(ctypes.byref(self._native_spec), array, first.shape[1])
+            tensors = [tensor for cache in caches for tensor in (cache.k_PSGC, cache.v_PSGE)]
+            assert len(caches) == len(self._spec.layers)
+            assert all(one.dtype is self._dtype and one.is_contiguous() for one in tensors)
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            handle = self._create(self._native_spec, addresses, first.shape[1])
             self._bound[key] = handle
             # Before the memory of the caches is given back, no late helper may read it.
             weakref.finalize(first, self._unbind, key).atexit = False
@@ -241,20 +180,13 @@ class NativeDecoder:
         if self._link is not None:
             self._link.settle()
 
-    def _vector(self, numbers: Tensor | None) -> int | None:
-        if numbers is None:
-            return None
-        self._kept.append(numbers.detach().float().contiguous())
-        return self._kept[-1].data_ptr()
-
-    def _no_caches(self) -> ctypes.Array[c_void_p]:
-        return (c_void_p * (2 * len(self._layers)))()
-
-    def _describe(self) -> _CDecoderSpec:
-        spec, entry = self._spec, self._spec.entry
+    def _describe(self) -> Struct:
+        spec, entry, struct = self._spec, self._spec.entry, self._team.library.struct
         table, source = spec.embedding, spec.embedding.source
-        is_bf16 = self._dtype is torch.bfloat16
-        native = _CDecoderSpec(
+        is_table = isinstance(source, Tensor)
+        assert not is_table or source.dtype is self._dtype
+        native = struct(
+            "DecoderSpec",
             team=self._team.address,
             hidden=table.size,
             intermediate=spec.intermediate_size,
@@ -264,34 +196,38 @@ class NativeDecoder:
             num_layers=len(spec.layers),
             num_positions=len(spec.cos_sin_MC),
             num_tokens=table.num_tokens,
-            dtype=is_bf16,
+            dtype=self._dtype is torch.bfloat16,
             eps=spec.eps,
             scale=spec.scale,
-            embedding=address_of(source, self._dtype) if isinstance(source, Tensor) else None,
-            embedding_codes=None if isinstance(source, Tensor) else weights_of(source),
+            embedding=source if is_table else None,
+            embedding_codes=None if is_table else weights_of(source),
             num_own_tokens=table.num_tokens,
-            cos_sin=address_of(spec.cos_sin_MC, torch.float32),
-            final_norm=self._vector(spec.final_norm_D),
-            layers=self._layers,
-            reads_states=entry is not None,
-            adds_to_normed=entry is not None and entry.adds_to_normed,
-            leaves_out_first=entry is not None and entry.leaves_out_first,
-            token_norm=self._vector(entry and entry.token_norm_D),
-            state_norm=self._vector(entry and entry.state_norm_D),
-            fc=weights_of(entry.fc) if entry is not None and entry.fc is not None else None,
+            cos_sin=spec.cos_sin_MC,
+            final_norm=_vector(spec.final_norm_D),
+            layers=[struct("DecoderLayer", **_layer_fields(layer)) for layer in spec.layers],
             head=weights_of(spec.head),
-            head_norm=self._vector(spec.head_norm_D),
-            draft_ids=None
-            if spec.draft_ids_N is None
-            else address_of(spec.draft_ids_N, torch.int64),
+            head_norm=_vector(spec.head_norm_D),
+            draft_ids=spec.draft_ids_N,
             num_first_drafts=spec.num_first_drafts,
         )
+        if entry is not None:
+            native.fill(
+                reads_states=True,
+                adds_to_normed=entry.adds_to_normed,
+                leaves_out_first=entry.leaves_out_first,
+                token_norm=_vector(entry.token_norm_D),
+                state_norm=_vector(entry.state_norm_D),
+                fc=entry.fc and weights_of(entry.fc),
+            )
         if spec.shard is not None and self._link is not None:
             assert isinstance(spec.head, VocabParallel)
-            native.ranks = ctypes.addressof(self._link.native)
-            native.num_tokens, native.first_token = spec.shard.num_tokens, spec.shard.first
-            outputs = spec.head.shard
-            native.num_columns, native.num_outputs = outputs.width, outputs.num_tokens
+            native.fill(
+                ranks=self._link.native,
+                num_tokens=spec.shard.num_tokens,
+                first_token=spec.shard.first,
+                num_columns=spec.head.shard.width,
+                num_outputs=spec.head.shard.num_tokens,
+            )
         return native
 
 
@@ -306,26 +242,24 @@ def compile_decoder(team: Team, spec: DecoderSpec) -> DecoderPass:
     return NativeDecoder(team, spec) if are_alike and can_meet else TorchDecoder(spec)
 
 
-def rows_of(metadata: AttentionMetadata, token_ids: int, wanted_R: Tensor | None) -> _CDecoderRows:
-    """The rows of a pass, and the address of their tokens; the tensors must stay alive."""
-    table_BP, num_rows = metadata.block_table_BP, metadata.slots_T.shape[0]
-    return _CDecoderRows(
-        token_ids,
-        address_of(metadata.positions_T, torch.int64),
-        address_of(metadata.slots_T, torch.int64),
-        address_of(metadata.query_start_B1, torch.int32),
-        address_of(metadata.context_lens_B, torch.int32),
-        address_of(metadata.num_causal_B, torch.int32),
-        address_of(metadata.ancestors_T, torch.int64),
-        address_of(table_BP, torch.int32),
-        num_rows,
-        metadata.context_lens_B.shape[0],
-        table_BP.shape[1],
-        None if wanted_R is None else address_of(wanted_R, torch.int64),
-        num_rows if wanted_R is None else wanted_R.shape[0],
-    )
+def _layer_fields(layer: LayerSpec) -> dict[str, Any]:
+    """The fields of `DecoderLayer`, csrc/forward.h."""
+    products = {"qkv": layer.qkv, "o": layer.o, "gate_up": layer.gate_up, "down": layer.down}
+    vectors = {
+        "input_norm": layer.input_norm_D,
+        "post_norm": layer.post_norm_D,
+        "q_norm": layer.q_norm_C,
+        "k_norm": layer.k_norm_C,
+        # What is added to a sum over ranks.
+        "o_bias": layer.o.bias_E if isinstance(layer.o, RowParallel) else None,
+        "down_bias": layer.down.bias_E if isinstance(layer.down, RowParallel) else None,
+    }
+    return {
+        "window": limit(layer.window),
+        **{name: weights_of(product) for name, product in products.items()},
+        **{name: _vector(numbers) for name, numbers in vectors.items()},
+    }
 
 
-def _sum_bias(product: Product) -> Tensor | None:
-    """[D]: what is added to a sum over ranks."""
-    return product.bias_E if isinstance(product, RowParallel) else None
+def _vector(numbers: Tensor | None) -> Tensor | None:
+    return None if numbers is None else numbers.detach().float()

@@ -1,25 +1,24 @@
 """Finds and opens the compiled library for this processor.
 
 There is one for each instruction set, with the same functions; `make lib` compiles them. A small
-one for any processor of its kind says which of the others runs. A library carries a digest of the
-files in this folder, which say what it is called with: one of another version is refused.
+one for any processor of its kind says which of the others runs.
 
 The threads of a library (`Team`, csrc/team.h) share work of microseconds.
 """
 
 import ctypes
 import functools
-import hashlib
 import mmap
 import platform
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from ctypes import c_int64, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from outdraft.core.errors import ConfigError, did_you_mean
 
@@ -36,8 +35,119 @@ INSTRUCTION_SETS = {
 }
 
 
+_NUMBERS: dict[str, Any] = {
+    "bool": ctypes.c_bool,
+    "int32": ctypes.c_int32,
+    "uint32": ctypes.c_uint32,
+    "int64": ctypes.c_int64,
+    "uint64": ctypes.c_uint64,
+    "float32": ctypes.c_float,
+    "float64": ctypes.c_double,
+}
+_DTYPES = {
+    "bool": torch.bool,
+    "int32": torch.int32,
+    "uint32": torch.int32,  # a mask of bits
+    "int64": torch.int64,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+class _KeptAddress(ctypes.c_void_p):
+    """An address, and what it points to."""
+
+    kept: object = None
+
+
+class Pointer:
+    """A parameter or a field that is an address, as ctypes converts values for it.
+
+    A tensor stands for the address of its numbers, or of those of a contiguous copy if they are
+    only read; so does an array. Numbers in a list become a tensor. A struct has an address, and so
+    have structs in a list.
+    """
+
+    def __init__(self, kind: str) -> None:
+        """`kind`: as in csrc/export.h, such as "const int64*" or "any*"."""
+        self._is_read, self._kind = kind.startswith("const "), kind.removeprefix("const ")[:-1]
+        self._dtype = _DTYPES.get(self._kind)
+
+    def from_param(self, value: Any) -> _KeptAddress:
+        """The address; None is 0, and a number is one already."""
+        if value is None or isinstance(value, int):
+            return _KeptAddress(value)
+        if isinstance(value, np.ndarray):
+            assert value.flags.c_contiguous, "numbers lie apart"
+            assert self._dtype is None or value.dtype.name == self._kind, f"not {self._kind}"
+            address = value.ctypes.data
+        elif isinstance(value, Struct):
+            address = ctypes.addressof(value)
+        elif isinstance(value, list | tuple) and value and isinstance(value[0], Struct):
+            value = [value, (type(value[0]) * len(value))(*value)]
+            address = ctypes.addressof(value[1])
+        else:
+            if not isinstance(value, Tensor):
+                value = torch.tensor(value, dtype=self._dtype)
+            assert self._dtype in (None, value.dtype), f"expected {self._dtype}, got {value.dtype}"
+            assert value.is_cpu
+            assert self._is_read or value.is_contiguous(), "numbers that are written lie apart"
+            value = value.contiguous()
+            address = value.data_ptr()
+        found = _KeptAddress(address)
+        found.kept = value
+        return found
+
+
+class Struct(ctypes.Structure):
+    """A struct of the library. It keeps alive what its addresses point to.
+
+    Attributes:
+        converters: of all fields; None: it is a number.
+    """
+
+    converters: ClassVar[dict[str, Pointer | None]] = {}
+
+    def fill(self, **values: Any) -> None:
+        """Set fields, which must be there."""
+        for name, value in values.items():
+            if (pointer := self.converters[name]) is not None:
+                address = pointer.from_param(value)
+                setattr(self, f"_{name}", address.kept)
+                value = address.value
+            setattr(self, name, value)
+
+
+def _number_type(kind: str) -> Any:
+    """Of a number, an address, or some numbers side by side."""
+    if kind.endswith("*"):
+        return ctypes.c_void_p
+    kind, _, length = kind.removesuffix("]").partition("[")
+    return _NUMBERS[kind] * int(length) if length else _NUMBERS[kind]
+
+
+def _converter(kind: str) -> Any:
+    return Pointer(kind) if kind.endswith("*") else _number_type(kind)
+
+
+def _struct(kind: str, size: int, names: Sequence[str], types: Sequence[str]) -> type[Struct]:
+    """The struct whose fields have these types, each with its place in bytes."""
+    names = [name.rpartition(".")[2] for name in names]
+    kinds, places = zip(*(one.split(",") for one in types), strict=True)
+    converters = [Pointer(one) if one.endswith("*") else None for one in kinds]
+    fields = list(zip(names, map(_number_type, kinds), strict=True))
+    of_names = dict(zip(names, converters, strict=True))
+    made = type(kind, (Struct,), {"_fields_": fields, "converters": of_names})
+    found = [getattr(made, name).offset for name in names]
+    assert (ctypes.sizeof(made), found) == (size, [*map(int, places)]), f"layout of {kind}"
+    return made
+
+
 class Library:
     """One open library.
+
+    It describes itself (csrc/export.h): the types of its functions' arguments, and the fields of
+    the structs that they take.
 
     Attributes:
         name: its instruction set.
@@ -45,45 +155,60 @@ class Library:
             integers of 16 bits where they meet codes.
 
     Raises:
-        ConfigError: it was made for another version of the code, which may call it with other
-            arguments.
+        ConfigError: it belongs to another version of the code, which may call it with other
+            arguments; from `function` and `struct` too.
     """
 
     def __init__(self, name: str, folder: Path = FOLDER) -> None:
-        self.name = name
-        path = str(folder / f"outdraft-{name}.so")
+        self.name, self._path = name, str(folder / f"outdraft-{name}.so")
         # Python waits for its own lock after a call that gave it away, perhaps for milliseconds:
         # calls of microseconds keep it.
-        self._keeps_gil, self._releases_gil = ctypes.PyDLL(path), ctypes.CDLL(path)
-        if self._caller_digest() != _digest_of_callers():
-            raise ConfigError(
-                f"the compiled library {path} belongs to another version of the code: in a "
-                "checkout run `make lib`, else install outdraft anew"
-            )
-        self.keeps_bf16 = bool(self.function("linear_keeps_bf16", [], ctypes.c_int32)())
+        self._keeps_gil, self._releases_gil = ctypes.PyDLL(self._path), ctypes.CDLL(self._path)
+        self._signatures: dict[str, list[str]] = {}
+        self._structs: dict[str, type[Struct]] = {}
+        for line in self._interface().splitlines():
+            kind, names, *types = line.split(";")
+            if kind == "functions":
+                signatures = [one.split(",") for one in types]
+                self._signatures |= zip(names.split(", "), signatures, strict=True)
+            else:
+                name, size = kind.split(",")
+                self._structs[name] = _struct(name, int(size), names.split(", "), types)
+        self.keeps_bf16 = bool(self.function("linear_keeps_bf16")())
 
-    def function(
-        self,
-        name: str,
-        arguments: Sequence[Any],
-        result: Any = None,
-        *,
-        releases_gil: bool = False,
-    ) -> Callable[..., Any]:
-        """A function of the library, with the ctypes of its arguments and of its result.
+    def function(self, name: str, *, releases_gil: bool = False) -> Callable[..., Any]:
+        """A function of the library. As an address it takes a number, or None, or anything that
+        `Pointer` has one of: a tensor must have the right dtype.
 
         `releases_gil`: for calls that take longer than some tens of microseconds.
         """
+        result, *arguments = self._signatures.get(name) or self._refuse(name)
         function = (self._releases_gil if releases_gil else self._keeps_gil)[name]
-        function.argtypes, function.restype = list(arguments), result
+        function.argtypes = [_converter(one) for one in arguments]
+        function.restype = None if result == "none" else _number_type(result)
         return function
 
-    def _caller_digest(self) -> str | None:
-        """The digest of the Python files it was made for; None: it is older than this question."""
+    def struct(self, name: str, **values: Any) -> Struct:
+        """A struct with these fields, and zeros; it keeps alive what its addresses point to."""
+        made = (self._structs.get(name) or self._refuse(name))()
+        if unknown := values.keys() - made.converters.keys():
+            self._refuse(f"{', '.join(sorted(unknown))} of {name}")
+        made.fill(**values)
+        return made
+
+    def _interface(self) -> str:
         try:
-            return self.function("caller_digest", [], ctypes.c_char_p)().decode()
+            function = self._keeps_gil.interface
         except AttributeError:
-            return None
+            self._refuse("interface")
+        function.restype = ctypes.c_char_p
+        return function().decode()
+
+    def _refuse(self, missing: str) -> NoReturn:
+        raise ConfigError(
+            f"the compiled library {self._path} belongs to another version of the code, without "
+            f"{missing}: in a checkout run `make lib`, else install outdraft anew"
+        )
 
 
 def usable_instruction_sets() -> tuple[str, ...]:
@@ -113,13 +238,6 @@ def open_library(name: str | None = None) -> Library | None:
 _opened = functools.cache(Library)
 
 
-@functools.cache
-def _digest_of_callers() -> str:
-    """The digest that build_kernels.py computes as `caller_digest`."""
-    texts = [(path.name, path.read_bytes()) for path in sorted(Path(__file__).parent.glob("*.py"))]
-    return hashlib.sha256(repr(texts).encode()).hexdigest()
-
-
 class Team:
     """The calling thread and its helpers, which end with this object.
 
@@ -129,9 +247,8 @@ class Team:
 
     def __init__(self, library: Library, num_threads: int) -> None:
         self.library, self.num_threads = library, num_threads
-        create = library.function("team_create", [c_int64], c_void_p)
-        destroy = library.function("team_destroy", [c_void_p], releases_gil=True)
-        self.address: int = create(num_threads)
+        destroy = library.function("team_destroy", releases_gil=True)
+        self.address: int = library.function("team_create")(num_threads)
         end = weakref.finalize(self, destroy, self.address)
         end.atexit = False  # the process ends them
 
@@ -173,23 +290,19 @@ class Limits:
         self._words = np.frombuffer(self._memory, dtype=np.int64)
         self._words[:] = 1
         function = team.library.function
-        self._read = function(
-            "roofline_read", [c_void_p, c_void_p, c_int64], c_int64, releases_gil=True
-        )
-        self._multiply = function(
-            "roofline_multiply", [c_void_p, c_int64, c_int64], c_int64, releases_gil=True
-        )
+        self._read = function("roofline_read", releases_gil=True)
+        self._multiply = function("roofline_multiply", releases_gil=True)
 
     def bandwidth(self) -> float:
         """One reading, bytes/s."""
         start_s = self._clock()
-        self._read(self._team.address, self._words.ctypes.data, self._num_bytes)
+        self._read(self._team.address, self._words, self._num_bytes)
         return self._num_bytes / (self._clock() - start_s)
 
     def peak(self) -> float:
         """One reading, operations/s."""
         start_s = self._clock()
-        operations = self._multiply(self._team.address, int(self._is_bf16), MULTIPLY_UNITS)
+        operations = self._multiply(self._team.address, self._is_bf16, MULTIPLY_UNITS)
         return operations / (self._clock() - start_s)
 
 

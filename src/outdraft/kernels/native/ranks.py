@@ -3,15 +3,15 @@
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
-from ctypes import addressof, c_char, c_int32, c_int64, c_void_p
 from mmap import mmap
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outdraft.core.errors import RanksError
 from outdraft.distributed.group import RankGroup, gathered_sum
-from outdraft.kernels.native.library import Library
+from outdraft.kernels.native.library import Library, Struct
 
 # The names of `Traffic`, and those of csrc/ranks.h.
 _SENT = {"sum": "sums", "turn": "turns", "join_rows": "joins", "gather": "gathers"}
@@ -26,8 +26,7 @@ class NativeMemoryTransports:
     """Transports over shared memory, see csrc/ranks.cpp."""
 
     def __init__(self, library: Library) -> None:
-        self._library = library
-        self._num_bytes = library.function("ranks_bytes", [c_int64], c_int64)
+        self._library, self._num_bytes = library, library.function("ranks_bytes")
 
     def num_bytes(self, size: int) -> int:
         return self._num_bytes(size)
@@ -51,38 +50,32 @@ class MemoryTransport:
         self, library: Library, memory: mmap, rank: int, size: int, timeout_s: float
     ) -> None:
         """`memory`: that of all ranks of the group, zeros when the first one came."""
-
-        def function(name: str, *arguments: type) -> Callable[..., int]:
-            own = (c_void_p, c_int64, c_int64, c_int64)
-            return library.function(name, [*own, *arguments], c_int32, releases_gil=True)
-
-        self._size, self._memory = size, memory
-        self.own = addressof(c_char.from_buffer(memory)), rank, size, int(timeout_s * 1e6)
-        self._gather = function("ranks_gather", c_void_p, c_int64, c_void_p)
-        self._sum = function("ranks_sum", c_void_p, c_int64, c_void_p, c_int32)
-        self._exchange = function("ranks_exchange", c_void_p, c_void_p, c_void_p, c_void_p)
-        self._num_rounds = library.function("ranks_num_rounds", [c_void_p, c_int64], c_int64)
-        end = library.function("ranks_end", [c_void_p])
-        self._end = weakref.finalize(self, _end, end, self.own[0], memory)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.own = address, rank, size, int(timeout_s * 1e6)
+        self.library, self._memory, self._size = library, memory, size
+        self._gather, self._sum, self._exchange = (
+            library.function(f"ranks_{name}", releases_gil=True)
+            for name in ("gather", "sum", "exchange")
+        )
+        self._num_rounds = library.function("ranks_num_rounds")
+        self._end = weakref.finalize(self, _end, library.function("ranks_end"), address, memory)
 
     def gather(self, data: Tensor) -> Tensor:
         result = data.new_empty(self._size, data.numel())
-        _check(self._gather(*self.own, data.data_ptr(), data.numel(), result.data_ptr()))
+        _check(self._gather(*self.own, data, data.numel(), result))
         return result
 
     def sum(self, part: Tensor) -> Tensor:
         if part.dtype not in (torch.float32, torch.bfloat16):
             return gathered_sum(self, part)
-        part, is_bf16 = part.contiguous(), part.dtype is torch.bfloat16
-        result = torch.empty_like(part)
-        addresses = part.data_ptr(), part.numel(), result.data_ptr()
-        _check(self._sum(*self.own, *addresses, is_bf16))
+        result = torch.empty(part.shape, dtype=part.dtype)
+        is_bf16 = part.dtype is torch.bfloat16
+        _check(self._sum(*self.own, part, part.numel(), result, is_bf16))
         return result
 
     def exchange(self, data: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         result = data.new_empty(sum(received))
-        sizes = ((c_int64 * self._size)(*each) for each in (sent, received))
-        _check(self._exchange(*self.own, data.data_ptr(), *sizes, result.data_ptr()))
+        _check(self._exchange(*self.own, data, [*sent], [*received], result))
         return result
 
     @property
@@ -92,15 +85,6 @@ class MemoryTransport:
 
     def abort(self) -> None:
         self._end()
-
-
-class CRankLink(ctypes.Structure):
-    _fields_ = (
-        ("memory", c_void_p),
-        *((name, c_int64) for name in ("rank", "size", "timeout_us")),
-        *((f"{name}_{part}", c_int64) for name in _SENT.values() for part in ("calls", "bytes")),
-        ("failure", c_int64),
-    )
 
 
 class RankLink:
@@ -114,7 +98,9 @@ class RankLink:
         """`group`: `shares_memory`."""
         assert isinstance(group.transport, MemoryTransport)
         self._group = group  # its transport keeps the memory
-        self.native = CRankLink(*group.transport.own)
+        names = "memory", "rank", "size", "timeout_us"
+        own: dict[str, Any] = dict(zip(names, group.transport.own, strict=True))
+        self.native: Struct = group.transport.library.struct("RankLink", **own)
 
     def settle(self) -> None:
         """Count what a call has sent.
@@ -124,20 +110,19 @@ class RankLink:
         """
         native, traffic = self.native, self._group.traffic
         for operation, name in _SENT.items():
-            if calls := getattr(native, f"{name}_calls"):
-                traffic.calls[operation] += calls
-                traffic.sent_bytes[operation] += getattr(native, f"{name}_bytes")
-        failure = native.failure
-        ctypes.memset(addressof(native) + CRankLink.sums_calls.offset, 0, _SETTLED_BYTES)
+            sent = getattr(native, name)  # calls and bytes
+            if sent[0]:
+                traffic.calls[operation] += sent[0]
+                traffic.sent_bytes[operation] += sent[1]
+            sent[:] = (0, 0)
+        failure: int = getattr(native, "failure")  # noqa: B009
+        native.fill(failure=0)
         _check(failure)
 
 
 def shares_memory(group: RankGroup) -> bool:
     """The ranks of a group exchange through memory."""
     return isinstance(group.transport, MemoryTransport)
-
-
-_SETTLED_BYTES = ctypes.sizeof(CRankLink) - CRankLink.sums_calls.offset
 
 
 def _end(end: Callable[[int], None], address: int, _memory: mmap) -> None:

@@ -1,177 +1,250 @@
-"""A step of a target by the compiled library, see csrc/step.cpp.
-
-Steps of small models take less time than some calls of torch, so torch is called only where a
-tensor is needed.
+"""A step of a target, and the places of its rows, by the compiled library: csrc/step.cpp, rows.cpp.
 
 Dimension key: R rows whose logits or states are wanted, T rows, K tapped layers, D hidden.
 """
 
-import ctypes
 from array import array
-from ctypes import POINTER, c_bool, c_int64, c_void_p
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outdraft.kernels.data.drafts import DraftBatch, Verdict
-from outdraft.kernels.native.arrays import Addresses, BatchColumns, address_of, index_array
+from outdraft.attention.rows import RowBatch, Span
+from outdraft.kernels.data.drafts import DraftBatch
+from outdraft.kernels.decoder_ops import Choice, Chooser, StatePlaces, StatesOf, StepRead, StepTask
 from outdraft.kernels.native.library import Library
-from outdraft.kernels.native.rows import CRowCounts, RowArrays, int64_tensor
-from outdraft.kernels.native.sampling import cut_columns, penalty_columns
-from outdraft.kernels.native.verification import choice_columns
-from outdraft.kernels.step_ops import (
-    Chooser,
-    KnownChoice,
-    StatePlaces,
-    StatesOf,
-    StepRead,
-    StepTask,
-)
+from outdraft.kernels.native.sampling import blank_verdict, cut_columns, penalty_columns
 
-_NOTHING, _LIKELIEST, _BY_RULE = range(3)
+_LIKELIEST, _BY_RULE = 1, 2  # `Chooses` of csrc/step.cpp
 
 
-class _CChoiceRules(ctypes.Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("temperature", "least", "top_k", "top_p")),
-        *((name, c_void_p) for name in ("repetition", "presence", "frequency")),
-        *((name, c_void_p) for name in ("is_greedy", "draws", "seeds", "probs", "is_sampled")),
-        *((name, c_int64) for name in ("rule", "sampled_trees")),
-    )
+class RowArrays:
+    """Arguments of `place_rows`, and memory for its result.
+
+    Attributes:
+        counts: the fields of `RowCounts`, csrc/rows.h.
+        numbers, block_table, placed: its other arguments.
+    """
+
+    def __init__(
+        self, spans: Sequence[Span], extra: Sequence[Sequence[int]], block_size: int, width: int
+    ) -> None:
+        table_width = max([len(span.block_ids) for span in spans])
+        works, parents, blocks = array("q"), array("q"), array("i")
+        for context_len, count, up, block_ids, text_start, samples in spans:
+            works.extend((context_len, count, len(up), text_start, samples))
+            parents.extend(up)
+            blocks.extend(block_ids)
+            blocks.extend([0] * (table_width - len(block_ids)))
+        num_works, num_drafts = len(spans), len(parents)
+        num_sampling = sum([span.samples for span in spans])
+        num_rows = sum([span.num_causal for span in spans]) + num_drafts
+        self._extra_lengths = [len(numbers) for numbers in extra]
+        self.counts = {
+            "num_works": num_works,
+            "num_rows": num_rows,
+            "num_logits": num_sampling + num_drafts,
+            "num_sampling": num_sampling,
+            "num_extra": sum(self._extra_lengths),
+            "table_width": table_width,
+            "block_size": block_size,
+            "width": width,
+        }
+        for numbers in (parents, *extra):
+            works.extend(numbers)
+        self.numbers = torch.frombuffer(works, dtype=torch.int64)
+        self.block_table = torch.frombuffer(blocks, dtype=torch.int32)
+        self._lengths = [*[num_rows] * 5, num_sampling + num_drafts, num_sampling]
+        self._lengths += [num_sampling * width, *self._extra_lengths]
+        # int32 numbers fill whole words: one more where they are odd.
+        num_words = (3 * num_works + 2 + len(blocks)) // 2
+        self.placed = torch.zeros(sum(self._lengths) + num_words, dtype=torch.int64)
+        self._spans = spans
+
+    def rows(self) -> RowBatch:
+        """The placed rows, as views."""
+        spans, num_works, num_sampling = self._spans, len(self._spans), self.counts["num_sampling"]
+        num_words = len(self.placed) - sum(self._lengths)
+        *parts, words = self.placed.split([*self._lengths, num_words])
+        starts = [num_works + 1, num_works, num_works, len(self.block_table)]
+        starts.append(2 * num_words - sum(starts))
+        query_start, contexts, causal, table, _ = words.view(torch.int32).split(starts)
+        return RowBatch(
+            query_start_B1=query_start,
+            context_lens_B=contexts,
+            num_causal_B=causal,
+            ancestors_T=parts[0],
+            positions_T=parts[1],
+            slots_T=parts[2],
+            block_table_BP=table.view(num_works, -1),
+            max_rows=max([span.num_rows for span in spans]),
+            max_seq_len=max([span.context_len + span.num_rows for span in spans]),
+            state_index_T=parts[3],
+            draft_index_T=parts[4],
+            logit_rows_R=parts[5],
+            root_rows_B=parts[6],
+            draft_slots_BN=parts[7].view(num_sampling, self.counts["width"]),
+            extra=tuple(parts[8:]),
+        )
 
 
-_NO_RULES = _CChoiceRules()
+class NativeRows:
+    """The operations of csrc/rows.cpp. Tensors are on the CPU."""
 
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._place_rows = library.function("place_rows")
+        self._shape_rows = library.function("shape_rows")
+        self._place_states = library.function("place_states")
+        self._copy_rows = library.function("copy_rows")
+        self._read_token_ids = library.function("read_token_ids")
+        self._append_token_ids = library.function("append_token_ids")
 
-class _CStepTask(ctypes.Structure):
-    _fields_ = (
-        ("counts", CRowCounts),
-        *((name, c_void_p) for name in ("numbers", "block_table", "texts")),
-        ("row_len", c_int64),
-        *((name, c_void_p) for name in ("draft_ids", "draft_parents", "num_drafts")),
-        *((name, c_int64) for name in ("are_shaped", "chooses")),
-        ("rules", _CChoiceRules),
-        ("states_of", c_int64),
-        ("taps", c_void_p),
-        *((name, c_int64) for name in ("num_taps", "window")),
-        *((name, c_void_p) for name in ("placed", "tapped", "states")),
-        *((name, c_void_p) for name in ("emitted", "accepted", "num_emitted", "are_finite")),
-        *((name, c_void_p) for name in ("state_places", "last_rows", "last_places")),
-    )
+    def place_rows(
+        self,
+        spans: Sequence[Span],
+        extra: Sequence[Sequence[int]],
+        block_size: int,
+        width: int,
+    ) -> RowBatch:
+        arrays = RowArrays(spans, extra, block_size, width)
+        counts = self._library.struct("RowCounts", **arrays.counts)
+        self._place_rows(counts, arrays.numbers, arrays.block_table, arrays.placed)
+        return arrays.rows()
+
+    def shape_rows(
+        self,
+        parents_BN: Tensor,
+        draft_index_T: Tensor,
+        positions_T: Tensor,
+        ancestors_T: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        shaped = positions_T.clone(), ancestors_T.clone()
+        self._shape_rows(
+            len(draft_index_T), parents_BN.shape[1], parents_BN, draft_index_T, *shaped
+        )
+        return shaped
+
+    def place_states(
+        self, rows: RowBatch, kept_rows_BN: Tensor, row_len: int, window: int
+    ) -> StatePlaces:
+        num_works = len(rows.context_lens_B)
+        places = _blank_places(num_works, len(rows.state_index_T))
+        self._place_states(
+            *(num_works, *kept_rows_BN.shape, row_len, window),
+            *(rows.query_start_B1, rows.context_lens_B, rows.num_causal_B),
+            *(rows.state_index_T, rows.root_rows_B, kept_rows_BN, *places),
+        )
+        return places
+
+    def copy_rows(
+        self,
+        to_ND: Tensor,
+        places_R: Tensor | None,
+        from_TD: Tensor,
+        rows_R: Tensor | None = None,
+    ) -> None:
+        assert to_ND.dtype is from_TD.dtype, "rows of two dtypes"
+        listed_R = places_R if places_R is not None else rows_R
+        assert listed_R is not None
+        row_bytes = to_ND.shape[1] * to_ND.element_size()
+        self._copy_rows(len(listed_R), row_bytes, to_ND, places_R, from_TD, rows_R)
+
+    def read_token_ids(
+        self, texts_SL: Tensor, drafts_BN: Tensor, state_index_T: Tensor, draft_index_T: Tensor
+    ) -> Tensor:
+        ids_T = torch.empty_like(state_index_T)
+        self._read_token_ids(len(ids_T), texts_SL, drafts_BN, state_index_T, draft_index_T, ids_T)
+        return ids_T
+
+    def append_token_ids(
+        self, texts_SL: Tensor, state_rows_B: Tensor, starts_B: Tensor, token_ids_BN: Tensor
+    ) -> None:
+        sizes = *token_ids_BN.shape, texts_SL.shape[1]
+        self._append_token_ids(*sizes, texts_SL, state_rows_B, starts_B, token_ids_BN)
 
 
 class NativeStep:
     """Steps of decoders that are whole."""
 
     def __init__(self, library: Library) -> None:
-        self._step = library.function(
-            "decoder_step", [c_void_p, POINTER(_CStepTask)], c_int64, releases_gil=True
-        )
-        self._cuts, self._choices = BatchColumns(cut_columns), BatchColumns(choice_columns)
-        self._penalties = BatchColumns(penalty_columns)
+        self._library = library
+        self._step = library.function("decoder_step", releases_gil=True)
 
     def read(self, decoder: int, task: StepTask, size: int, dtype: torch.dtype) -> StepRead:
-        """Compute `DecoderPass.step`.
+        """Read a step's rows, and choose by them, in one call.
 
         Args:
             decoder: address of the `Decoder`.
             size, dtype: D of its states, and their type.
         """
         arrays = RowArrays(task.spans, task.facts, task.block_size, task.width)
-        counts, at, taps = arrays.counts, Addresses(), task.taps
-        states_RD = tapped_TKD = None
+        counts, drafts, chooser = arrays.counts, task.drafts, task.chooser
+        num_rows, num_sampling = counts["num_rows"], counts["num_sampling"]
+        states_RD = tapped_TKD = choice = kept = None
+        fields: dict[str, Any] = {}
         if task.states_of is not StatesOf.NO_ROW:
             is_all = task.states_of is StatesOf.ALL_ROWS
-            num_wanted = counts.num_rows if is_all else counts.num_logits
+            num_wanted = num_rows if is_all else counts["num_logits"]
             states_RD = torch.empty((num_wanted, size), dtype=dtype)
-            tapped_TKD = torch.empty((counts.num_rows, len(taps), size), dtype=dtype)
-        drafts, columns = task.drafts, (None, None, None)
+            tapped_TKD = torch.empty((num_rows, len(task.taps), size), dtype=dtype)
         if drafts is not None:
-            parts = drafts.token_ids_BN, drafts.parents_BN, drafts.num_drafts_B
-            columns = tuple([at(part, torch.int64) for part in parts])
-        chooses, rules, choice = _NOTHING, _NO_RULES, None
-        if task.chooser is not None:
-            choice, chooses = _NativeChoice(counts), _LIKELIEST
-            if not task.chooser.sampling.is_plain_greedy:
-                assert drafts is not None
-                chooses, rules = _BY_RULE, self._rules(task.chooser, drafts, at)
-        kept: StatePlaces | None = None
-        if choice is not None and task.window:
-            lengths = counts.num_rows, counts.num_works, counts.num_works
-            kept = StatePlaces(*[torch.empty(length, dtype=torch.int64) for length in lengths])
-        native = _CStepTask(
-            counts,
-            arrays.numbers,
-            arrays.blocks,
-            address_of(task.token_ids_SL, torch.int64),
-            task.token_ids_SL.shape[1],
-            *columns,
-            task.are_shaped,
-            chooses,
-            rules,
-            task.states_of,
-            ctypes.addressof(index_array(tuple(taps))) if taps else None,
-            len(taps),
-            task.window,
-            arrays.placed,
-            None if tapped_TKD is None else tapped_TKD.data_ptr(),
-            None if states_RD is None else states_RD.data_ptr(),
-            *((None,) * 4 if choice is None else choice.addresses()),
-            *(() if kept is None else [part.data_ptr() for part in kept]),
+            fields["draft_ids"] = drafts.token_ids_BN
+            fields["draft_parents"] = drafts.parents_BN
+            fields["num_drafts"] = drafts.num_drafts_B
+        if chooser is not None:
+            assert drafts is not None
+            verdict = blank_verdict(num_sampling, task.width)
+            choice = Choice(verdict, torch.empty(counts["num_logits"], dtype=torch.bool))
+            fields["emitted"], fields["num_emitted"] = verdict.token_ids_BN1, verdict.num_emitted_B
+            fields["accepted"], fields["are_finite"] = verdict.rows_BN, choice.is_finite_R
+            if task.window:
+                kept = _blank_places(counts["num_works"], num_rows)
+                names = "state_places", "last_rows", "last_places"
+                fields |= zip(names, kept, strict=True)
+            fields["chooses"] = _LIKELIEST
+            if not chooser.sampling.is_plain_greedy:
+                fields |= _rules(chooser, drafts)
+        native = self._library.struct(
+            "StepTask",
+            **counts,
+            **fields,
+            numbers=arrays.numbers,
+            block_table=arrays.block_table,
+            placed=arrays.placed,
+            texts=task.token_ids_SL,
+            row_len=task.token_ids_SL.shape[1],
+            are_shaped=task.are_shaped,
+            states_of=task.states_of,
+            taps=task.taps,
+            num_taps=len(task.taps),
+            window=task.window,
+            tapped=tapped_TKD,
+            states=states_RD,
         )
-        is_valid = self._step(decoder, ctypes.byref(native))
+        is_valid = self._step(decoder, native)
         assert is_valid, "a token or a position is out of its table"
         return StepRead(arrays.rows, states_RD, tapped_TKD, choice, kept)
 
-    def _rules(self, chooser: Chooser, drafts: DraftBatch, at: Addresses) -> _CChoiceRules:
-        probs_BNV, sampling = drafts.probs_BNV, chooser.sampling
-        return _CChoiceRules(
-            *self._cuts.of(sampling),
-            *(self._penalties.of(sampling) if sampling.needs_penalties else (None,) * 3),
-            *self._choices.of(sampling),
-            None if probs_BNV is None else at(probs_BNV, torch.float32),
-            at(drafts.is_sampled_BN, torch.bool),
-            chooser.rule,
-            drafts.sampled_trees,
-        )
+
+def _rules(chooser: Chooser, drafts: DraftBatch) -> dict[str, Any]:
+    """The fields of `ChoiceRules`, csrc/step.cpp."""
+    sampling = chooser.sampling
+    return {
+        **cut_columns(sampling),
+        **(penalty_columns(sampling) if sampling.needs_penalties else {}),
+        "chooses": _BY_RULE,
+        "is_greedy": sampling.is_greedy_B,
+        "draws": sampling.draws_B,
+        "seeds": sampling.seeds_B,
+        "probs": drafts.probs_BNV,
+        "is_sampled": drafts.is_sampled_BN,
+        "rule": chooser.rule,
+        "sampled_trees": drafts.sampled_trees,
+    }
 
 
-class _NativeChoice:
-    """A choice in numbers of the host, written by the library."""
-
-    def __init__(self, counts: CRowCounts) -> None:
-        self._num_requests, self._width = counts.num_sampling, counts.width
-        self._lengths = [
-            self._num_requests * (self._width + 1),
-            self._num_requests * self._width,
-            self._num_requests,
-        ]
-        self._numbers = array("q", bytes(8 * sum(self._lengths)))
-        self._are_finite = (c_bool * counts.num_logits)()
-
-    def addresses(self) -> tuple[int, ...]:
-        """The addresses of emitted, accepted, num_emitted and are_finite."""
-        emitted, num_bytes = self._numbers.buffer_info()[0], self._numbers.itemsize
-        accepted = emitted + self._lengths[0] * num_bytes
-        num_emitted = accepted + self._lengths[1] * num_bytes
-        return emitted, accepted, num_emitted, ctypes.addressof(self._are_finite)
-
-    @property
-    def verdict(self) -> Verdict:
-        emitted, accepted, num_emitted_B = int64_tensor(self._numbers).split(self._lengths)
-        shape = self._num_requests, self._width
-        return Verdict(emitted.view(shape[0], shape[1] + 1), num_emitted_B, accepted.view(shape))
-
-    @property
-    def is_finite_R(self) -> Tensor:
-        return torch.tensor(list(self._are_finite), dtype=torch.bool)
-
-    @property
-    def on_host(self) -> KnownChoice:
-        numbers, width = self._numbers.tolist(), self._width
-        ends = self._lengths[0], self._lengths[0] + self._lengths[1]
-        return KnownChoice(
-            list(self._are_finite),
-            [numbers[start : start + width + 1] for start in range(0, ends[0], width + 1)],
-            [numbers[ends[0] + b * width :][:width] for b in range(self._num_requests)],
-        )
+def _blank_places(num_works: int, num_rows: int) -> StatePlaces:
+    lengths = num_rows, num_works, num_works
+    return StatePlaces(*[torch.empty(length, dtype=torch.int64) for length in lengths])

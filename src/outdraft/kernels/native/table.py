@@ -3,23 +3,16 @@
 from dataclasses import replace
 from functools import partial
 
-import torch
-
 from outdraft.kernels.native.attention import NativeAttention, NativeBlockMass
 from outdraft.kernels.native.decoder import compile_decoder
 from outdraft.kernels.native.drafting import NativeDrafting, NativeGrowth
-from outdraft.kernels.native.experts import NativeExpertKernels, NativeExperts
-from outdraft.kernels.native.heads import NativeHeads
 from outdraft.kernels.native.library import Library, shared_team
-from outdraft.kernels.native.linear import NativeLinear
-from outdraft.kernels.native.rows import NativeRows
+from outdraft.kernels.native.linear import NativeExperts, NativeLinear
 from outdraft.kernels.native.sampling import NativeSampling, NativeScores
+from outdraft.kernels.native.step import NativeRows
 from outdraft.kernels.native.texts import NativeSuffixTexts, ngram_texts
-from outdraft.kernels.native.verification import NativeVerification
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.torch.table import reference_kernels
-
-DTYPES = (torch.float32, torch.bfloat16)  # that it computes with
 
 
 def native_host_kernels(library: Library, others: Kernels, *, is_cpu: bool) -> Kernels:
@@ -56,8 +49,7 @@ def native_kernels(library: Library, num_threads: int, *, meets_bytes: bool = Fa
     """
     kernels = native_host_kernels(library, reference_kernels(in_order=True), is_cpu=True)
     team = shared_team(library.name, num_threads)
-    sampling, verification = NativeSampling(library), NativeVerification(library)
-    drafting, heads = NativeDrafting(library), NativeHeads(library)
+    sampling, drafting = NativeSampling(library), NativeDrafting(library)
     linear = NativeLinear(team, meets_bytes=meets_bytes)
     return replace(
         kernels,
@@ -69,18 +61,15 @@ def native_kernels(library: Library, num_threads: int, *, meets_bytes: bool = Fa
         penalize=sampling.penalize,
         scale_and_cut=sampling.scale_and_cut,
         score_tokens=NativeScores(team),
-        requests_of_rows=verification.requests_of_rows,
-        match=verification.match,
-        verify=verification.verify,
+        match=sampling.match,
+        verify=sampling.verify,
         attention=NativeAttention(team),
         block_mass=NativeBlockMass(team),
         pack_linear=linear.pack_linear,
         pack_codes=linear.pack_codes,
-        pack_experts=partial(NativeExperts, NativeExpertKernels(linear)),
+        pack_experts=partial(NativeExperts, linear),
         compile_decoder=partial(compile_decoder, team),
         draw_level=drafting.draw_level,
         grow=NativeGrowth(library).grow,
-        add_silu=heads.add_silu,
-        scale_to_rms=heads.scale_to_rms,
-        mix_tokens=heads.mix_tokens,
+        scale_to_rms=linear.scale_to_rms,
     )

@@ -4,7 +4,7 @@ Dimension key: T rows, R rows whose logits are wanted, D hidden, X inputs of lay
 heads, C head size, I intermediate, K tapped layers, N the head's own vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -12,9 +12,7 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionForm, AttentionMetadata, LayerCache
 from outdraft.kernels.decoder_ops import DecoderSpec, LayerSpec
-from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.products import Product, VocabParallel
-from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.kernels.torch.pointwise import rms_norm, rotate, silu_mul
 
 
@@ -25,6 +23,9 @@ class TorchDecoder:
     least. A bfloat16 decoder of the compiled library rounds less: only inputs of products, cached
     keys and values, and what it returns.
     """
+
+    fused = None
+    silu_mul = staticmethod(silu_mul)
 
     def __init__(self, spec: DecoderSpec) -> None:
         self._spec = spec
@@ -38,24 +39,9 @@ class TorchDecoder:
         states_TD: Tensor | None = None,
         wanted_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        cos_sin_TC = self._spec.cos_sin_MC.index_select(0, metadata.positions_T)
-        x_TX, residual_TD = self._enter(token_ids_T, states_TD, metadata.positions_T)
-        tapped = {0: residual_TD.clone()} if 0 in taps else {}
-        layers = zip(self._spec.layers, caches, strict=True)
-        for num_layers, (layer, cache) in enumerate(layers, start=1):
-            if num_layers > 1:
-                x_TX = self._norm(residual_TD, layer.input_norm_D)
-            residual_TD += self._attend(layer, x_TX, cos_sin_TC, cache, metadata)
-            x_TD = self._norm(residual_TD, layer.post_norm_D)
-            residual_TD += layer.down(silu_mul(layer.gate_up(x_TD)))
-            if num_layers in taps:
-                tapped[num_layers] = residual_TD.clone()  # the next layer adds to it in place
-        tapped_TKD = residual_TD.new_empty(len(residual_TD), 0, residual_TD.shape[1])
-        if taps:
-            tapped_TKD = torch.stack([tapped[tap] for tap in taps], dim=1)
+        states_TD, tapped_TKD = self._all_rows(token_ids_T, caches, metadata, taps, states_TD)
         # Indexing by a tensor would wake OpenMP threads, which then keep the cores of ours.
-        wanted_RD = residual_TD if wanted_R is None else residual_TD.index_select(0, wanted_R)
-        return self._norm(wanted_RD, self._spec.final_norm_D), tapped_TKD
+        return states_TD if wanted_R is None else states_TD.index_select(0, wanted_R), tapped_TKD
 
     def logits(self, states_RD: Tensor) -> Tensor:
         logits_RN = self._spec.head(self._norm(states_RD, self._spec.head_norm_D))
@@ -70,14 +56,6 @@ class TorchDecoder:
             is_finite_R = logits_RN.gather(1, best_R[:, None])[:, 0].isfinite()
         ids_N = self._spec.draft_ids_N
         return best_R if ids_N is None else ids_N[best_R], is_finite_R
-
-    def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
-        return by_parts()
-
-    def draft(
-        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
-    ) -> ModelDrafts:
-        return by_levels()
 
     def write_context(
         self,
@@ -97,14 +75,40 @@ class TorchDecoder:
             k_TGC = rotate(self._norm(k_TGC, layer.k_norm_C), cos_sin_TC)
             self._spec.attention.write(k_TGC, v_TGC, cache, slots_T)
 
-    def draft_block(
+    def _all_rows(
         self,
-        spec: BlockSpec,
-        unread: UnreadTexts,
-        growth: Growth,
-        by_levels: Callable[[], ModelDrafts],
-    ) -> ModelDrafts:
-        return by_levels()
+        token_ids_T: Tensor,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+        taps: Sequence[int],
+        states_TD: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The states of all rows, and the tapped streams."""
+        spec = self._spec
+        x_TX, residual_TD = self._enter(token_ids_T, states_TD, metadata.positions_T)
+        tapped = {0: residual_TD.clone()} if 0 in taps else {}
+        added_TD: Tensor | None = None
+        layers = zip(spec.layers, caches, strict=True)
+        for num_layers, (layer, cache) in enumerate(layers):
+            if num_layers > 0:
+                x_TX = self._added(residual_TD, added_TD, layer.input_norm_D)
+                if num_layers in taps:
+                    tapped[num_layers] = residual_TD.clone()  # it is added to in place
+            attended_TD = self._attend(layer, x_TX, cache, metadata)
+            x_TD = self._added(residual_TD, attended_TD, layer.post_norm_D)
+            added_TD = layer.down(self.silu_mul(layer.gate_up(x_TD)))
+        out_TD = self._added(residual_TD, added_TD, spec.final_norm_D)
+        tapped[len(spec.layers)] = residual_TD
+        tapped_TKD = residual_TD.new_empty(len(residual_TD), 0, residual_TD.shape[1])
+        if taps:
+            tapped_TKD = torch.stack([tapped[tap] for tap in taps], dim=1)
+        return out_TD, tapped_TKD
+
+    def _added(self, residual_TD: Tensor, added_TD: Tensor | None, norm_D: Tensor | None) -> Tensor:
+        """Add in place; the normed sum, or the sum."""
+        if added_TD is not None:
+            residual_TD += added_TD
+        return self._norm(residual_TD, norm_D)
 
     def _enter(
         self, token_ids_T: Tensor, states_TD: Tensor | None, positions_T: Tensor
@@ -132,12 +136,12 @@ class TorchDecoder:
         self,
         layer: LayerSpec,
         x_TX: Tensor,
-        cos_sin_TC: Tensor,
         cache: LayerCache,
         metadata: AttentionMetadata,
     ) -> Tensor:
         """[T, D]: what attention adds."""
         num_heads, num_kv_heads = self._spec.num_heads, self._spec.num_kv_heads
+        cos_sin_TC = self._spec.cos_sin_MC.index_select(0, metadata.positions_T)
         heads_THC = layer.qkv(x_TX).unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
         q_THC, k_TGC, v_TGC = heads_THC.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
         q_THC = rotate(self._norm(q_THC, layer.q_norm_C), cos_sin_TC)

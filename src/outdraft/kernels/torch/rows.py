@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from outdraft.attention.rows import RowBatch, Span
+from outdraft.kernels.decoder_ops import StatePlaces
 from outdraft.kernels.draft_ops import DraftStart
-from outdraft.kernels.step_ops import StatePlaces
 
 
 def place_rows(

@@ -9,7 +9,7 @@ prompt chunks have work enough without. Grids come from shapes and from the two 
 host knows; programs without work leave at once.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -33,8 +33,7 @@ _NO_SPLIT = 1 << 30
 _LOG2_E = 1.4426950408889634
 
 
-@dataclass(frozen=True, slots=True)
-class _Launch:
+class _Launch(NamedTuple):
     """The launch for requests with min_rows to max_rows rows."""
 
     min_rows: int
@@ -96,15 +95,12 @@ class TritonAttention:
             ConfigError: a dtype that the kernels do not read.
         """
         _check_dtypes(q_THC, cache.k_PSGC, cache.v_PSGE)
-        q_THC = with_dense_rows(q_THC)
-        out_THE = q_THC.new_zeros((*q_THC.shape[:2], cache.v_PSGE.shape[3]))
-        sinks_H = None if form.sinks_H is None else form.sinks_H.float().contiguous()
-        call = _Call(out_THE, q_THC, cache, metadata, form, sinks_H)
+        call = _Call(with_dense_rows(q_THC), cache, metadata, form)
         wide = max(q_THC.dtype.itemsize, cache.k_PSGC.dtype.itemsize)
         for launch in _launches(call.heads_per_kv, max(call.key_size, call.value_size), wide):
             if _is_needed(launch, call.num_requests, len(q_THC), metadata.max_rows):
                 self._launch(launch, call)
-        return out_THE
+        return call.out_THE
 
     def temporary_bytes(self, most: AttentionSizes) -> int:
         cache, heads_per_kv = most.cache, most.num_heads // most.cache.num_kv_heads
@@ -144,47 +140,25 @@ class TritonAttention:
                 _merge_splits(launch, call, (acc, top, total), tiles, num_splits)
 
 
-@dataclass(frozen=True, slots=True)
 class _Call:
-    """The arguments of `attend`, and its result.
+    """The arguments of `attend`, its result, and their sizes."""
 
-    Attributes:
-        sinks_H: float32.
-    """
-
-    out_THE: Tensor
-    q_THC: Tensor
-    cache: LayerCache
-    metadata: AttentionMetadata
-    form: AttentionForm
-    sinks_H: Tensor | None
-
-    @property
-    def num_requests(self) -> int:
-        return len(self.metadata.context_lens_B)
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.cache.k_PSGC.shape[2]
-
-    @property
-    def heads_per_kv(self) -> int:
-        return self.q_THC.shape[1] // self.num_kv_heads
-
-    @property
-    def key_size(self) -> int:
-        return self.q_THC.shape[2]
-
-    @property
-    def value_size(self) -> int:
-        return self.out_THE.shape[2]
-
-    @property
-    def rows(self) -> tuple[Tensor, ...]:
-        """The tensors of the metadata that both kernels read."""
-        metadata = self.metadata
-        by_request = (metadata.query_start_B1, metadata.context_lens_B, metadata.num_causal_B)
-        return (*by_request, metadata.ancestors_T, metadata.positions_T)
+    def __init__(
+        self, q_THC: Tensor, cache: LayerCache, metadata: AttentionMetadata, form: AttentionForm
+    ) -> None:
+        self.q_THC, self.cache, self.metadata, self.form = q_THC, cache, metadata, form
+        _, num_heads, self.key_size = q_THC.shape
+        _, self.block_size, self.num_kv_heads, self.value_size = cache.v_PSGE.shape
+        self.out_THE = q_THC.new_zeros((*q_THC.shape[:2], self.value_size))
+        self.num_requests = len(metadata.context_lens_B)
+        self.heads_per_kv = num_heads // self.num_kv_heads
+        # float32.
+        self.sinks_H = None if form.sinks_H is None else form.sinks_H.float().contiguous()
+        # The tensors of the metadata that both kernels read.
+        self.rows = (
+            *(metadata.query_start_B1, metadata.context_lens_B, metadata.num_causal_B),
+            *(metadata.ancestors_T, metadata.positions_T),
+        )
 
     def constants(self, launch: _Launch) -> dict[str, int | bool]:
         """The constants that both kernels are compiled for."""
@@ -207,8 +181,7 @@ def _attend_tiles(
     launch: _Launch, call: _Call, parts: tuple[Tensor, ...], tiles: range, num_splits: int
 ) -> None:
     q_THC, k_PSGC, table_BP = call.q_THC, call.cache.k_PSGC, call.metadata.block_table_BP
-    form = call.form
-    cap = form.soft_cap
+    form, cap = call.form, call.form.soft_cap
     kernels.attend_tiles[(len(tiles), call.num_kv_heads, num_splits)](
         call.out_THE,
         *parts,
@@ -226,7 +199,7 @@ def _attend_tiles(
         table_BP.stride(0),
         form.window or 0,
         form.chunk or 0,
-        BLOCK_SIZE=k_PSGC.shape[1],
+        BLOCK_SIZE=call.block_size,
         TILE_KEYS=launch.keys,
         KEY_SIZE=call.key_size,
         KEY_TILE=_tile_size(call.key_size),

@@ -130,18 +130,11 @@ def _take_in_keys(
     begin,
     end,
     q_MC,
-    acc_ME,
-    top_M,
-    sum_M,
-    k,
-    v,
-    table,
+    state,  # sums, highest scores, and sums of weights
+    cache,  # keys, values, and the request's blocks
     scale,
     soft_cap,
-    first_draft,
-    last_M,
-    lowest_M,
-    bits_M,
+    seen,  # first draft, last and lowest key of the text, bits of drafts
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEY_SIZE: tl.constexpr,
@@ -153,6 +146,9 @@ def _take_in_keys(
     IS_MASKED: tl.constexpr,
 ):
     """The softmax's state after keys [begin, end); lanes see all of them unless IS_MASKED."""
+    acc_ME, top_M, sum_M = state
+    k, v, table = cache
+    first_draft, last_M, lowest_M, bits_M = seen
     for first_key in range(begin, end, TILE_KEYS):
         key_N = first_key + tl.arange(0, TILE_KEYS)
         is_read_N = key_N < end
@@ -290,18 +286,11 @@ def attend_tiles(
             begin if part == 0 else (low if part == 1 else high),
             low if part == 0 else (high if part == 1 else end),
             q_MC,
-            acc_ME,
-            top_M,
-            sum_M,
-            k,
-            v,
-            table,
+            (acc_ME, top_M, sum_M),
+            (k, v, table),
             scale,
             soft_cap,
-            first_draft,
-            last_M,
-            lowest_M,
-            bits_M,
+            (first_draft, last_M, lowest_M, bits_M),
             NUM_KV_HEADS,
             BLOCK_SIZE,
             KEY_SIZE,

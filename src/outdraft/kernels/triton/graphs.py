@@ -1,51 +1,38 @@
-"""Passes of few rows as CUDA graphs: one launch instead of some hundreds.
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+# torch documents its copy of many tensors at once, but does not export it.
+"""Functions of tensors as CUDA graphs: one launch instead of some hundreds.
 
-A graph repeats the launches of one pass: with the same sizes, on the same addresses. So the rows of
-a pass are copied into buffers of its own, and sizes are rounded up. Rows after the last request
-are padding that is kept nowhere, and requests after the last one have no rows. The first pass runs
-launch by launch, which compiles what it needs; then each new size becomes a graph.
-
-Rows that are padded are no other rows: the same sizes are computed alike with a graph or without.
-
-Dimension key: T rows, B requests, P blocks, D state, K tapped layers; all but D and K rounded up.
+A graph repeats the launches of one call on the same addresses. So what is given is copied into
+tensors that the graph reads. These, and what comes out, lie in memory that all graphs of a function
+share, since one runs after the other. Calls are alike, and share a graph, if the shapes of all
+tensors and all other parts of the arguments are the same. The first of those that differ in shapes
+only is launched as it is, which compiles kernels and allocates what libraries need. Later each new
+shape becomes a graph at once: to make one takes about as long as its launches would.
 """
 
 import gc
-import logging
-from collections.abc import Callable, Generator, Sequence
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, cast
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
-from triton import cdiv
 
-from outdraft.attention.base import AttentionMetadata, LayerCache
-from outdraft.kernels.data.graph_sizes import (
-    MOST_GRAPHS,
-    MOST_ROWS,
-    TREE_ROWS,
-    rounded_len,
-    rounded_requests,
-    rounded_rows,
-)
-from outdraft.kernels.ops import WarmUps
-from outdraft.kernels.triton.padding import pad_rows
+from outdraft.distributed.group import RequestShares
+from outdraft.kernels.data.graph_sizes import GRAPH_BYTES, MOST_GRAPHS
+from outdraft.kernels.ops import Kernels, WarmUps
 
-MOST_REQUESTS = rounded_requests(MOST_ROWS)
+_FIXED = (Kernels, RequestShares)  # they are what they are, whatever they hold
+_ALIGNED = 256  # bytes
 
-# Token ids, caches, metadata, taps, states; gives states and tapped streams of all rows.
-RunPass = Callable[
-    [Tensor, Sequence[LayerCache], AttentionMetadata, Sequence[int], Tensor | None],
-    tuple[Tensor, Tensor],
-]
-Replay = Callable[[], object]
 Result = TypeVar("Result")
-Made = TypeVar("Made")
 Kept = TypeVar("Kept")
-_logger = logging.getLogger(__name__)
+Shape = tuple[tuple[int, ...], torch.dtype]
+Replay = Callable[[], object]
 
 
 class Capture(Protocol):
@@ -56,46 +43,129 @@ class Capture(Protocol):
         ...
 
 
-class MadeGraphs(Generic[Made]):
-    """Graphs by what they launch and for which sizes.
+class Padding(NamedTuple):
+    """The size that the tensors of an argument grow to, so that few graphs are made.
 
-    What is launched for the first time compiles kernels and allocates what libraries need, and so
-    becomes no graph. Later each new size of it becomes one at once: to make it takes about as long
-    as its launches would.
+    Attributes:
+        sizes: of the first dimensions; the others stay.
+        value: of the numbers after those that are there.
     """
 
-    def __init__(self, warm_ups: WarmUps) -> None:
-        """`warm_ups`: counts first launches, and graphs that are made."""
-        self._warm_ups = warm_ups
-        self._launched = set[object]()
-        self._made: dict[object, Made] = {}
-        self._is_full = False  # and that was said
+    sizes: tuple[int, ...] = ()
+    value: int = 0
 
-    def find(self, launches: object, sizes: object, make: Callable[[], Made]) -> Made | None:
-        """The graph, which `make` makes; None: the launches are new, or there are too many graphs.
+
+class _NoRoomError(Exception):
+    """The memory of a function's graphs is too small for one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph(Generic[Result]):
+    inputs: Sequence[Tensor]
+    replay: Replay
+    result: Result
+
+
+class CallGraphs(Generic[Result]):
+    """The graphs of a function. The one that was not called for longest leaves for a new one."""
+
+    def __init__(
+        self, warm_ups: WarmUps, capture: Capture | None = None, most_bytes: int = GRAPH_BYTES
+    ) -> None:
+        """
+        Args:
+            warm_ups: counts first launches, and graphs that are made.
+            capture: what makes graphs; None: that of the device.
+            most_bytes: that the arguments and the result of a call may take.
+        """
+        self._warm_ups, self._capture = warm_ups, capture or DeviceCapture()
+        self._launched = set[object]()
+        self._graphs: dict[object, _Graph[Result] | None] = {}  # None: there is no room for it
+        self._shared = _GraphMemory(most_bytes)
+
+    def call(
+        self,
+        function: Callable[..., Result],
+        *arguments: object,
+        paddings: Sequence[Padding] = (),
+    ) -> Result:
+        """function(*arguments). What it returns holds until the next call.
 
         Args:
-            launches: equal where the same kernels are launched.
-            sizes: equal for all calls of a graph.
+            function: waits for nothing, and writes to none of its arguments.
+            arguments: tensors, dataclasses of such, and what can be compared.
+            paddings: of each argument; (): all stay as they are.
         """
-        if launches not in self._launched:
+        tensors, kinds = list[Tensor](), list[object]()
+        shapes, values = list[Shape](), list[int]()
+        for argument, padding in zip(
+            arguments, paddings or [Padding()] * len(arguments), strict=True
+        ):
+            kinds.append(_parts(argument, tensors))
+            for one in tensors[len(shapes) :]:
+                rest = tuple(one.shape[len(padding.sizes) :])
+                shapes.append(((*padding.sizes, *rest), one.dtype))
+                values.append(padding.value)
+
+        def filled(inputs: Sequence[Tensor]) -> Callable[[], Result]:
+            """The call, over tensors that hold its arguments."""
+            _fill(inputs, tensors, values)
+            return lambda: function(*_with_tensors(arguments, iter(inputs)))
+
+        launches = tuple(kinds)
+        graph = None
+        if launches in self._launched:
+            graph = self._graph((launches, tuple(shapes)), filled, shapes, tensors[0].device)
+        else:
             self._launched.add(launches)
             self._warm_ups.count += 1
-            return None
-        kind = launches, sizes
-        if kind not in self._made:
-            if len(self._made) >= MOST_GRAPHS:
-                if not self._is_full:
-                    self._is_full = True
-                    _logger.warning(
-                        "%d graphs are made: steps of other sizes launch kernel by kernel from now "
-                        "on, which takes longer",
-                        MOST_GRAPHS,
-                    )
-                return None
-            self._made[kind] = make()
+        if graph is not None:
+            _fill(graph.inputs, tensors, values)
+            graph.replay()
+            return graph.result
+        own = [
+            one if tuple(one.shape) == shape else one.new_empty(shape)
+            for one, (shape, _) in zip(tensors, shapes, strict=True)
+        ]
+        return filled(own)()
+
+    def _graph(
+        self,
+        kind: object,
+        filled: Callable[[Sequence[Tensor]], Callable[[], Result]],
+        shapes: Sequence[Shape],
+        device: torch.device,
+    ) -> _Graph[Result] | None:
+        if kind in self._graphs:
+            graph = self._graphs.pop(kind)
+        else:
+            if len(self._graphs) >= MOST_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+            graph = self._captured(filled, shapes, device)
             self._warm_ups.count += 1
-        return self._made[kind]
+        self._graphs[kind] = graph  # the newest is last
+        return graph
+
+    def _captured(
+        self,
+        filled: Callable[[Sequence[Tensor]], Callable[[], Result]],
+        shapes: Sequence[Shape],
+        device: torch.device,
+    ) -> _Graph[Result] | None:
+        def launch() -> Result:
+            result, made = call(), list[Tensor]()
+            _parts(result, made)
+            of_result = [(tuple(one.shape), one.dtype) for one in made]
+            kept, _ = self._shared.tensors(of_result, device, end)
+            _copy_all(made, kept)
+            return _with_tensors(result, iter(kept))
+
+        try:
+            inputs, end = self._shared.tensors(shapes, device)
+            call = filled(inputs)
+            return _Graph(inputs, *self._capture(launch))
+        except _NoRoomError:
+            return None
 
 
 class PerCache(Generic[Kept]):
@@ -109,168 +179,6 @@ class PerCache(Generic[Kept]):
         if keys_PSGC not in self._by_keys:
             self._by_keys[keys_PSGC] = self._make()
         return cast(Kept, self._by_keys[keys_PSGC])
-
-
-@dataclass(frozen=True, slots=True)
-class PassSizes:
-    """The sizes that all passes of a graph have in common."""
-
-    num_rows: int
-    num_requests: int
-    max_rows: int
-    max_seq_len: int
-    num_blocks: int  # of the longest request
-    taps: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _PassGraph:
-    replay: Replay
-    results: tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class _CacheGraphs:
-    """The graphs on one cache, by `PassSizes`."""
-
-    capture: Capture
-    made: MadeGraphs[_PassGraph]
-
-
-class GraphedPasses:
-    """Runs passes, and repeats those whose sizes it has seen."""
-
-    def __init__(
-        self,
-        run: RunPass,
-        few_rows: int,
-        warm_ups: WarmUps,
-        new_capture: Callable[[], Capture] | None = None,
-    ) -> None:
-        """
-        Args:
-            run: the launches of a pass.
-            few_rows: attention is launched in one way if no request has more rows, in two if one
-                has, and in three if one has more than TREE_ROWS.
-            warm_ups: counts sizes that are new, and graphs.
-            new_capture: makes the graphs on one cache; None: that of the device.
-        """
-        self._run, self._few_rows, self._warm_ups = run, few_rows, warm_ups
-        self._new_capture = new_capture or DeviceCapture
-        self._rows: dict[int, _PassBuffers] = {}  # by the most blocks of one request
-        self._graphs = PerCache(self._new_graphs)
-
-    def can_run(self, num_rows: int) -> bool:
-        """The pass is one of few rows."""
-        return 0 < num_rows <= MOST_ROWS
-
-    def __call__(
-        self,
-        token_ids_T: Tensor,
-        caches: Sequence[LayerCache],
-        metadata: AttentionMetadata,
-        taps: Sequence[int],
-        states_TD: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """The results of `run`, in tensors of their own."""
-        num_rows = len(token_ids_T)
-        sizes = self._sizes(num_rows, metadata, caches[0].k_PSGC.shape[1], tuple(taps))
-        rows = self._rows_for(sizes.num_blocks, caches[0].k_PSGC, states_TD)
-        rows.take(sizes, token_ids_T, metadata, states_TD)
-        graphs = self._graphs.of(caches[0].k_PSGC)
-
-        def launch() -> tuple[Tensor, Tensor]:
-            return self._run(*rows.of(sizes, caches, has_states=states_TD is not None))
-
-        launches = sizes.max_rows, sizes.num_requests == 1, states_TD is not None, sizes.taps
-        graph = graphs.made.find(launches, sizes, lambda: _PassGraph(*graphs.capture(launch)))
-        if graph is None:
-            out_TD, tapped_TKD = launch()
-            return out_TD[:num_rows], tapped_TKD[:num_rows]
-        graph.replay()
-        out_TD, tapped_TKD = graph.results
-        tapped_TKD = tapped_TKD[:num_rows]
-        return out_TD[:num_rows].clone(), tapped_TKD.clone() if taps else tapped_TKD
-
-    def _new_graphs(self) -> _CacheGraphs:
-        return _CacheGraphs(self._new_capture(), MadeGraphs(self._warm_ups))
-
-    def _sizes(
-        self, num_rows: int, metadata: AttentionMetadata, block_size: int, taps: tuple[int, ...]
-    ) -> PassSizes:
-        num_requests, num_blocks = metadata.block_table_BP.shape
-        seq_len = rounded_len(max(metadata.max_seq_len, num_blocks * block_size))
-        kinds = self._few_rows, TREE_ROWS, MOST_ROWS
-        return PassSizes(
-            num_rows=rounded_rows(num_rows),
-            num_requests=rounded_requests(num_requests),
-            max_rows=min(most for most in kinds if metadata.max_rows <= most),
-            max_seq_len=seq_len,
-            num_blocks=cdiv(seq_len, block_size),
-            taps=taps,
-        )
-
-    def _rows_for(
-        self, num_blocks: int, keys_PSGC: Tensor, states_TD: Tensor | None
-    ) -> "_PassBuffers":
-        """Buffers. Graphs of shorter texts go on to read their own."""
-        if num_blocks not in self._rows:
-            state_size = 0 if states_TD is None else states_TD.shape[1]
-            dtype = keys_PSGC.dtype if states_TD is None else states_TD.dtype
-            self._rows[num_blocks] = _PassBuffers(keys_PSGC.device, num_blocks, state_size, dtype)
-        return self._rows[num_blocks]
-
-
-class _PassBuffers:
-    """Tensors that the graphs of a network read. `num_blocks`: most of one request."""
-
-    def __init__(
-        self, device: torch.device, num_blocks: int, state_size: int, state_dtype: torch.dtype
-    ) -> None:
-        # Token ids, positions, slots and ancestors.
-        self._by_row_4T = torch.zeros(4, MOST_ROWS, dtype=torch.int64, device=device)
-        # First rows (one more than requests), lengths of contexts, numbers of causal rows. Each
-        # begins at a multiple of 16 bytes.
-        self._by_request_3B = torch.zeros(3, MOST_REQUESTS + 4, dtype=torch.int32, device=device)
-        self._table = torch.zeros(MOST_REQUESTS * num_blocks, dtype=torch.int32, device=device)
-        self._states_TD = torch.zeros(MOST_ROWS, state_size, dtype=state_dtype, device=device)
-
-    def take(
-        self,
-        sizes: PassSizes,
-        token_ids_T: Tensor,
-        metadata: AttentionMetadata,
-        states_TD: Tensor | None,
-    ) -> None:
-        """Copy a pass, and pad it."""
-        padded = self._metadata(sizes)
-        pad_rows(token_ids_T, metadata, self._by_row_4T[0, : sizes.num_rows], padded)
-        if states_TD is not None:
-            self._states_TD[: len(states_TD)].copy_(states_TD)
-
-    def of(
-        self, sizes: PassSizes, caches: Sequence[LayerCache], *, has_states: bool
-    ) -> tuple[Tensor, Sequence[LayerCache], AttentionMetadata, Sequence[int], Tensor | None]:
-        """The arguments of a pass of these sizes."""
-        states_TD = self._states_TD[: sizes.num_rows] if has_states else None
-        ids_T = self._by_row_4T[0, : sizes.num_rows]
-        return ids_T, caches, self._metadata(sizes), sizes.taps, states_TD
-
-    def _metadata(self, sizes: PassSizes) -> AttentionMetadata:
-        num_requests, num_blocks = sizes.num_requests, sizes.num_blocks
-        _, positions_T, slots_T, ancestors_T = self._by_row_4T[:, : sizes.num_rows]
-        starts_B, contexts_B, num_causal_B = self._by_request_3B
-        return AttentionMetadata(
-            query_start_B1=starts_B[: num_requests + 1],
-            context_lens_B=contexts_B[:num_requests],
-            num_causal_B=num_causal_B[:num_requests],
-            ancestors_T=ancestors_T,
-            positions_T=positions_T,
-            slots_T=slots_T,
-            block_table_BP=self._table[: num_requests * num_blocks].view(num_requests, num_blocks),
-            max_rows=sizes.max_rows,
-            max_seq_len=sizes.max_seq_len,
-        )
 
 
 class DeviceCapture:
@@ -308,3 +216,91 @@ def _no_collection() -> Generator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+class _GraphMemory:
+    """Memory of a device, allocated when it is needed first."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._memory: Tensor | None = None
+
+    def tensors(
+        self, shapes: Sequence[Shape], device: torch.device, start: int = 0
+    ) -> tuple[list[Tensor], int]:
+        """Tensors one after the other, and the byte where they end.
+
+        Raises:
+            _NoRoomError: they do not fit.
+        """
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
+        end = start + sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes)
+        if end > self._num_bytes:
+            raise _NoRoomError
+        if self._memory is None:
+            self._memory = torch.zeros(self._num_bytes, dtype=torch.uint8, device=device)
+        found: list[Tensor] = []
+        for (shape, dtype), size in zip(shapes, sizes, strict=True):
+            found.append(self._memory[start : start + size].view(dtype).view(shape))
+            start += -(-size // _ALIGNED) * _ALIGNED
+        return found, end
+
+
+def _parts(value: Any, tensors: list[Tensor]) -> object:
+    """The parts in which two values must be equal, besides the shapes of their tensors, which are
+    added to the list."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return value.dtype
+    if isinstance(value, tuple):
+        return tuple([_parts(one, tensors) for one in value])
+    names = _open_fields(type(value))
+    if names is not None:
+        return type(value), tuple([_parts(getattr(value, name), tensors) for name in names])
+    return id(value) if isinstance(value, _FIXED) else value
+
+
+def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """A value with other tensors, in the order of `_parts`."""
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if isinstance(value, tuple):
+        return tuple(_with_tensors(one, tensors) for one in value)
+    names = _open_fields(type(value))
+    if names is None:
+        return value
+    return replace(value, **{name: _with_tensors(getattr(value, name), tensors) for name in names})
+
+
+@cache
+def _open_fields(kind: type) -> tuple[str, ...] | None:
+    """The names in a dataclass that counts as what it holds; None: a value of that type counts as
+    itself."""
+    if issubclass(kind, _FIXED) or not is_dataclass(kind):
+        return None
+    return tuple([one.name for one in fields(kind)])
+
+
+def _fill(targets: Sequence[Tensor], sources: Sequence[Tensor], values: Sequence[int]) -> None:
+    """Copy into tensors that may be larger, and fill these up with a value; a tensor that is its
+    own target stays."""
+    starts: list[Tensor] = []
+    for target, source, value in zip(targets, sources, values, strict=True):
+        if target.shape != source.shape:
+            is_longer = target.shape[1:] == source.shape[1:]
+            (target[len(source) :] if is_longer else target).fill_(value)
+            target = target[tuple(map(slice, source.shape))]
+        starts.append(target)
+    _copy_all(sources, starts)
+
+
+def _copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """One launch for all tensors of a dtype."""
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for source, target in zip(sources, targets, strict=True):
+        if source.numel() and target is not source:
+            of_dtype = by_dtype.setdefault(source.dtype, ([], []))
+            of_dtype[0].append(target)
+            of_dtype[1].append(source)
+    for some_targets, some_sources in by_dtype.values():
+        torch._foreach_copy_(some_targets, some_sources)

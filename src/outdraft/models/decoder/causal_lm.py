@@ -4,7 +4,7 @@ Dimension key: T rows, R rows that need logits, D hidden, V vocabulary, S column
 rank, K tapped layers.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 
 import torch
@@ -14,11 +14,9 @@ from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.decoder_ops import DecoderPass
-from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
+from outdraft.kernels.decoder_ops import DecoderPass, FusedPasses
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.products import EmbeddingTable, VocabParallel
-from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.models.checkpoints.slots import Slot, rows_of
 from outdraft.models.decoder.config import ModelConfig
 from outdraft.models.decoder.layers import Decoder, Kind, drafted_share, first_drafts, product_of
@@ -114,13 +112,9 @@ class CausalLM(nn.Module):
     def checked_best_tokens(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
         return self.passes.best_tokens(hidden_RD)
 
-    def draft(
-        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
-    ) -> ModelDrafts:
-        return self.passes.draft(unread, growth, by_levels)
-
-    def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
-        return self.passes.step(task, by_parts)
+    @property
+    def fused(self) -> FusedPasses | None:
+        return self.passes.fused
 
     @property
     def weight_bytes(self) -> int:

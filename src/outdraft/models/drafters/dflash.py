@@ -14,7 +14,7 @@ Dimension key: T rows, R rows that need logits, Q of them on this rank, D hidden
 target, K taps, N draft vocabulary, V vocabulary, M rank of pairs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -182,11 +182,11 @@ class DFlashNetwork(nn.Module):
         """
         return self.passes(token_ids_T, caches, metadata, wanted_R=wanted_R)[0]
 
-    def draft(
-        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
-    ) -> ModelDrafts:
-        """Draft a block, as `DecoderPass.draft_block` says."""
-        return self.passes.draft_block(self._block, unread, growth, by_levels)
+    def draft(self, unread: UnreadTexts, growth: Growth) -> ModelDrafts | None:
+        """Draft a block in one call, as `FusedPasses.draft_block`; None: it cannot."""
+        if (fused := self.passes.fused) is None:
+            return None
+        return fused.draft_block(self._block, unread, growth)
 
     @cached_property
     def _block(self) -> BlockSpec:

@@ -22,7 +22,7 @@ vocabulary, V vocabulary.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
@@ -37,8 +37,7 @@ from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALL_HERE, RequestShares
-from outdraft.kernels.decoder_ops import DecoderPass, StateEntry
-from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
+from outdraft.kernels.decoder_ops import DecoderPass, FusedPasses, StateEntry
 from outdraft.models.base import LanguageModel, StateNetwork
 from outdraft.models.checkpoints.config_json import read_config, read_json
 from outdraft.models.checkpoints.files import Place, read_tensor, tensor_places, weight_files
@@ -253,10 +252,9 @@ class EagleNetwork(nn.Module):
         logits_QN = shares.turn(self.passes.logits(states_RD), self.tables.num_drafted)
         return self.tables.over_vocabulary(logits_QN)
 
-    def draft(
-        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
-    ) -> ModelDrafts:
-        return self.passes.draft(unread, growth, by_levels)
+    @property
+    def fused(self) -> FusedPasses | None:
+        return self.passes.fused
 
     @property
     def memory_bytes(self) -> int:

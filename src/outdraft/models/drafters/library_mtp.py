@@ -24,7 +24,6 @@ from outdraft.attention.base import AttentionForm, AttentionMetadata, LayerCache
 from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALL_HERE, RequestShares
-from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.models.checkpoints.files import tensor_places, weight_files
 from outdraft.models.decoder.layers import product_of
 from outdraft.models.drafters.tables import TargetTables
@@ -62,6 +61,8 @@ class LibraryMtp(nn.Module):
         feature_size: D.
         shard: its one layer.
     """
+
+    fused = None
 
     taps = ()
 
@@ -113,12 +114,6 @@ class LibraryMtp(nn.Module):
         """[Q, V] of float32; of float64 for a float64 target."""
         logits_QV = shares.turn(self._head(states_RD), self.shard.vocab_size)
         return logits_QV.to(torch.promote_types(logits_QV.dtype, torch.float32))
-
-    def draft(
-        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
-    ) -> ModelDrafts:
-        """Level by level."""
-        return by_levels()
 
     @property
     def memory_bytes(self) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outdraft.core.errors import ConfigError
@@ -109,7 +110,7 @@ class MedusaHeads(nn.Module):
         """
         super().__init__()
         target = tables.target
-        self._kernels, self._tables = target.kernels, tables
+        self._tables = tables
         self.config, self.num_heads = config, config.num_heads
         self.dtype, self.device = target.dtype, target.device
         kind = Kind(dtype=self.dtype, device=self.device)
@@ -154,7 +155,7 @@ class MedusaHeads(nn.Module):
 
     def _state(self, head: int, hidden_BD: Tensor) -> Tensor:
         for layer in self._blocks[head]:
-            hidden_BD = self._kernels.add_silu(hidden_BD, layer(hidden_BD))
+            hidden_BD = hidden_BD + F.silu(layer(hidden_BD))
         return hidden_BD
 
     def _logits(

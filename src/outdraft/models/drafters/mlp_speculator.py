@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outdraft.core.errors import ConfigError
@@ -114,10 +115,9 @@ class ScaleAndShift(nn.Module):
 
     def __init__(self, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.norm_2S = torch.empty(2, size, dtype=dtype, device=device)
-        weight_S, bias_S = self.norm_2S
-        self.weight = nn.Parameter(weight_S, requires_grad=False)
-        self.bias = nn.Parameter(bias_S, requires_grad=False)
+        empty_S = torch.empty(size, dtype=dtype, device=device)
+        self.weight = nn.Parameter(empty_S, requires_grad=False)
+        self.bias = nn.Parameter(empty_S.clone(), requires_grad=False)
 
 
 class MLPSpeculator(nn.Module):
@@ -156,9 +156,10 @@ class MLPSpeculator(nn.Module):
     def step(self, head: int, state_RS: Tensor, token_ids_R: Tensor) -> Tensor:
         """[R, S]: the state of a head, from the state before it and the token before its own."""
         z_RS = _of(self._proj, head)(state_RS)
-        table_VS, norm_2S = _of(self._emb, head).weight.data, _of(self._ln, head).norm_2S
-        share = self.config.token_share
-        return self._kernels.mix_tokens(z_RS, token_ids_R, table_VS, share, norm_2S, _NORM_EPS)
+        norm = _of(self._ln, head)
+        mixed_RS = torch.add(z_RS, _of(self._emb, head)(token_ids_R), alpha=self.config.token_share)
+        normed_RS = self._kernels.scale_to_rms(mixed_RS, 1.0, _NORM_EPS)
+        return F.gelu(normed_RS * norm.weight + norm.bias)
 
     def logits(self, head: int, state_RS: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
         """[Q, V] of a head, from its own state, of the rows that are this rank's; float32, or

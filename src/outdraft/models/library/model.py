@@ -19,10 +19,8 @@ from outdraft.attention.base import AttentionForm, AttentionMetadata, LayerCache
 from outdraft.core.errors import ConfigError
 from outdraft.distributed.group import RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.products import EmbeddingTable
-from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.models.library.experts import routed_weights
 from outdraft.models.library.operations import (
     PagedAttention,
@@ -41,6 +39,8 @@ class TransformersModel(nn.Module):
     Attributes:
         config, shard: the shape of this rank's part, with the whole vocabulary.
     """
+
+    fused = None
 
     def __init__(
         self,
@@ -131,16 +131,6 @@ class TransformersModel(nn.Module):
             return self.vocabulary.best_tokens(logits_RV)
         best_R = logits_RV.argmax(dim=-1)
         return best_R, logits_RV.gather(1, best_R[:, None])[:, 0].isfinite()
-
-    def draft(
-        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
-    ) -> ModelDrafts:
-        """Level by level."""
-        return by_levels()
-
-    def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
-        """Part by part."""
-        return by_parts()
 
     @property
     def rotary(self) -> nn.Module | None:

@@ -2,9 +2,9 @@
 # pyright: reportInvalidTypeForm=false, reportOperatorIssue=false
 # ruff: noqa: ANN001, ANN201
 # Triton infers the types of these functions and specialises on them.
-"""Parts of the kernels that choose tokens of a vocabulary in splits, and write verdicts.
+"""Parts of the kernels that choose tokens of a vocabulary in splits.
 
-Dimension key: N most drafts of a request, Q splits of a vocabulary, W ids of one.
+Dimension key: Q splits of a vocabulary, W ids of one.
 """
 
 import triton
@@ -58,15 +58,3 @@ def best_of_splits(values, ids, request, NUM_SPLITS: tl.constexpr, SPLITS: tl.co
     value_Q = tl.load(values + parts_Q, mask=is_split_Q, other=float("-inf"))
     _, token = best(value_Q, tl.load(ids + parts_Q, mask=is_split_Q, other=NO_ID))
     return token
-
-
-@triton.jit
-def write_verdict(
-    draft_N, last_N, accepted, place_N, request, to_token_ids, to_num_emitted, to_rows, width
-):
-    """Write a chain's first drafts and the token after them, which `last_N` has at that place."""
-    emitted_N = tl.where(place_N < accepted, draft_N, tl.where(place_N == accepted, last_N, -1))
-    tl.store(to_token_ids + request * (width + 1) + place_N, emitted_N, mask=place_N <= width)
-    rows_N = tl.where(place_N < accepted, place_N, -1)
-    tl.store(to_rows + request * width + place_N, rows_N, mask=place_N < width)
-    tl.store(to_num_emitted + request, accepted + 1)
