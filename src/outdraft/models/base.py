@@ -113,7 +113,6 @@ class LanguageModel(CachedNetwork, Protocol):
         ...
 
 
-
 @runtime_checkable
 class StateNetwork(CachedNetwork, Protocol):
     """A network that drafts: it reads a token together with the target's state before it. Where the
