@@ -68,7 +68,7 @@ MAX_MARGIN = 10.0  # between two logits; wider ones count as this
 # Newest tokens of a text whose states of the target are kept for a network that reads them. A step
 # settles MAX_DRAFTS + 1 of a text at most, and all of them must find room; a window of two such
 # steps always holds more than one. With 16 states EAGLE-3 accepts 90 % of what it accepts
-# with the whole text (docs/log.md).
+# with the whole text (docs/log/2026-11.md).
 STATE_WINDOW = 2 * (MAX_DRAFTS + 1)
 
 HEAD_WINDOW = 1  # states of a text that heads draft with: the newest one

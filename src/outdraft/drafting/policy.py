@@ -23,7 +23,7 @@ from outdraft.drafting.host_sources import Drafts, HostProposer, HostSources, Sh
 from outdraft.drafting.request_limits import DrafterLimits, RequestLimits
 
 # Steps before a network may draft in which the target's states are kept for it to read. With 16
-# of them EAGLE-3 accepts 90 % of what it accepts with the whole text (docs/log.md).
+# of them EAGLE-3 accepts 90 % of what it accepts with the whole text (docs/log/2026-11.md).
 WARM_UP_STEPS = 16
 
 Booked = Sequence[BookedWork]  # as Scheduler.commit returns it
