@@ -122,6 +122,7 @@ def test_a_form_is_what_the_models_that_have_it_compute(attention, dtype, name, 
     check(attention, dtype, MIXED, Model(4, 2, sizes[0], 4, sizes[1]), FORMS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("attention", "dtype"), BACKENDS)
 @settings(max_examples=25, deadline=None)
 @given(

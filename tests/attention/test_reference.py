@@ -42,6 +42,7 @@ def dense_rows(batch: Batch, requests: list[Shape], form: AttentionForm) -> torc
     return torch.tensor(rows, dtype=torch.float64)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     requests=st.lists(SMALL, min_size=1, max_size=3),

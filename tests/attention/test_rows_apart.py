@@ -47,6 +47,7 @@ def as_text(
     return attention.attend(batch.q_THC[row : row + 1], cache, metadata, form)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("attention", "dtype"), BACKENDS)
 @settings(max_examples=25, deadline=None)
 @given(

@@ -118,6 +118,7 @@ RAGGED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "value_size"), some(SIZED_FORMS, CHOSEN_FORMS))
@@ -252,6 +253,7 @@ def test_without_triton_a_gpu_has_the_reference(monkeypatch):
     assert isinstance(kernels.attention, TorchAttention)
 
 
+@pytest.mark.slow
 def test_triton_is_imported_for_a_gpu_only():
     script = (
         "import sys, torch, outdraft, outdraft.kernels.choose as c;"

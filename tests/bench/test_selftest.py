@@ -52,6 +52,7 @@ def findings(biased=None):
     return self_test(engines, texts, max_tokens=8, num_samples=200, num_sampled_prompts=1)
 
 
+@pytest.mark.slow
 def test_exact_speculation_passes():
     result = findings()
     assert result["passed"]
@@ -90,6 +91,7 @@ def test_a_text_that_parts_is_found_with_the_gap_between_the_two_tokens():
     assert first_difference(engine, PROMPTS[0], 0, PLAIN, samples) is None
 
 
+@pytest.mark.slow
 def test_p_values_of_true_chances_are_even_and_of_wrong_ones_small():
     rng = np.random.default_rng(5)
     chances = np.array([0.5, 0.3, 0.15, 0.05])

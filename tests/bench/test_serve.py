@@ -192,6 +192,7 @@ def test_in_a_closed_loop_latency_counts_from_the_sending():
     assert sum(sample.e2el_s for sample in run.samples) <= run.duration_s
 
 
+@pytest.mark.slow
 def test_in_an_open_loop_latency_counts_from_the_scheduled_arrival():
     """A server that answers one at a time: the last request waits for all others, wherever."""
     for limit in (None, 1):

@@ -156,6 +156,7 @@ def test_all_variants_complete_the_same_prompts_and_each_level_others(configs, m
     assert 9 / 2 <= min(lengths) < max(lengths) <= 9
 
 
+@pytest.mark.slow
 def test_variants_take_turns_within_a_round_and_each_follows_every_other_one(configs, monkeypatch):
     monkeypatch.setattr(driver, "TURN_S", 1e-9)  # a turn is a step
     plan = SweepPlan(levels=(2,))
@@ -180,6 +181,7 @@ def test_variants_take_turns_within_a_round_and_each_follows_every_other_one(con
     assert all(len(rates) == 40 for rates in result.rates.values())
 
 
+@pytest.mark.slow
 def test_the_engines_of_a_level_are_gone_before_the_next_ones_are_built(configs):
     def living():
         return sum(type(one) is Engine for one in gc.get_objects())

@@ -107,6 +107,7 @@ def test_a_setting_tells_what_auto_was_and_which_pair_it_is(other, dtype, model)
     assert (one.dtype, one.model, one.drafter) == (dtype, model, "draft model")
 
 
+@pytest.mark.slow
 def test_the_plot_has_a_panel_for_each_setting_and_is_the_same_each_time(results, tmp_path):
     for name in ("one.svg", "two.svg"):
         sweep_plot(results, tmp_path / name)

@@ -152,6 +152,7 @@ def test_version_is_one_line(command):
     assert result.stdout.startswith("outdraft ")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("embedded")
 def test_doctor_names_what_will_run_and_finds_the_embedded_pair(command):
     result = run(command, "doctor")
@@ -166,6 +167,7 @@ def test_doctor_names_what_will_run_and_finds_the_embedded_pair(command):
     assert "no embedded" not in shown
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("embedded")
 def test_doctor_shows_what_steps_cost_and_where_it_is_kept(command):
     options = ("doctor", "--cost", "--dtype", "float32", "--device", "cpu", "--max-num-seqs", "2")
@@ -180,6 +182,7 @@ def test_doctor_shows_what_steps_cost_and_where_it_is_kept(command):
     assert refused.exit_code == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_assets")
 def test_doctor_says_what_is_missing(command):
     result = run(command, "doctor")

@@ -19,6 +19,7 @@ def test_the_command_says_what_it_found(command):
     assert "temperature 1: 200 texts" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("embedded")
 def test_a_rule_that_keeps_what_the_target_does_not_choose_ends_it_with_1(command, monkeypatch):
     match = verification.match

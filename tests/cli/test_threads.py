@@ -24,6 +24,7 @@ def test_the_users_own_way_of_waiting_is_kept():
         assert environ == {name: value}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP is Linux's")
 def test_it_is_bounded_before_a_name_of_the_package_brings_torch():
     """GNU's OpenMP shows its settings when it is loaded."""

@@ -286,6 +286,7 @@ def test_a_hard_request_is_drafted_for_at_its_own_rate_however_fast_others_were(
     assert 0.1 < slow.gain < 0.4
 
 
+@pytest.mark.slow
 def test_probes_take_a_hundredth_of_the_time():
     def share(factor: float) -> float:
         controller = Controller(table(slope=0.1), 5)

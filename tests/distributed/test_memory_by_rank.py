@@ -23,6 +23,7 @@ SIZES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_each_rank_is_told_its_part_of_weights_and_cache(tmp_path: Path, size: int) -> None:
     written = llama().config.to_dict() | SIZES

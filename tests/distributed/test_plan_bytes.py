@@ -106,6 +106,7 @@ def read_back(plan: StepPlan) -> StepPlan:
     return order.plan
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(plans())
 def test_any_plan_is_read_as_it_was_written(plan: StepPlan):

@@ -131,6 +131,7 @@ def test_ranks_answer_as_one_process_does(
     assert told == [[(one.token_ids, one.text) for one in output.outputs] for output in want]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("any_transport")
 def test_a_rank_that_is_killed_in_mid_request_is_named_with_how_it_ended():
     with spread() as llm:
@@ -141,6 +142,7 @@ def test_a_rank_that_is_killed_in_mid_request_is_named_with_how_it_ended():
             llm.generate(PROMPTS, LONG, use_tqdm=False)
 
 
+@pytest.mark.slow
 def test_the_death_of_a_rank_ends_the_step_in_which_rank_0_waits_for_it():
     def stop_and_kill() -> None:
         rank = lone_rank()
@@ -154,6 +156,7 @@ def test_the_death_of_a_rank_ends_the_step_in_which_rank_0_waits_for_it():
     assert str(told.value.__cause__).endswith("has ended")  # and not: does not answer in time
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.usefixtures("any_transport")
 def test_a_rank_that_hangs_is_named_and_ended():
@@ -163,6 +166,7 @@ def test_a_rank_that_hangs_is_named_and_ended():
             llm.generate(PROMPTS, LONG, use_tqdm=False)
 
 
+@pytest.mark.slow
 def test_an_error_of_rank_0_in_a_step_ends_all_ranks():
     def fail() -> None:
         llm.engine.runner.own._forward = None
@@ -174,6 +178,7 @@ def test_an_error_of_rank_0_in_a_step_ends_all_ranks():
         assert not ranks_of(os.getpid())
 
 
+@pytest.mark.slow
 def test_a_step_whose_masks_cannot_be_made_fails_alone(monkeypatch):
     """The other rank has launched it, and waits for masks."""
     made = engine_module.allowed_tokens
@@ -194,6 +199,7 @@ def test_a_step_whose_masks_cannot_be_made_fails_alone(monkeypatch):
         assert all(one.finished for one in outputs)
 
 
+@pytest.mark.slow
 def test_hosts_that_cannot_be_closed_do_not_hide_why_the_ranks_ended(monkeypatch):
     class Jammed(launch.LocalHosts):
         def close(self) -> None:
@@ -207,6 +213,7 @@ def test_hosts_that_cannot_be_closed_do_not_hide_why_the_ranks_ended(monkeypatch
             llm.generate(PROMPTS, LONG, use_tqdm=False)
 
 
+@pytest.mark.slow
 def test_ranks_that_part_end_the_engine_where_they_are_compared():
     """Rank 0 says that it chose one token more than it did."""
 
@@ -228,6 +235,7 @@ def test_ranks_that_part_end_the_engine_where_they_are_compared():
         assert not ranks_of(os.getpid())
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_while_it_loads_is_named_with_how_it_ended(monkeypatch):
     once_met(monkeypatch, lambda: lone_rank().kill())
     with pytest.raises(RanksError, match="rank 1 of 2: its process was ended by SIGKILL"):
@@ -235,6 +243,7 @@ def test_a_rank_that_is_killed_while_it_loads_is_named_with_how_it_ended(monkeyp
     assert not ranks_of(os.getpid())
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_while_it_loads_is_named_and_ended(monkeypatch):
     """It is stopped as soon as the ranks have met; rank 0 loads its own part meanwhile."""
     monkeypatch.setattr(ranks_module, "LOADING_SILENCE_S", 3.0)
@@ -247,6 +256,7 @@ def test_a_rank_that_hangs_while_it_loads_is_named_and_ended(monkeypatch):
     assert not ranks_of(os.getpid())
 
 
+@pytest.mark.slow
 def test_an_older_engine_of_the_same_ranks_is_refused_and_the_newer_one_goes_on():
     with spread() as llm:
         newer = LLM.from_config(llm.config, llm.models)
@@ -255,6 +265,7 @@ def test_an_older_engine_of_the_same_ranks_is_refused_and_the_newer_one_goes_on(
         assert all(one.finished for one in newer.generate(PROMPTS, PARAMS[0], use_tqdm=False))
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_be_built_leaves_no_ranks(tmp_path):
     folder = tmp_path / "model"
     copytree(pair().target, folder)
@@ -272,6 +283,7 @@ def test_what_is_wrong_with_the_model_is_told_before_a_process_is_started(tmp_pa
     assert not ranks_of(os.getpid())
 
 
+@pytest.mark.slow
 def test_a_server_whose_idle_engine_loses_a_rank_starts_another_one():
     async def run() -> None:
         client = supervisor(

@@ -107,6 +107,7 @@ def test_columns_of_all_ranks_are_the_logits_of_one(
     assert torch.equal(got_TV.argmax(-1), want_TV.argmax(-1))
 
 
+@pytest.mark.slow
 @pytest.mark.few(5)
 @pytest.mark.parametrize("size", SOME_SLOW)
 @pytest.mark.parametrize(("kernels", "dtype"), KINDS)
@@ -172,6 +173,7 @@ def test_the_best_token_of_all_ranks_is_that_of_one(size: int):
         assert torch.equal(is_finite, is_finite_R)
 
 
+@pytest.mark.slow
 def test_no_token_is_behind_a_vocabulary_whose_logits_are_capped(tmp_path: Path):
     """The cap is so low that logits are equal but for their signs."""
     model = randomised_family("gemma-2", final_logit_softcapping=1e-3)

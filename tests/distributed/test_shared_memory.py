@@ -204,6 +204,7 @@ def test_memory_in_a_file_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert on_ranks(3, 1, work) == [MemoryTransport] * 3
 
 
+@pytest.mark.slow
 def test_two_processes_share_memory_that_has_no_name() -> None:
     command = [sys.executable, "-c", TWO_PROCESSES]
     with subprocess.Popen([*command, "0", "0"], stdout=subprocess.PIPE, text=True) as first:

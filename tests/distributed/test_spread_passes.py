@@ -207,7 +207,7 @@ def test_a_rank_that_never_comes_ends_a_pass(aborts: bool, checkpoint: Callable[
         ranks.target.meet(CPU)
         if ranks.target.rank == 1:
             if aborts:
-                threading.Timer(0.2, ranks.target.abort).start()
+                threading.Timer(0.2, ranks.abort).start()
             assert is_over.wait(20.0)
             return
         with pytest.raises(RanksError) as error:

@@ -49,6 +49,7 @@ def found(path: Path) -> list[str]:
     return [match for text in texts(path) for match in OF.findall(text)]
 
 
+@pytest.mark.slow
 def test_no_sentence_begins_with_of():
     own = Path(__file__)
     guilty = {str(path.relative_to(ROOT)): found(path) for path in (*PYTHON, *KERNELS, *DOCUMENTS)}

@@ -95,6 +95,7 @@ LIBRARYS: dict[str, tuple[str, Format | None, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIBRARYS)
 def test_the_report_counts_what_the_transformers_library_computes(name: str, tmp_path: Path):
     family, stored_as, (product, row) = LIBRARYS[name]

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import sys
 
@@ -20,6 +22,7 @@ import outdraft.engine.llm
 """
 
 
+@pytest.mark.slow
 def test_the_engine_needs_none_of_their_libraries():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -388,6 +388,7 @@ def test_a_drafter_that_reads_states_pays_for_them_and_for_its_window():
     assert plans["medusa"].block_bytes == plans["plain"].block_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", "eagle3-tree", "medusa"])
 def test_a_step_takes_no_more_than_the_plan_says(method: str):
     llm = engine("qwen2", method, kernels="reference", dtype="float64", max_num_seqs=8)

@@ -211,6 +211,7 @@ def test_what_is_out_of_a_table_is_refused_before_anything_is_read(token, positi
     assert not any(layer.k_PSGC.any() for layer in cache.layers)
 
 
+@pytest.mark.slow
 def test_a_decoder_forgets_caches_that_are_gone():
     sizes, kernels = Sizes(), cpu_kernels(2)
     decoder = kernels.compile_decoder(make_spec(sizes, kernels, torch.float32))

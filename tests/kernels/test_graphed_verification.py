@@ -43,6 +43,7 @@ class Chosen:
         return verdict, self.kernels.finite_rows(logits_RV)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
@@ -63,6 +64,7 @@ def test_verdicts_are_those_of_the_reference(seed, kind, sizes):
     assert 1 <= capture.num_made <= len(sizes)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
@@ -88,6 +90,7 @@ def test_what_is_chosen_at_once_is_what_its_parts_choose(seed, kind, sizes):
     assert not graphed._verdicts._graphs
 
 
+@pytest.mark.slow
 def test_plain_steps_of_few_more_requests_share_a_graph():
     reference, rng = reference_kernels(), np.random.default_rng(0)
     graphed = GraphedVerification(reference, capture := Again())

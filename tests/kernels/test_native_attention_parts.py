@@ -52,6 +52,7 @@ def long_shapes(draw: st.DrawFn) -> Shape:
     return Shape(context_len, num_causal, parents, tuple(draw(drafts)))
 
 
+@pytest.mark.slow
 @each_library
 @settings(max_examples=25, deadline=None)
 @given(

@@ -94,6 +94,7 @@ def test_every_operation_is_compared():
     assert set(OPERATIONS) == COMPARISONS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("operation", "option", "dtype"), list(implementations()))
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())

@@ -129,6 +129,7 @@ def num_threads_of_process() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="no list of threads here")
 def test_helpers_end_with_their_team():
     before = num_threads_of_process()

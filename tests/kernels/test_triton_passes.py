@@ -128,6 +128,7 @@ def graphs_of(decoder: TritonDecoder) -> GraphedPasses:
     return decoder._graphs
 
 
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize(("device", "kind", "has_graphs"), CASES)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=["float32", "bfloat16"])
@@ -157,6 +158,7 @@ def test_passes_of_all_steps_are_the_references(device, kind, dtype, has_graphs)
         assert len(graphs._graphs) == NUM_LATER
 
 
+@pytest.mark.slow
 def test_sizes_become_a_graph_when_their_launches_were_made_before():
     repeats, kernels = Repeats(), with_triton(reference_kernels(), has_graphs=False)
     decoder = graphed(make_spec(SMALL, kernels, torch.float32), repeats)
@@ -175,6 +177,7 @@ def test_the_table_of_a_gpu_says_whether_it_has_graphs(asked):
     assert not choose.has_graphs(choose.choose_kernels("auto", torch.device("cpu"), torch.bfloat16))
 
 
+@pytest.mark.slow
 def test_each_cache_has_graphs_of_its_own_as_long_as_it_lives():
     num_made = 0
 

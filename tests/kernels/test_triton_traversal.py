@@ -40,6 +40,7 @@ def moved(value, device):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("vocab_size", "most"), [(2, 1), (23, 6), (1500, 3)])

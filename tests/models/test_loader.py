@@ -107,6 +107,7 @@ print((status_bytes("VmHWM") - before) / model.memory_bytes)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of a process")
 def test_weights_are_loaded_in_little_more_memory_than_they_take(tmp_path: Path):
     sizes = {"vocab_size": 512, "hidden_size": 1024, "intermediate_size": 3072}

@@ -69,6 +69,7 @@ def test_an_architecture_that_is_not_of_the_family_is_refused(tmp_path: Path) ->
         loaded(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PICTURES)
 def test_weights_may_be_random(name: str, tmp_path: Path) -> None:
     config = PICTURES[name]()

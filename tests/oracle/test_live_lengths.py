@@ -107,6 +107,7 @@ class Stopping(RandomRules):
         return structs.replace(choice, stop=stop) if number else choice
 
 
+@pytest.mark.slow
 def test_a_grammar_holds_where_the_rule_leaves_no_draft():
     form = forms.regex(forms.REGEXES[0])
     prompt = forms.PROMPTS[:1]

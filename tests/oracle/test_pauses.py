@@ -73,6 +73,7 @@ def params(seed: int | None) -> SamplingParams:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(
     seed=st.integers(0, 10_000),

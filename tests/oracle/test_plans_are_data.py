@@ -84,6 +84,7 @@ def _told(output: RequestOutput) -> object:
     ], output.prompt_logprobs
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(st.integers(0, 10_000), st.sampled_from(METHODS), st.integers(1, 4))
 def test_what_readers_are_told_is_the_same_under_aborts_preemption_and_stop_strings(

@@ -117,6 +117,7 @@ def check_logprobs(got: list[RequestOutput], want: list[RequestOutput]) -> None:
                 assert told.logprob == pytest.approx(theirs[token_id].logprob, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.few(10)
 @cases(*FEW, every=[one for one in SPREAD if one not in FEW], further=DIVIDED)
 def test_ids_and_logprobs_are_those_of_one_rank(method: str, size: int, draft_size: int) -> None:
@@ -189,6 +190,7 @@ def test_ids_are_those_of_one_rank_over_sockets(method: str, size: int, draft_si
         assert ids(run(llm, prompts, params)) == ids(want)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @cases("draft_model", every=["eagle3", "medusa", *COMBINED])
 def test_they_are_while_live_rules_end_chains(method: str, size: int, draft_size: int) -> None:
@@ -212,6 +214,7 @@ def test_they_are_while_the_controller_chooses_lengths(
         assert llm.engine.stats.num_draft_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @cases("draft_model", every=["suffix", "eagle3-tree", "medusa"])
 def test_as_many_tokens_are_found_in_the_prefix_cache(

@@ -107,6 +107,7 @@ def test_drafter_invariant_outputs_are_those_without_speculation(
     assert ids(run(engine(method, "drafter_invariant"), PROMPTS, params)) == ids(plain)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(form=forms, seed=st.integers(0, 999))
 def test_a_target_that_drafts_over_a_part_of_its_text_keeps_to_the_form(form: Form, seed: int):

@@ -39,6 +39,7 @@ CHOSEN = [  # each has a tree of which much is accepted, every third one another
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "method"),
     [
@@ -55,6 +56,7 @@ def test_greedy_ids_are_those_of_generate(family: str, method: str) -> None:
     assert ids(outputs) == greedy_oracle(family, LENGTHS, NUM_TOKENS)
 
 
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("family", "method", "draft_size"),

@@ -61,18 +61,21 @@ def assert_close_to_the_best(shares):
     assert min(shares.values()) >= 0.97, sorted((share, seed) for seed, share in shares.items())[:5]
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("first", range(0, 96, BLOCK))
 def test_never_three_percent_below_plain_or_the_best_fixed_length(first: int):
     assert_close_to_the_best(steady_shares(range(first, first + BLOCK)))
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("first", range(0, 12, 3))
 def test_neither_where_requests_differ(first: int):
     assert_close_to_the_best(steady_shares(range(first, first + 3), mixed=True))
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("first", range(0, 8, 4))
 def test_neither_beside_prompts(first: int):
@@ -123,6 +126,7 @@ def host_shares(seeds):
     return shares
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("first", range(0, 8, 4))
 def test_neither_with_offers_of_the_host(first: int):
@@ -159,6 +163,7 @@ def drift_shares(seeds):
     return shares
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("first", range(0, 8, 4))
 def test_neither_four_hundred_steps_after_everything_changed(first: int):
@@ -206,6 +211,7 @@ def test_losses_end_within_two_hundred_steps(loss: str, concurrency: int):
     assert steps.rate(600) >= 0.97 * max(fixed_rates(alone, 400))
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("concurrency", [1, 8])
 @pytest.mark.parametrize("loss", LOSSES)
@@ -218,6 +224,7 @@ def test_losses_end_where_deciding_takes_a_tenth_of_a_step(loss: str, concurrenc
     assert steps.rate(600) >= 0.95 * max(fixed_rates(alone, 800))
 
 
+@pytest.mark.slow
 def test_a_network_that_slows_down_is_noticed_where_deciding_takes_a_tenth_of_a_step():
     before, after = LOSSES["drafting slows down"]
     for seed in range(8):
@@ -227,6 +234,7 @@ def test_a_network_that_slows_down_is_noticed_where_deciding_takes_a_tenth_of_a_
         assert steps.rate(600) >= 0.97 * max(fixed_rates(alone, 800))
 
 
+@pytest.mark.slow
 def test_lengths_suit_one_request_after_the_other_where_deciding_takes_a_fiftieth_of_a_step():
     """Requests of 50 to 100 tokens that differ much, so that the best fixed length suits few."""
     shares = []
@@ -282,6 +290,7 @@ def test_a_gain_of_a_network_that_returns_is_found_within_one_interval(concurren
         assert reasons.count(Reason.GAIN) > 10
 
 
+@pytest.mark.slow
 def test_probes_of_a_network_that_never_pays_take_one_percent_of_the_time():
     for seed in range(6):
         load, world = Load(1 + 3 * seed, (300, 200)), World(line(0.05, 0.3), Acceptance((0.05,)))
@@ -338,6 +347,7 @@ def test_live_confidence_brings_more_where_lengths_are_trimmed():
     assert live >= 1.01 * blind
 
 
+@pytest.mark.slow
 def test_drafts_that_cost_far_more_than_the_table_says_end_and_come_back_when_they_pay():
     table = line(0.01, 0.05)
     before = World(table, Acceptance((0.8,)), draft_factor=20.0)
@@ -352,6 +362,7 @@ def test_drafts_that_cost_far_more_than_the_table_says_end_and_come_back_when_th
         assert sum(d.reason is Reason.GAIN for d in later) > 0.9 * 600
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("period", [100, 250])
 def test_acceptance_that_keeps_changing_costs_three_percent_at_most(period: int):
     good, poor = World(line(0.05), GOOD), World(line(0.05), Acceptance((0.05,)))

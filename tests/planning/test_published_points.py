@@ -73,6 +73,7 @@ def test_points_left_out_one_by_one_are_predicted_too():
     assert sum(map(abs, found)) / len(found) <= CALIBRATED_BAR
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [PLAIN_70B, DRAFTS_70B, PLAIN_32B, DRAFTS_32B])
 def test_no_constant_alone_decides(setting):
     """Each is put to both ends of its range; only messages without a link count for more."""

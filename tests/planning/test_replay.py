@@ -190,6 +190,7 @@ def test_requests_come_when_they_came_and_idle_time_is_not_busy():
     assert run.busy_s == 7.0
 
 
+@pytest.mark.slow
 def test_the_controller_is_never_far_below_the_best_fixed_length():
     """Networks that pay, that never pay, and that pay for short drafts only."""
     rng = np.random.default_rng(3)

@@ -47,6 +47,7 @@ def share_of_trees(steps, first=SETTLED):
     return sum(bool(one.grants[0].shape) for one in drafting) / max(1, len(drafting))
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("concurrency", [1, 4])
 @pytest.mark.parametrize(
@@ -65,6 +66,7 @@ def test_the_better_shape_is_drafted(row_s, chain, tree, has_trees, concurrency)
     assert steps.rate(SETTLED) >= 0.97 * best_fixed(given)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("before", "after"),

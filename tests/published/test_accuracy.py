@@ -7,6 +7,7 @@ import pytest
 from accuracy import measure
 
 
+@pytest.mark.slow
 def test_rows_of_8_bits_hardly_change_what_a_model_says(published: Callable[[str], Path]):
     """The smallest of the models decides least clearly."""
     found = measure("smollm2", published("smollm2"), 1000)

@@ -60,6 +60,7 @@ def answers(
     return found
 
 
+@pytest.mark.slow
 def test_greedy_answers_are_those_of_llama_cpp(
     name: str,
     llama_cpp: Callable[[str], LlamaCpp],
@@ -75,6 +76,7 @@ def test_greedy_answers_are_those_of_llama_cpp(
             assert gap < UNDECIDED, f"token {place} of {answer} is {gap:.3f} below the best"
 
 
+@pytest.mark.slow
 def test_drafts_change_no_greedy_answer(answers: dict[str, list[list[int]]]):
     assert answers["suffix"] == answers["plain"]
     assert answers["ngram"] == answers["plain"]

@@ -25,6 +25,7 @@ print(step.sampling + step.prompt_scores, cache, psutil.Process().memory_info().
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESIDENT)
 def test_a_fresh_engine_plans_little_for_logits_and_takes_few_pages(
     name: str, published: Callable[[str], Path]

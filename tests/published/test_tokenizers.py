@@ -62,6 +62,7 @@ def corpus(path: Path) -> list[str]:
     return texts(20, NUM_TEXTS, special[:60])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("add_special", [False, True])
 @pytest.mark.parametrize("parse_special", [False, True])
 def test_ids_are_those_of_llama_cpp(path: Path, add_special: bool, parse_special: bool):
@@ -139,6 +140,7 @@ def merged() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.few(20)
 @pytest.mark.parametrize("name", SPLITS)
 def test_texts_are_split_as_llama_cpp_does_it(name: str, merged: dict[str, Any], tmp_path: Path):

@@ -121,6 +121,7 @@ def test_outputs_keep_to_their_grammars_in_parts(method, monkeypatch):
     assert told(run(llm, forms.PROMPTS[:3], asked)) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["plain", "ngram", "draft_model"])
 def test_ids_and_log_probabilities_are_the_same_in_parts_on_several_ranks(method, monkeypatch):
     chosen = config("qwen2", speculation("qwen2", method, 3), max_num_seqs=8, seed=3)

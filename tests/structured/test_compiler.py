@@ -135,6 +135,7 @@ EXPLOSIVE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPLOSIVE)
 def test_a_small_schema_that_explodes_is_refused_in_time(compiler, name, monkeypatch):
     monkeypatch.setattr(trial, "MAX_WALL_S", 1)
@@ -149,6 +150,7 @@ AMBIGUOUS = "\n".join(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", [AMBIGUOUS, AMBIGUOUS.replace("start", "rest") + '\nstart: "[" rest "]"']
 )
@@ -165,6 +167,7 @@ def test_the_process_of_an_explosion_ends_itself():
         trial.tried("json_schema", json.dumps(EXPLOSIVE["remainders"]), is_compact=True)
 
 
+@pytest.mark.slow
 def test_a_schema_that_is_too_large_is_refused(compiler):
     many = {f"p{i}": {"const": 1} for i in range(9000)}
     text = json.dumps({"type": "object", "properties": many})

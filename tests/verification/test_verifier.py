@@ -135,6 +135,7 @@ def test_recovery_noise_shared_with_the_draft_would_be_seen():
     assert p_values[0] < ALPHA < p_values[1]
 
 
+@pytest.mark.slow
 def test_drafts_processed_unlike_their_probabilities_would_be_seen():
     def mismatched(decoding):
         chains = decoding.sampled_chains(2)

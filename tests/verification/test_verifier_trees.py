@@ -86,6 +86,7 @@ def test_accepted_lengths_and_tokens_of_a_tree_fit_the_rule(seed, vocab_size, dt
     assert p_value(ids_BL, tree.outcomes()) > ALPHA
 
 
+@pytest.mark.slow
 def test_a_tree_verified_with_other_probabilities_would_be_seen():
     tree = OneTree(0, 8)
     want, right_q = tree.outcomes(), tree.q
@@ -170,6 +171,7 @@ def ragged_trees(decoding):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("params", [PLAIN, ALL], ids=["plain", "all processors"])
 @pytest.mark.parametrize("draft", [drawn_trees, ragged_trees], ids=["whole", "ragged"])

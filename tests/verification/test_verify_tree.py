@@ -96,6 +96,7 @@ def drawn_trees(shape, proposer):
     return list(every_tree(lambda prefix, tree: shape(prefix, tree, proposer(prefix)), proposer))
 
 
+@pytest.mark.slow
 @pytest.mark.few(14)
 @pytest.mark.parametrize("kinds", [KINDS, ("plain",), ("plain", "zeros")], ids=len)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

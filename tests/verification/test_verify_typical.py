@@ -1,6 +1,7 @@
 """Typical acceptance: the walk is its plain twin's, and it is not exact."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -102,6 +103,7 @@ def test_of_equal_paths_the_likelier_is_taken_and_then_the_first():
         assert verdict.rows_BN[0, 0] == want
 
 
+@pytest.mark.slow
 def test_typical_acceptance_is_not_exact_and_accepts_more():
     rates = {}
     for method in ("block", "lossy_typical"):

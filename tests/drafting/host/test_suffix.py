@@ -96,6 +96,7 @@ def test_a_text_takes_some_hundred_bytes_a_token_while_it_lives(max_token: int) 
     assert texts.num_bytes == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pieces", [[1], [13], [300, 7], [900, 1], [*[1] * 49, 30]])
 def test_a_long_text_of_few_tokens_drafts_like_counting(pieces: list[int]) -> None:
     text = np.random.default_rng(0).integers(0, 5, 1500).tolist()
@@ -149,6 +150,7 @@ def test_any_mixture_of_requests_drafts_the_better_of_own_and_finished_texts(
             finished = ([*finished, text] if text else finished)[-2:]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(texts(2, 1), texts(2))
 def test_a_text_that_is_no_continuation_is_read_from_its_start(

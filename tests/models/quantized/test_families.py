@@ -205,6 +205,7 @@ OVER_RANKS: list[tuple[str, Format, dict[str, Any], float, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "stored_as", "changes", "share", "reason"), OVER_RANKS)
 def test_each_rank_keeps_its_part_of_the_codes(
     family: str,

@@ -171,6 +171,7 @@ def test_plain_numbers_give_the_librarys_logits(family: str, tmp_path: Path):
     assert model.config.tie_word_embeddings == config.tie_word_embeddings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "gemma2", "phi3", "qwen2moe", "qwen3moe"])
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_K])
 def test_codes_stay_codes_and_give_the_librarys_logits(family: str, kind: Kind, tmp_path: Path):
@@ -192,6 +193,7 @@ def test_the_frequencies_of_short_texts_are_those_of_the_file(tmp_path: Path):
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_families_with_a_network_here_need_no_other_library(tmp_path: Path):
     """Start-up time: transformers alone takes seconds."""
     write_gguf(randomised(llama(**SIZES)), tmp_path / "m.gguf", lambda name: Kind.Q8_0)

@@ -102,6 +102,7 @@ def test_a_slow_sender_of_single_bytes_is_no_exception():
         assert answer.startswith(b"HTTP/1.1 408 ")
 
 
+@pytest.mark.slow
 def test_an_answer_may_take_longer_than_a_request():
     """What was sent whole is answered, whatever the limits are; here the engine never answers."""
     engine = FakeEngine(stall_at=0)

@@ -400,6 +400,7 @@ def test_a_full_queue_tells_openais_client_to_come_back():
 MANY = 100_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "named"),
     [

@@ -206,6 +206,7 @@ def test_a_request_to_a_dead_engine_is_an_error():
     assert ended(counted) == {"error": 2}
 
 
+@pytest.mark.slow
 def test_a_sequence_that_fails_ends_its_request():
     counted, error = read(
         lambda link: link.gain((1, 0), (None, "error")), SamplingParams(n=2, detokenize=False)

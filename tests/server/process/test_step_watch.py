@@ -40,6 +40,7 @@ def test_a_step_that_stands_still_after_others_is_told(told: Told):
             assert told.is_told.wait(60)
 
 
+@pytest.mark.slow
 def test_a_step_that_goes_on_is_as_long_as_it_likes(told: Told):
     with told.watch.watching(), told.watch:
         until_s = time.monotonic() + LONG_S
@@ -49,6 +50,7 @@ def test_a_step_that_goes_on_is_as_long_as_it_likes(told: Told):
     assert not told.is_told.is_set()
 
 
+@pytest.mark.slow
 def test_many_short_steps_are_not_one_that_stands_still(told: Told):
     with told.watch.watching():
         until_s = time.monotonic() + LONG_S
@@ -58,6 +60,7 @@ def test_many_short_steps_are_not_one_that_stands_still(told: Told):
     assert not told.is_told.is_set()
 
 
+@pytest.mark.slow
 def test_between_steps_nothing_has_to_happen(told: Told):
     with told.watch.watching():
         with told.watch:
@@ -66,6 +69,7 @@ def test_between_steps_nothing_has_to_happen(told: Told):
     assert not told.is_told.is_set()
 
 
+@pytest.mark.slow
 def test_a_step_that_failed_has_ended(told: Told):
     with told.watch.watching():
         with pytest.raises(RuntimeError), told.watch:

@@ -87,27 +87,26 @@ class TorchDecoder:
         spec = self._spec
         x_TX, residual_TD = self._enter(token_ids_T, states_TD, metadata.positions_T)
         tapped = {0: residual_TD.clone()} if 0 in taps else {}
-        added_TD: Tensor | None = None
-        layers = zip(spec.layers, caches, strict=True)
-        for num_layers, (layer, cache) in enumerate(layers):
-            if num_layers > 0:
-                x_TX = self._added(residual_TD, added_TD, layer.input_norm_D)
-                if num_layers in taps:
-                    tapped[num_layers] = residual_TD.clone()  # it is added to in place
-            attended_TD = self._attend(layer, x_TX, cache, metadata)
-            x_TD = self._added(residual_TD, attended_TD, layer.post_norm_D)
-            added_TD = layer.down(self.silu_mul(layer.gate_up(x_TD)))
-        out_TD = self._added(residual_TD, added_TD, spec.final_norm_D)
-        tapped[len(spec.layers)] = residual_TD
+        next_norms = [*(layer.input_norm_D for layer in spec.layers[1:]), spec.final_norm_D]
+        layers = zip(spec.layers, caches, next_norms, strict=True)
+        for num_layers, (layer, cache, next_norm_D) in enumerate(layers, start=1):
+            # No name holds what is added: it takes memory while it is computed only.
+            x_TD = self._added(
+                residual_TD, self._attend(layer, x_TX, cache, metadata), layer.post_norm_D
+            )
+            x_TX = self._added(
+                residual_TD, layer.down(self.silu_mul(layer.gate_up(x_TD))), next_norm_D
+            )
+            if num_layers in taps:
+                tapped[num_layers] = residual_TD.clone()  # it is added to in place
         tapped_TKD = residual_TD.new_empty(len(residual_TD), 0, residual_TD.shape[1])
         if taps:
             tapped_TKD = torch.stack([tapped[tap] for tap in taps], dim=1)
-        return out_TD, tapped_TKD
+        return x_TX, tapped_TKD
 
-    def _added(self, residual_TD: Tensor, added_TD: Tensor | None, norm_D: Tensor | None) -> Tensor:
+    def _added(self, residual_TD: Tensor, added_TD: Tensor, norm_D: Tensor | None) -> Tensor:
         """Add in place; the normed sum, or the sum."""
-        if added_TD is not None:
-            residual_TD += added_TD
+        residual_TD += added_TD
         return self._norm(residual_TD, norm_D)
 
     def _enter(

@@ -59,7 +59,7 @@ class TritonDecoder(TorchDecoder):
             states_TD = states_TD.index_select(0, wanted_R)
         return states_TD, tapped_TKD
 
-    def _added(self, residual_TD: Tensor, added_TD: Tensor | None, norm_D: Tensor | None) -> Tensor:
+    def _added(self, residual_TD: Tensor, added_TD: Tensor, norm_D: Tensor | None) -> Tensor:
         """Add in place; the normed sum, or the sum."""
         if norm_D is not None:
             return add_and_norm(residual_TD, added_TD, norm_D, self._spec.eps)
