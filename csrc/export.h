@@ -16,8 +16,8 @@
   [[maybe_unused]] static const bool are_described = \
       outdraft::describe_functions(#__VA_ARGS__, __VA_ARGS__)
 
-// The fields of a struct that Python fills, by their places in it. Of a struct inside of it the
-// fields are named; each counts by the last part of its name, or the whole struct is one field.
+// The fields of a struct that Python fills, by their places in it. A struct inside of it is one field,
+// or its fields are named, and each counts by the last part of its name.
 #define OUTDRAFT_STRUCT(Kind, ...)                                                         \
   struct Described##Kind : Kind {                                                          \
     bool describe() const {                                                                \

@@ -190,6 +190,7 @@ def test_doctor_says_what_is_missing(command):
     assert result.stdout.count("missing:") >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("has_heads", "dtype"), [(False, "auto"), (True, "auto"), (True, "bfloat16")]
 )

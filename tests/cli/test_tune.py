@@ -9,6 +9,7 @@ from outdraft.bench import tune
 from tests.cli.test_commands import run
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("embedded")
 def test_it_ranks_explains_and_writes_a_file_for_a_server(command, tmp_path):
     output = tmp_path / "best.toml"

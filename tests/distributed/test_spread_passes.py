@@ -198,6 +198,7 @@ def test_ranks_without_common_memory_go_layer_by_layer(checkpoint: Callable[[str
     assert len(on_ranks(2, 1, logits, over_memory=[None] * 2)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aborts", [True, False])
 def test_a_rank_that_never_comes_ends_a_pass(aborts: bool, checkpoint: Callable[[str], Path]):
     path, failures, is_over = checkpoint("qwen2"), list[str](), threading.Event()

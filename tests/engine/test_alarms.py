@@ -172,6 +172,7 @@ def test_an_idle_source_is_told_of_once_and_again_after_it_drafted():
     assert again == [IDLE_STEPS]
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(1, 2 * FRUITLESS_STEPS), st.booleans()), max_size=6))
 def test_fruitless_steps_are_told_of_when_as_many_followed_one_another(
     runs: list[tuple[int, bool]],

@@ -176,7 +176,8 @@ def test_a_build_asks_for_ziglang_only_where_it_compiles_and_finds_no_compiler(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", some(NAMES[1:], NAMES[1:2]))
+@pytest.mark.full  # minutes where nothing of zig is compiled yet
+@pytest.mark.parametrize("name", NAMES[1:])
 def test_a_machine_without_a_compiler_makes_libraries_with_the_one_of_ziglang(name, tmp_path):
     """The one that computes and the selector: zig's C++ library, made in minutes, serves both."""
     build = [sys.executable, "build_kernels.py", "--folder", str(tmp_path), "--only", name]
@@ -192,8 +193,9 @@ def test_a_machine_without_a_compiler_makes_libraries_with_the_one_of_ziglang(na
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="names targets of Linux")
-@pytest.mark.parametrize(("architecture", "name"), some(EVERY, [("aarch64", "aarch64-bf16")]))
+@pytest.mark.parametrize(("architecture", "name"), EVERY)
 def test_sources_compile_without_a_warning_for_processors_that_run_no_test(
     architecture, name, tmp_path, monkeypatch
 ):

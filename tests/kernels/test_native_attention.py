@@ -20,6 +20,7 @@ def native(name: str, num_threads: int = 1) -> NativeAttention:
     return native_attention(num_threads, name)
 
 
+@pytest.mark.slow
 @each_library
 @settings(max_examples=60, deadline=None)
 @given(

@@ -224,6 +224,7 @@ def read(step: Step, target: Target, dtype: torch.dtype, *, in_parts: bool) -> l
     return [*results, *(x for layer in cache.layers for x in (layer.k_PSGC, layer.v_PSGE))]
 
 
+@pytest.mark.slow
 @each_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @given(step=steps())

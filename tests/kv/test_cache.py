@@ -59,6 +59,7 @@ def test_compaction_equals_writing_the_accepted_tokens_straight(parents, context
         assert torch.equal(got, want)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), num_rows=st.integers(0, 20))
 def test_compaction_reads_before_it_writes_and_skips_rows_without_a_slot(data, num_rows):

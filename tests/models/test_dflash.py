@@ -149,6 +149,7 @@ def weights_of(path: Path, target: CausalLM) -> dict[str, Tensor]:
     return {name: tensor.double() for name, tensor in (own | stored).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("is_native", [False, True])
 def test_a_block_equals_whole_texts(tmp_path: Path, name: str, is_native: bool):

@@ -66,6 +66,7 @@ def test_they_do_not_at_any_sequence_of_decisions(seed: int, method: str):
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS, ignore_eos=True, seed=11)
 
 
+@pytest.mark.slow
 @pytest.mark.few(25)
 @pytest.mark.parametrize("method", METHODS[1:])
 @pytest.mark.parametrize("rule", ["drafter_invariant", "block"])

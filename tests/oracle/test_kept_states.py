@@ -145,6 +145,7 @@ class RandomAcceptance:
         drafter.start = checked
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 10_000), block_size=st.sampled_from([1, 4, 16]))
 @pytest.mark.parametrize("family", ["llama-llama3-rope", "mistral-window", "qwen3-window"])

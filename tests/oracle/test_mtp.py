@@ -41,6 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few(12)
 @pytest.mark.parametrize(
     ("method", "family", "way"),

@@ -24,6 +24,7 @@ from tests.oracle.engines import (
 FAMILY, PROMPTS = "mistral-window", prompts_of((19, 4, 33))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "quantization", "dtype", "kernels"),
     with_kernels(

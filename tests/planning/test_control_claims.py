@@ -82,6 +82,7 @@ def test_neither_beside_prompts(first: int):
     assert_close_to_the_best(steady_shares(range(first, first + 4), prompts=True))
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("first", range(0, 12, 3))
 def test_neither_where_deciding_takes_a_tenth_of_a_step(first: int):
@@ -262,6 +263,7 @@ def test_a_gain_of_the_host_that_returns_is_found_where_deciding_takes_a_tenth(c
     assert steps.rate(600) >= 0.9 * best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("concurrency", [1, 8])
 def test_a_gain_of_the_host_that_returns_is_found_within_two_hundred_steps(concurrency: int):
     for seed in range(3):
@@ -273,6 +275,7 @@ def test_a_gain_of_the_host_that_returns_is_found_within_two_hundred_steps(concu
         assert steps.rate(600) >= 0.97 * best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("concurrency", [1, 8])
 def test_a_gain_of_a_network_that_returns_is_found_within_one_interval(concurrency):
     for seed in range(3):
@@ -338,6 +341,7 @@ class Blind(Controller):
         super().observe(structs.replace(outcome, drafts=drafts))
 
 
+@pytest.mark.slow
 def test_live_confidence_brings_more_where_lengths_are_trimmed():
     world = World(line(0.08, 0.03), Acceptance((0.6,), margin_weight=0.8))
     scenario = Scenario(Load(8), lambda _: world, 6)

@@ -55,6 +55,7 @@ def path(draft: Draft, row: int) -> list[int]:
     return tokens[::-1]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     pattern=st.sampled_from(REGEXES),

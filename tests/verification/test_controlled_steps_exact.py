@@ -288,6 +288,7 @@ def decisions(of: Case, method: str):
             yield texts, weight * share, controller.decide(second_facts(of, texts))
 
 
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("method", RULES)

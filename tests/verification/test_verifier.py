@@ -59,6 +59,7 @@ def ragged_mixture(decoding):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.few(5)
 @pytest.mark.parametrize("params", [PLAIN, ALL], ids=["plain", "all processors"])
 @pytest.mark.parametrize(
@@ -78,6 +79,7 @@ def test_output_fits_the_target_with(method, draft, params):
     assert p_value(ids_BL, exact_joint(params)) > ALPHA
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("method", "as_trees"), [("block", False), ("block", True), ("token", False)]
@@ -102,6 +104,7 @@ def test_a_drafter_whose_probabilities_are_nan_does_not_touch_the_output(
     assert p_value(ids_BL, exact_joint(PLAIN)) > ALPHA
 
 
+@pytest.mark.slow
 def test_noise_of_rejected_drafts_used_again_would_be_seen():
     """Without anchors a step drafts with noise that block verification has already judged."""
     ids_BL = Decoding(PLAIN, 40_000, "block", anchored=False).run(chains_of(3))

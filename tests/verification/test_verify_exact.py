@@ -100,6 +100,7 @@ def test_deterministic_drafts_inside_a_sampled_chain_are_exact(rule, is_fixed):
         assert bias(emitted, target) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_fixed", MIXTURES.values(), ids=MIXTURES)
 def test_block_verification_of_a_mixed_chain_never_emits_fewer_tokens(is_fixed):
     for seed in range(4):

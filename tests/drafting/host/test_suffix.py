@@ -59,6 +59,7 @@ rules = st.tuples(
 )
 
 
+@pytest.mark.slow
 @both
 @settings(deadline=None)
 @given(
@@ -113,6 +114,7 @@ def test_a_long_text_of_few_tokens_drafts_like_counting(pieces: list[int]) -> No
             break
 
 
+@pytest.mark.slow
 def test_another_text_may_begin_at_any_length() -> None:
     rng = np.random.default_rng(0)
     for turn in (58, 200, 250):

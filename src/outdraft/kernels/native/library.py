@@ -119,7 +119,7 @@ class Struct(ctypes.Structure):
 
 
 def _number_type(kind: str) -> Any:
-    """Of a number, an address, or some numbers side by side."""
+    """The type of a number, an address, or some numbers side by side."""
     if kind.endswith("*"):
         return ctypes.c_void_p
     kind, _, length = kind.removesuffix("]").partition("[")
