@@ -1,5 +1,6 @@
 """The cache's tensors: layout, and moving accepted rows together."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
