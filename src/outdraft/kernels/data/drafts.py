@@ -68,7 +68,9 @@ class DraftBatch:
     @classmethod
     def empty(cls, num_requests: int, device: torch.device | str) -> "DraftBatch":
         """No drafts at all: plain decoding."""
-        return cls.from_drafts([Draft()] * num_requests, device)
+        none_B0 = torch.zeros((num_requests, 0), dtype=torch.int64, device=device)
+        num_drafts_B = torch.zeros(num_requests, dtype=torch.int64, device=device)
+        return cls(none_B0, none_B0, num_drafts_B, None, none_B0.bool(), True, any_sampled=False)
 
     @classmethod
     def from_drafts(cls, drafts: Sequence[Draft], device: torch.device | str) -> "DraftBatch":

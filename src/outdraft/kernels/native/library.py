@@ -73,29 +73,33 @@ class Pointer:
         self._is_read, self._kind = kind.startswith("const "), kind.removeprefix("const ")[:-1]
         self._dtype = _DTYPES.get(self._kind)
 
-    def from_param(self, value: Any) -> _KeptAddress:
-        """The address; None is 0, and a number is one already."""
+    def address(self, value: Any) -> tuple[int | None, object]:
+        """The address, and what it points to; None is 0, and a number is one already."""
+        if isinstance(value, Tensor):
+            assert self._dtype in (None, value.dtype), f"expected {self._dtype}, got {value.dtype}"
+            assert value.is_cpu
+            if not value.is_contiguous():
+                assert self._is_read, "numbers that are written lie apart"
+                value = value.contiguous()
+            return value.data_ptr(), value
         if value is None or isinstance(value, int):
-            return _KeptAddress(value)
+            return value, None
         if isinstance(value, np.ndarray):
             assert value.flags.c_contiguous, "numbers lie apart"
             assert self._dtype is None or value.dtype.name == self._kind, f"not {self._kind}"
-            address = value.ctypes.data
-        elif isinstance(value, Struct):
-            address = ctypes.addressof(value)
-        elif isinstance(value, list | tuple) and value and isinstance(value[0], Struct):
-            value = [value, (type(value[0]) * len(value))(*value)]
-            address = ctypes.addressof(value[1])
-        else:
-            if not isinstance(value, Tensor):
-                value = torch.tensor(value, dtype=self._dtype)
-            assert self._dtype in (None, value.dtype), f"expected {self._dtype}, got {value.dtype}"
-            assert value.is_cpu
-            assert self._is_read or value.is_contiguous(), "numbers that are written lie apart"
-            value = value.contiguous()
-            address = value.data_ptr()
+            return value.ctypes.data, value
+        if isinstance(value, Struct):
+            return ctypes.addressof(value), value
+        if isinstance(value, list | tuple) and value and isinstance(value[0], Struct):
+            structs = (type(value[0]) * len(value))(*value)
+            return ctypes.addressof(structs), (structs, value)
+        return self.address(torch.tensor(value, dtype=self._dtype))
+
+    def from_param(self, value: Any) -> _KeptAddress:
+        """The address as ctypes passes it on."""
+        address, kept = self.address(value)
         found = _KeptAddress(address)
-        found.kept = value
+        found.kept = kept
         return found
 
 
@@ -108,13 +112,16 @@ class Struct(ctypes.Structure):
 
     converters: ClassVar[dict[str, Pointer | None]] = {}
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: dict[str, object] = {}
+
     def fill(self, **values: Any) -> None:
-        """Set fields, which must be there."""
+        """Set fields. Raises KeyError: one of them is not there."""
+        converters = self.converters
         for name, value in values.items():
-            if (pointer := self.converters[name]) is not None:
-                address = pointer.from_param(value)
-                setattr(self, f"_{name}", address.kept)
-                value = address.value
+            if (pointer := converters[name]) is not None:
+                value, self._kept[name] = pointer.address(value)
             setattr(self, name, value)
 
 
@@ -191,9 +198,10 @@ class Library:
     def struct(self, name: str, **values: Any) -> Struct:
         """A struct with these fields, and zeros; it keeps alive what its addresses point to."""
         made = (self._structs.get(name) or self._refuse(name))()
-        if unknown := values.keys() - made.converters.keys():
-            self._refuse(f"{', '.join(sorted(unknown))} of {name}")
-        made.fill(**values)
+        try:
+            made.fill(**values)
+        except KeyError as unknown:
+            self._refuse(f"{unknown.args[0]} of {name}")
         return made
 
     def _interface(self) -> str:
