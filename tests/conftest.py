@@ -83,6 +83,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Fail a test that takes more of the processor than an unmarked one may."""
     began_s = time.process_time()
     result = yield
-    if (taken_s := time.process_time() - began_s) > 2 and not item.get_closest_marker("slow"):
+    may_take_longer = any(map(item.get_closest_marker, ("slow", "gpu", "network", "cluster")))
+    if (taken_s := time.process_time() - began_s) > 2 and not may_take_longer:
         pytest.fail(f"took {taken_s:.1f} s of the processor: mark it `slow`, or make it faster")
     return result
