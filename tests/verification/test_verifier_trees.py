@@ -76,6 +76,7 @@ class OneTree:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["compiled", "tensors"])
 @pytest.mark.parametrize(("seed", "vocab_size"), [(0, 8), (1, 32), (2, 16)])
