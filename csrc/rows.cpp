@@ -74,13 +74,23 @@ OUTDRAFT_EXPORT void place_rows(const RowCounts* counts, const int64_t* numbers,
     }
   }
   query_start[num_works] = static_cast<int32_t>(row);
-  std::copy_n(parents, num_extra, extra);  // behind the parents
+  std::copy_n(parents, num_extra, extra);  // after the parents
   std::copy_n(block_table, num_works * table_width, table);
 }
 
-OUTDRAFT_EXPORT void shape_rows(int64_t num_rows, int64_t width, const int64_t* parents,
-                                const int64_t* draft_index, int64_t* positions,
-                                int64_t* ancestors) {
+OUTDRAFT_EXPORT void copy_rows(int64_t num_rows, int64_t row_bytes, char* to,
+                               const int64_t* places, const char* from, const int64_t* rows) {
+  for (int64_t r = 0; r < num_rows; ++r) {
+    const int64_t place = places == nullptr ? r : places[r], row = rows == nullptr ? r : rows[r];
+    if (place < 0 || row < 0) continue;
+    std::memcpy(to + place * row_bytes, from + row * row_bytes, static_cast<size_t>(row_bytes));
+  }
+}
+
+namespace outdraft {
+
+void shape_rows(int64_t num_rows, int64_t width, const int64_t* parents, const int64_t* draft_index,
+                int64_t* positions, int64_t* ancestors) {
   for (int64_t row = 0; row < num_rows; ++row) {
     if (draft_index[row] < 0) continue;
     const int64_t place = draft_index[row] % width, up = parents[draft_index[row]];
@@ -91,12 +101,11 @@ OUTDRAFT_EXPORT void shape_rows(int64_t num_rows, int64_t width, const int64_t* 
 }
 
 // As `place_states` of kernels/torch/rows.py.
-OUTDRAFT_EXPORT void place_states(int64_t num_works, int64_t num_sampling, int64_t width,
-                                  int64_t row_len, int64_t window, const int32_t* query_start,
-                                  const int32_t* context_lens, const int32_t* num_causal,
-                                  const int64_t* state_index, const int64_t* root_rows,
-                                  const int64_t* kept_rows, int64_t* places, int64_t* last_rows,
-                                  int64_t* last_places) {
+void place_states(int64_t num_works, int64_t num_sampling, int64_t width, int64_t row_len,
+                  int64_t window, const int32_t* query_start, const int32_t* context_lens,
+                  const int32_t* num_causal, const int64_t* state_index, const int64_t* root_rows,
+                  const int64_t* kept_rows, int64_t* places, int64_t* last_rows,
+                  int64_t* last_places) {
   int64_t num_seen = 0;  // of the works that sample
   for (int64_t w = 0; w < num_works; ++w) {
     const int64_t first = query_start[w], end = query_start[w + 1];
@@ -121,27 +130,16 @@ OUTDRAFT_EXPORT void place_states(int64_t num_works, int64_t num_sampling, int64
   }
 }
 
-OUTDRAFT_EXPORT void copy_rows(int64_t num_rows, int64_t row_bytes, char* to,
-                               const int64_t* places, const char* from, const int64_t* rows) {
-  for (int64_t r = 0; r < num_rows; ++r) {
-    const int64_t place = places == nullptr ? r : places[r], row = rows == nullptr ? r : rows[r];
-    if (place < 0 || row < 0) continue;
-    std::memcpy(to + place * row_bytes, from + row * row_bytes, static_cast<size_t>(row_bytes));
-  }
-}
-
-OUTDRAFT_EXPORT void read_token_ids(int64_t num_rows, const int64_t* texts, const int64_t* drafts,
-                                    const int64_t* state_index, const int64_t* draft_index,
-                                    int64_t* ids) {
+void read_token_ids(int64_t num_rows, const int64_t* texts, const int64_t* drafts,
+                    const int64_t* state_index, const int64_t* draft_index, int64_t* ids) {
   for (int64_t row = 0; row < num_rows; ++row) {
     ids[row] = draft_index[row] < 0 ? texts[state_index[row]]
                                     : std::max<int64_t>(drafts[draft_index[row]], 0);
   }
 }
 
-OUTDRAFT_EXPORT void append_token_ids(int64_t num_requests, int64_t width, int64_t row_len,
-                                      int64_t* texts, const int64_t* state_rows,
-                                      const int64_t* starts, const int64_t* token_ids) {
+void append_token_ids(int64_t num_requests, int64_t width, int64_t row_len, int64_t* texts,
+                      const int64_t* state_rows, const int64_t* starts, const int64_t* token_ids) {
   for (int64_t b = 0; b < num_requests; ++b) {
     int64_t* text = texts + state_rows[b] * row_len + starts[b];
     for (int64_t k = 0; k < width; ++k) {
@@ -150,12 +148,9 @@ OUTDRAFT_EXPORT void append_token_ids(int64_t num_requests, int64_t width, int64
   }
 }
 
-namespace outdraft {
-
 OUTDRAFT_STRUCT(RowCounts, num_works, num_rows, num_logits, num_sampling, num_extra, table_width,
                 block_size, width);
 
 }  // namespace outdraft
 
-OUTDRAFT_FUNCTIONS(place_rows, shape_rows, place_states, copy_rows, read_token_ids,
-                   append_token_ids);
+OUTDRAFT_FUNCTIONS(place_rows, copy_rows);

@@ -37,7 +37,7 @@ from outdraft.models.decoder.causal_lm import CausalLM
 from outdraft.models.decoder.config import ModelConfig, RopeConfig
 from outdraft.runner.logprobs import PROMPT_ROWS
 from outdraft.runner.state import DeviceState, StepTexts
-from outdraft.runner.verified_parts import PartToVerify, PartVerifier, joined, step_parts
+from outdraft.runner.verified_parts import PartToVerify, PartVerifier
 from outdraft.sampling.processors import process_logits
 from outdraft.verification.verifier import Verifier
 from tests.attention.ragged import Model, Shape, build_batch
@@ -238,11 +238,7 @@ def test_many_drafts_are_verified_in_no_more_memory_than_the_plan_says(is_compil
     states_RD = torch.zeros(num_requests * (num_drafts + 1), 1)
 
     def verify():
-        parts = step_parts(model, states_RD, drafts, [num_drafts] * num_requests)
-        made = [
-            verifier.verified(of_all.of(part), model.logits(states_RD[part.rows])) for part in parts
-        ]
-        return joined(made)
+        return verifier.verified(of_all, states_RD, [num_drafts] * num_requests, chooses=False)
 
     sizes = {"max_num_seqs": num_requests, "max_num_batched_tokens": 8192}
     own = step_shape(num_requests * num_drafts, is_compiled=is_compiled, **sizes)
@@ -320,10 +316,7 @@ def test_a_tree_is_paid_for_in_full_however_few_of_its_rows_are_verified():
 
 
 def test_texts_are_what_the_device_state_takes():
-    assert (
-        text_bytes(step_shape())
-        == DeviceState(4, 100, CPU, reference_kernels()).token_ids_SL.nbytes
-    )
+    assert text_bytes(step_shape()) == DeviceState(4, 100, CPU).token_ids_SL.nbytes
 
 
 BATCHES = {

@@ -4,7 +4,6 @@ from dataclasses import fields
 
 import numpy as np
 import torch
-from hypothesis import assume
 from hypothesis import strategies as st
 
 from outdraft.attention.rows import RowBatch, Span
@@ -50,32 +49,6 @@ def compare_place_rows(case: Case) -> None:
     assert_same(case.kernels.place_rows(*step), case.reference.place_rows(*step))
 
 
-def compare_shape_rows(case: Case) -> None:
-    step = case.data.draw(steps(), "step")
-    placed, width = case.reference.place_rows(*step), max(step[-1], 1)
-    num_sampling = len(placed.root_rows_B)
-    assume(num_sampling > 0)
-    rng = case.rng()
-    parents_BN = torch.from_numpy(rng.integers(0, np.arange(1, width + 1), (num_sampling, width)))
-    rows = placed.draft_index_T, placed.positions_T, torch.zeros_like(placed.positions_T)
-    got, want = (one.shape_rows(parents_BN, *rows) for one in (case.kernels, case.reference))
-    assert all(map(torch.equal, got, want))
-
-
-def compare_place_states(case: Case) -> None:
-    step = case.data.draw(steps(), "step")
-    placed, sampling = case.reference.place_rows(*step), [span for span in step[0] if span.samples]
-    rng = case.rng()
-    kept_rows_BN = torch.full_like(placed.draft_slots_BN, -1)
-    for rows_N, span in zip(kept_rows_BN, sampling, strict=True):
-        rows = np.flatnonzero(rng.random(len(span.parents)) < 0.5)  # a path goes down
-        rows_N[: len(rows)] = torch.from_numpy(rows)
-    window = case.data.draw(st.sampled_from([1, 8, 128]), "window")
-    states = placed, kept_rows_BN, ROW_LEN, window
-    got, want = (one.place_states(*states) for one in (case.kernels, case.reference))
-    assert all(map(torch.equal, got, want))
-
-
 def compare_copy_rows(case: Case) -> None:
     rng, num_rows = case.rng(), case.data.draw(st.integers(1, 9), "rows")
     places = np.where(rng.random(num_rows) < 0.3, -1, rng.permutation(20)[:num_rows])
@@ -94,35 +67,7 @@ def compare_copy_rows(case: Case) -> None:
     assert torch.equal(gathered[0][is_row_R], gathered[1][is_row_R])
 
 
-def compare_read_token_ids(case: Case) -> None:
-    step = case.data.draw(steps(), "step")
-    placed = case.reference.place_rows(*step)
-    rng = case.rng()
-    texts_SL = torch.from_numpy(rng.integers(0, 99, (NUM_TEXTS, ROW_LEN)))
-    drafts_BN = torch.from_numpy(rng.integers(-1, 99, tuple(placed.draft_slots_BN.shape)))
-    indices = placed.state_index_T, placed.draft_index_T
-    got = case.kernels.read_token_ids(texts_SL, drafts_BN, *indices)
-    assert torch.equal(got, case.reference.read_token_ids(texts_SL, drafts_BN, *indices))
-
-
-def compare_append_token_ids(case: Case) -> None:
-    num_requests, width = case.data.draw(st.tuples(st.integers(1, 6), st.integers(1, 5)), "sizes")
-    rng = case.rng()
-    texts_SL = torch.from_numpy(rng.integers(0, 99, (6, ROW_LEN)))
-    state_rows_B = torch.from_numpy(rng.permutation(6)[:num_requests])
-    starts_B = torch.from_numpy(rng.integers(0, ROW_LEN - width, num_requests))
-    token_ids_BN = torch.from_numpy(rng.integers(-1, 99, (num_requests, width)))
-    got, want = texts_SL.clone(), texts_SL.clone()
-    case.kernels.append_token_ids(got, state_rows_B, starts_B, token_ids_BN)
-    case.reference.append_token_ids(want, state_rows_B, starts_B, token_ids_BN)
-    assert torch.equal(got[:, :-1], want[:, :-1])  # the last column is anybody's
-
-
 COMPARISONS = {
     "place_rows": compare_place_rows,
-    "shape_rows": compare_shape_rows,
-    "place_states": compare_place_states,
     "copy_rows": compare_copy_rows,
-    "read_token_ids": compare_read_token_ids,
-    "append_token_ids": compare_append_token_ids,
 }

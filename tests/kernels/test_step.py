@@ -206,7 +206,7 @@ def read(step: Step, target: Target, dtype: torch.dtype, *, in_parts: bool) -> l
 
     came = target.parts(task) if in_parts else target.in_one_call(task)
     rows = came.place()
-    results = [texts_SL]
+    results = [texts_SL[:, :-1]]  # the last column takes writes that must go nowhere
     results += [getattr(rows, name) for name in ("state_index_T", "draft_index_T", "root_rows_B")]
     results += [rows.logit_rows_R, rows.draft_slots_BN, rows.positions_T]
     results += [rows.ancestors_T, rows.slots_T, *rows.extra]

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outdraft.kernels.torch.table import reference_kernels
 from outdraft.kv.block_pool import BlockPool, LayerCacheShape
 from outdraft.kv.cache import HUGE_PAGE_BYTES, KVCache
 from outdraft.runner.state import DeviceState
@@ -36,7 +35,7 @@ def test_a_new_cache_takes_no_page():
 
 @needs_mincore
 def test_new_texts_on_the_device_take_no_page():
-    texts_SL = DeviceState(64, 32768, CPU, reference_kernels()).token_ids_SL
+    texts_SL = DeviceState(64, 32768, CPU).token_ids_SL
     assert texts_SL.nbytes > 1 << 24
     assert resident_bytes([texts_SL]) == 0
 

@@ -10,7 +10,6 @@ from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.plan import Admission, DraftChoice, TokenRules, Work
 from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.data.drafts import DraftBatch
-from outdraft.kernels.torch.table import reference_kernels
 from outdraft.runner.state import DeviceState, RequestSlot, StepTexts
 from outdraft.runner.step_rows import step_spans
 from tests.row_batches import row_batch
@@ -106,7 +105,7 @@ def test_every_row_stands_where_a_loop_over_the_works_says(batch):
 
 
 def test_emitted_tokens_follow_the_text_and_padding_goes_nowhere():
-    state = DeviceState(3, 8, CPU, reference_kernels())
+    state = DeviceState(3, 8, CPU)
     emitted = torch.tensor([[7, 8, -1], [9, -1, -1]])
     state.append(torch.tensor([2, 0]), torch.tensor([5, 1]), emitted)
     want = torch.zeros(3, 8, dtype=torch.int64)

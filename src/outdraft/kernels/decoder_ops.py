@@ -143,7 +143,8 @@ class StepTask(NamedTuple):
         taps: as in DecoderPass.
         chooser: None: nothing is chosen. Else what works emit is written to their texts.
         states_of: of rows with logits at least, if nothing is chosen or something is tapped.
-        window: newest tokens of a text whose states are kept, as `place_states` counts; 0: none.
+        window: newest tokens of a text whose states are kept, as `place_states` in torch/rows.py
+            counts; 0: none.
     """
 
     spans: Sequence[Span]

@@ -25,7 +25,7 @@ from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
 from outdraft.kernels.data.logits import Scores
 from outdraft.kernels.data.noise import Gumbel
 from outdraft.kernels.data.sampling import Paths, SamplingBatch
-from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec, StatePlaces
+from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec
 from outdraft.kernels.draft_ops import (
     DraftGrower,
     DraftStart,
@@ -148,12 +148,8 @@ class Kernels:
     has_threads: bool
     attention: AttentionBackend
     place_rows: Callable[[Sequence[Span], Sequence[Sequence[int]], int, int], RowBatch]
-    shape_rows: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    place_states: Callable[[RowBatch, Tensor, int, int], StatePlaces]
     copy_rows: Callable[[Tensor, Tensor | None, Tensor, Tensor | None], None]
     block_mass: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
-    read_token_ids: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    append_token_ids: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     pack_linear: Callable[[Tensor | Sequence[Tensor], Tensor | None, WeightFormat | None], Product]
     pack_codes: Callable[[Codes, Tensor | None, torch.dtype], Product]
     pack_experts: Callable[[ExpertWeights, Gate, WeightFormat | None], Experts]

@@ -258,7 +258,7 @@ def build_runner(models: LoadedModels, num_blocks: int) -> ModelRunner:
     """Build the runner of an engine's steps on one rank; it takes the memory of `num_blocks` blocks
     and of the texts."""
     config, target, kernels = models.config, models.target, models.kernels
-    state = DeviceState(config.scheduler.max_num_seqs, models.longest_text, models.device, kernels)
+    state = DeviceState(config.scheduler.max_num_seqs, models.longest_text, models.device)
     block_size, place = config.cache.block_size, (target.dtype, target.device)
     cache = KVCache(target.shard.cache_shapes, num_blocks, block_size, *place)
     proposer = None

@@ -30,6 +30,7 @@ from outdraft.kernels.data.logits import Scores
 from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.decoder_ops import Choice, Chooser, StatesOf, StepRead, StepTask
 from outdraft.kernels.ops import WarmUps
+from outdraft.kernels.torch.rows import append_token_ids, place_states
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
 from outdraft.runner.drafts import (
@@ -58,10 +59,8 @@ from outdraft.runner.verified_parts import (
     PartToVerify,
     PartVerifier,
     Verified,
-    joined,
     logit_rows_of,
     masks_of,
-    step_parts,
 )
 from outdraft.verification.verifier import Verifier
 
@@ -249,21 +248,16 @@ class ModelRunner:
         drafts: DraftBatch,
         sampling: SamplingBatch,
         masks: GrammarMasks | None,
-    ) -> tuple[Choice, LogprobRows | None]:
+    ) -> Verified:
         """The choice of all requests, and log-probabilities of what they emit; `masks`: of their
         grammars."""
         target = step.target
         if target.choice is not None:
             return target.choice, None
-        verifier = self._part_verifier(step, drafts.width)
         of_all = PartToVerify(step.slots, drafts, sampling, target.texts, masks)
-        hidden_RD, num_drafts = target.logit_hidden_RD, [work.num_drafts for work in step.works]
-        made: list[Verified] = []
-        for part in step_parts(self.model, hidden_RD, drafts, num_drafts):
-            own_RD = hidden_RD if part is None else hidden_RD[part.rows]
-            made.append(verifier.verified(of_all.of(part), self.model.logits(own_RD)))
-        verdict, is_finite_R, emitted = joined(made)
-        return Choice(verdict, is_finite_R), emitted
+        num_drafts = [work.num_drafts for work in step.works]
+        verifier = self._part_verifier(step, drafts.width)
+        return verifier.verified(of_all, target.logit_hidden_RD, num_drafts, chooses=False)
 
     def _part_verifier(self, step: "LaunchedStep", width: int) -> PartVerifier:
         longest = max(work.num_tokens for work in step.works)
@@ -274,7 +268,8 @@ class ModelRunner:
         """Write the emitted tokens to the texts, and accepted branches to where texts are read."""
         if target.choice is None:
             texts = target.texts
-            self.state.append(texts.rows_B, texts.num_tokens_B, choice.verdict.token_ids_BN1)
+            emitted_BN1 = choice.verdict.token_ids_BN1
+            append_token_ids(self.state.token_ids_SL, texts.rows_B, texts.num_tokens_B, emitted_BN1)
         if drafts.is_chain:
             return  # accepted rows stand where they belong
         rows, verdict = target.rows, choice.verdict
@@ -298,7 +293,7 @@ class ModelRunner:
             kept_rows_BN = rows.draft_slots_BN[:0]  # no request samples
             if choice is not None:
                 kept_rows_BN = choice.verdict.rows_BN
-            places = self.model.kernels.place_states(rows, kept_rows_BN, self.state.row_len, window)
+            places = place_states(rows, kept_rows_BN, self.state.row_len, window)
         reads = chunk_reads(works, self._slots)
         return TargetStates(hidden_TD, tapped_TKD, *places, self.state.token_ids_SL, reads)
 

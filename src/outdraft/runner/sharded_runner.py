@@ -30,7 +30,7 @@ from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
 from outdraft.runner.drafts import draft_ask, host_drafts, joined_drafts, num_host_rows
-from outdraft.runner.logprobs import LogprobRows, wants_logprobs
+from outdraft.runner.logprobs import wants_logprobs
 from outdraft.runner.model_runner import LaunchedStep, ModelRunner, TargetPass
 from outdraft.runner.shares import (
     Shares,
@@ -135,7 +135,7 @@ class ShardedRunner(ModelRunner):
         drafts: DraftBatch,
         sampling: SamplingBatch,
         masks: GrammarMasks | None,
-    ) -> tuple[Choice, LogprobRows | None]:
+    ) -> Verified:
         if step.target.choice is not None:
             return super()._verified(step, drafts, sampling, masks)  # of all, on every rank
         group, shares = self.ranks.target, Shares.of(step.works, self.ranks)
@@ -145,7 +145,7 @@ class ShardedRunner(ModelRunner):
         verdict = Verdict(nothing.new_zeros(0, 1), nothing[:, :0].sum(1), nothing).widened(width)
         is_finite_R, emitted = nothing.new_ones(0, dtype=torch.bool), None
         if made := self._made_verdicts(step, shares, masks):
-            verdict, is_finite_R, emitted = joined(made)
+            (verdict, is_finite_R), emitted = joined(made)
         counts = [len(part) for part in shares.ranks]
         packed_BC = group.join_rows(packed_verdict(verdict, is_finite_R, own_rows), counts)
         packed_BC = packed_BC.index_select(0, back_in_order(order, self.device))
@@ -186,7 +186,7 @@ class ShardedRunner(ModelRunner):
             logits_RV = self.model.logits(hidden_RD.index_select(0, rows_R))
             logits_RV = group.turn(logits_RV, counts)[:, :vocab_size]
             for part in parts[group.rank][round_ : round_ + 1]:
-                made.append(verifier.verified(own.of(part), logits_RV))
+                made.append(verifier.verified_by(logits_RV, own.of(part)))
         return made
 
     def _own(self, step: LaunchedStep, shares: Shares, masks: GrammarMasks | None) -> PartToVerify:

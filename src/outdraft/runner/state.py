@@ -15,7 +15,6 @@ from torch import Tensor
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import NO_GAP, Admission, Work
 from outdraft.kernels.data.sampling import SamplingBatch
-from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import untouched_zeros
 from outdraft.sampling.processors import Paths
 
@@ -106,12 +105,9 @@ class DeviceState:
     from the host.
     """
 
-    def __init__(
-        self, max_num_seqs: int, max_model_len: int, device: torch.device, kernels: Kernels
-    ) -> None:
+    def __init__(self, max_num_seqs: int, max_model_len: int, device: torch.device) -> None:
         self.row_len = max_model_len + 1  # the last column takes writes that must go nowhere
         self.token_ids_SL = untouched_zeros((max_num_seqs, self.row_len), torch.int64, device)
-        self._kernels = kernels
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Upload the texts of requests that get a row."""
@@ -119,9 +115,3 @@ class DeviceState:
             text = admission.token_ids.astype(np.int64)
             (sent,) = to_device([text], self.token_ids_SL.device)
             self.token_ids_SL[admission.slot, : len(text)] = sent
-
-    def append(self, state_rows_B: Tensor, starts_B: Tensor, token_ids_BN: Tensor) -> None:
-        """Write emitted tokens (padded with -1) after the first starts_B of each text."""
-        self._kernels.append_token_ids(
-            self.token_ids_SL, state_rows_B, starts_B, token_ids_BN.contiguous()
-        )

@@ -17,7 +17,9 @@ from outdraft.attention.rows import to_device
 from outdraft.core.grammar import AllowedTokens
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
 from outdraft.kernels.data.logits import RequestPart, most_logit_rows, request_parts
-from outdraft.kernels.data.sampling import SamplingBatch
+from outdraft.kernels.data.sampling import Paths, SamplingBatch
+from outdraft.kernels.decoder_ops import Choice
+from outdraft.kernels.ops import choose_by_parts
 from outdraft.models.base import LanguageModel
 from outdraft.runner.logprobs import LogprobRows, concatenated_rows, emitted_logprobs
 from outdraft.runner.state import RequestSlot, StepTexts, committed_paths
@@ -73,17 +75,8 @@ def masks_of(allowed: AllowedTokens, drafts: DraftBatch) -> GrammarMasks:
     return GrammarMasks(masks_RW, ends_BN.bool())
 
 
-class Verified(NamedTuple):
-    """The verdict on a part.
-
-    Attributes:
-        is_finite_R: see `Choice`.
-        emitted: None: no request of the part asked.
-    """
-
-    verdict: Verdict
-    is_finite_R: Tensor
-    emitted: LogprobRows | None
+# The choice of a part, and log-probabilities of what it emits; None: none of its requests asked.
+Verified = tuple[Choice, LogprobRows | None]
 
 
 class PartToVerify(NamedTuple):
@@ -108,6 +101,30 @@ class PartToVerify(NamedTuple):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Choosing:
+    """Chooses tokens by states; implements `ops.Choosing`.
+
+    Attributes:
+        paths: None: no rule reads texts.
+    """
+
+    model: LanguageModel
+    verifier: Verifier
+    paths: Paths | None
+
+    def __call__(
+        self, states_RD: Tensor, drafts: DraftBatch, sampling: SamplingBatch, num_tokens_B: Tensor
+    ) -> tuple[Verdict, Tensor]:
+        if sampling.is_plain_greedy:
+            best_R, is_finite_R = self.model.checked_best_tokens(states_RD)
+            return self.model.kernels.match(best_R, drafts), is_finite_R
+        logits_RV = self.model.logits(states_RD)
+        is_finite_R = self.model.kernels.finite_rows(logits_RV)
+        paths = self.paths or Paths(None, num_tokens_B, num_tokens_B, None)
+        return self.verifier.verify(logits_RV, drafts, sampling, paths), is_finite_R
+
+
 class PartVerifier(NamedTuple):
     """Verifies parts of one step.
 
@@ -122,10 +139,28 @@ class PartVerifier(NamedTuple):
     texts_SL: Tensor
     longest: int
     width: int
-    num_top: int
+    num_top: int = 0
 
-    def verified(self, of: PartToVerify, logits_RV: Tensor) -> Verified:
-        """By the raw logits of the rows, request after request."""
+    def verified(
+        self, of: PartToVerify, states_RD: Tensor, num_drafts: Sequence[int], *, chooses: bool
+    ) -> Verified:
+        """Verify some requests after the other, by the states of the rows with logits.
+
+        Args:
+            num_drafts: of each request.
+            chooses: a `Chooser` says all that the choice depends on.
+        """
+        made: list[Verified] = []
+        for part in step_parts(self.model, states_RD, of.drafts, num_drafts):
+            own, own_RD = of.of(part), states_RD if part is None else states_RD[part.rows]
+            if chooses:
+                made.append((self._chosen(own, own_RD), None))
+            else:
+                made.append(self.verified_by(self.model.logits(own_RD), own))
+        return joined(made)
+
+    def verified_by(self, logits_RV: Tensor, of: PartToVerify) -> Verified:
+        """Verify by the raw logits of the rows, request after request."""
         kernels, masks = self.model.kernels, of.masks
         grammar_RW = masks.masks_RW if masks is not None else None
         paths = committed_paths(self.texts_SL, of.texts, self.longest, of.sampling, grammar_RW)
@@ -134,14 +169,27 @@ class PartVerifier(NamedTuple):
             verdict = verdict.cut_behind(masks.is_end_BN[:, : of.drafts.width])
         verdict, wide = verdict.widened(self.width), of.drafts.widened(self.width)
         emitted = emitted_logprobs(kernels, of.slots, logits_RV, wide, verdict, self.num_top)
-        return Verified(verdict, kernels.finite_rows(logits_RV), emitted)
+        return Choice(verdict, kernels.finite_rows(logits_RV)), emitted
+
+    def _chosen(self, of: PartToVerify, states_RD: Tensor) -> Choice:
+        choose, paths = self.model.kernels.choose, None
+        if of.sampling.needs_history:
+            paths = committed_paths(self.texts_SL, of.texts, self.longest, of.sampling)
+        if of.sampling.needs_history or self.model.vocabulary.group.size > 1:
+            # Graphs have one shape, and texts grow. Ranks that share the vocabulary wait for each
+            # other in between.
+            choose = choose_by_parts
+        choosing = _Choosing(self.model, self.verifier, paths)
+        rows = states_RD, of.drafts, of.sampling, of.texts.num_tokens_B
+        verdict, is_finite_R = choose(choosing, *rows)
+        # The results of a graph hold until its next call.
+        return Choice(verdict.widened(self.width).copied(), is_finite_R.clone())
 
 
 def joined(parts: Sequence[Verified]) -> Verified:
     """Join the verdicts on all parts, in order."""
-    sizes = [len(one.verdict.num_emitted_B) for one in parts]
-    return Verified(
-        Verdict.joined([one.verdict for one in parts]),
-        torch.cat([one.is_finite_R for one in parts]),
-        concatenated_rows([one.emitted for one in parts], sizes),
-    )
+    choices, emitted = zip(*parts, strict=True)
+    verdicts, are_finite = zip(*choices, strict=True)
+    sizes = [len(verdict.num_emitted_B) for verdict in verdicts]
+    choice = Choice(Verdict.joined(verdicts), torch.cat(are_finite))
+    return choice, concatenated_rows(emitted, sizes)

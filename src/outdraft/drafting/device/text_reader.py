@@ -23,6 +23,7 @@ from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import RowBatch, Span, to_device
 from outdraft.drafting.device.asks import DraftModelAsk, StateWindow, TargetStates
 from outdraft.kernels.draft_ops import UnreadTexts
+from outdraft.kernels.torch.rows import read_token_ids
 from outdraft.kv.cache import KVCache
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ class TextReader:
         drafts, places_T, *sent_extra = placed.extra
         if unread.num_skipped:
             placed = _in_the_text(placed, unread, device)
-        ids_T = network.kernels.read_token_ids(
+        ids_T = read_token_ids(
             unread.token_ids_SL,
             drafts.view(len(spans), width),
             placed.state_index_T,

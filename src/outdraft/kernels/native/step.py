@@ -95,11 +95,7 @@ class NativeRows:
     def __init__(self, library: Library) -> None:
         self._library = library
         self._place_rows = library.function("place_rows")
-        self._shape_rows = library.function("shape_rows")
-        self._place_states = library.function("place_states")
         self._copy_rows = library.function("copy_rows")
-        self._read_token_ids = library.function("read_token_ids")
-        self._append_token_ids = library.function("append_token_ids")
 
     def place_rows(
         self,
@@ -113,31 +109,6 @@ class NativeRows:
         self._place_rows(counts, arrays.numbers, arrays.block_table, arrays.placed)
         return arrays.rows()
 
-    def shape_rows(
-        self,
-        parents_BN: Tensor,
-        draft_index_T: Tensor,
-        positions_T: Tensor,
-        ancestors_T: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        shaped = positions_T.clone(), ancestors_T.clone()
-        self._shape_rows(
-            len(draft_index_T), parents_BN.shape[1], parents_BN, draft_index_T, *shaped
-        )
-        return shaped
-
-    def place_states(
-        self, rows: RowBatch, kept_rows_BN: Tensor, row_len: int, window: int
-    ) -> StatePlaces:
-        num_works = len(rows.context_lens_B)
-        places = _blank_places(num_works, len(rows.state_index_T))
-        self._place_states(
-            *(num_works, *kept_rows_BN.shape, row_len, window),
-            *(rows.query_start_B1, rows.context_lens_B, rows.num_causal_B),
-            *(rows.state_index_T, rows.root_rows_B, kept_rows_BN, *places),
-        )
-        return places
-
     def copy_rows(
         self,
         to_ND: Tensor,
@@ -150,19 +121,6 @@ class NativeRows:
         assert listed_R is not None
         row_bytes = to_ND.shape[1] * to_ND.element_size()
         self._copy_rows(len(listed_R), row_bytes, to_ND, places_R, from_TD, rows_R)
-
-    def read_token_ids(
-        self, texts_SL: Tensor, drafts_BN: Tensor, state_index_T: Tensor, draft_index_T: Tensor
-    ) -> Tensor:
-        ids_T = torch.empty_like(state_index_T)
-        self._read_token_ids(len(ids_T), texts_SL, drafts_BN, state_index_T, draft_index_T, ids_T)
-        return ids_T
-
-    def append_token_ids(
-        self, texts_SL: Tensor, state_rows_B: Tensor, starts_B: Tensor, token_ids_BN: Tensor
-    ) -> None:
-        sizes = *token_ids_BN.shape, texts_SL.shape[1]
-        self._append_token_ids(*sizes, texts_SL, state_rows_B, starts_B, token_ids_BN)
 
 
 class NativeStep:

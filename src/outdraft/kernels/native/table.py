@@ -33,11 +33,7 @@ def native_host_kernels(library: Library, others: Kernels, *, is_cpu: bool) -> K
     return replace(
         kernels,
         place_level=NativeDrafting(library).place_level,
-        shape_rows=rows.shape_rows,
-        place_states=rows.place_states,
         copy_rows=rows.copy_rows,
-        read_token_ids=rows.read_token_ids,
-        append_token_ids=rows.append_token_ids,
     )
 
 
