@@ -175,7 +175,7 @@ class NativeStep:
             row_len=task.token_ids_SL.shape[1],
             are_shaped=task.are_shaped,
             states_of=task.states_of,
-            taps=task.taps,
+            taps=task.taps or None,
             num_taps=len(task.taps),
             window=task.window,
             tapped=tapped_TKD,
