@@ -202,7 +202,8 @@ OUTDRAFT_EXPORT void verify(int64_t num_requests, int64_t width, int64_t size, c
                               probs + start * size};
     const outdraft::Judge judge{logits, size, seeds[b], num_tokens[b], is_greedy[b]};
     const outdraft::Path path{emitted + b * (width + 1), rows + start};
-    const bool has_sampled = std::any_of(tree.is_sampled, tree.is_sampled + tree.num_drafts,
+    const bool has_sampled = is_sampled != nullptr &&
+                             std::any_of(tree.is_sampled, tree.is_sampled + tree.num_drafts,
                                          [](bool one) { return one; });
     if (rule == static_cast<int64_t>(Rule::kMatch) || !draws[b] || !has_sampled) {
       num_emitted[b] = match_tree(tree, path, [&](int64_t row, int64_t depth) {

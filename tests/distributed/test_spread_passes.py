@@ -24,7 +24,7 @@ from outdraft.drafting.device.asks import DraftModelAsk
 from outdraft.drafting.device.network_drafter import DraftNetwork, NetworkDrafter
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.choose import choose_kernels, has_library
-from outdraft.kernels.draft_ops import ModelDrafts
+from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.native.decoder import NativeDecoder
 from outdraft.kernels.torch.decoder import TorchDecoder
 from outdraft.kv.cache import KVCache
@@ -320,7 +320,7 @@ def networks(
     return on_ranks(2, 2, network)
 
 
-Proposed = tuple[ModelDrafts, dict[str, int], dict[str, int]]  # and calls and bytes
+Proposed = tuple[DraftBatch, dict[str, int], dict[str, int]]  # and calls and bytes
 
 
 def propose(networks: Sequence[OnRank], case: Case, *, is_whole: bool) -> list[Proposed]:

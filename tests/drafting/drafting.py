@@ -8,9 +8,9 @@ from torch import Tensor
 
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.asks import DraftModelAsk
+from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.data.sampling import SamplingBatch
-from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kernels.torch import noise
 from tests.reference.processors import probabilities, processed_logits
 from tests.sampling_batches import batch_of_params
@@ -74,7 +74,7 @@ def slow_drafts(
 
 
 def check_drafts(
-    made: ModelDrafts,
+    made: DraftBatch,
     asks: Sequence[DraftModelAsk],
     chosen: Sequence[int],
     next_logits: Sequence[NextLogits],
@@ -84,24 +84,24 @@ def check_drafts(
 ) -> None:
     """Every request's drafts are those that it gets alone."""
     most = max(ask.num_drafts for ask in asks)
-    assert made.token_ids_BK.shape == (len(asks), most)
+    assert made.token_ids_BN.shape == (len(asks), most)
     assert made.is_chain
-    assert torch.equal(made.parents_BK, torch.arange(most).expand(len(asks), -1))
+    assert torch.equal(made.parents_BN, torch.arange(most).expand(len(asks), -1))
     assert made.num_drafts_B.tolist() == [ask.num_drafts for ask in asks]
     is_sampled = [not PARAMS[request].is_greedy and request not in seeded for request in chosen]
     assert made.all_sampled == all(is_sampled)
-    assert (made.probs_BKV is not None) == any(is_sampled)
+    assert (made.probs_BNV is not None) == any(is_sampled)
     for row, (ask, request, logits) in enumerate(zip(asks, chosen, next_logits, strict=True)):
         ids, probs = slow_drafts(logits, ask, request, shares_noise=request in seeded)
         padding = [-1] * (most - ask.num_drafts)
-        assert made.token_ids_BK[row].tolist() == ids + padding
-        if made.probs_BKV is None or made.is_sampled_BK is None:
+        assert made.token_ids_BN[row].tolist() == ids + padding
+        if made.probs_BNV is None or made.is_sampled_BN is None:
             continue
         assert (
-            made.is_sampled_BK[row, : ask.num_drafts].tolist() == [is_sampled[row]] * ask.num_drafts
+            made.is_sampled_BN[row, : ask.num_drafts].tolist() == [is_sampled[row]] * ask.num_drafts
         )
         if is_sampled[row]:
-            got = made.probs_BKV[row, : ask.num_drafts]
+            got = made.probs_BNV[row, : ask.num_drafts]
             assert got.dtype is torch.float32
             torch.testing.assert_close(got, torch.tensor(probs), rtol=0, atol=tolerance)
 

@@ -114,7 +114,6 @@ class Decoding:
             token_ids_BN=path_BK,
             probs_BNV=torch.stack(probs, 1),
             is_sampled_BN=torch.ones_like(path_BK, dtype=torch.bool),
-            any_sampled=True,
             all_sampled=True,
         )
 

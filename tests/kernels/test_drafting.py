@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from outdraft.core.draft import MAX_DRAFTS, TreeShape
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.grower import KnownLevels, grow
-from outdraft.kernels.draft_ops import DraftStart, Growth, LevelTask, ModelDrafts, StopRules
+from outdraft.kernels.data.drafts import DraftBatch
+from outdraft.kernels.draft_ops import DraftStart, Growth, LevelTask, StopRules
 from outdraft.kernels.ops import Kernels
 from tests.kernels.comparisons import Case
 from tests.sampling_batches import batch_of_params
@@ -90,7 +91,7 @@ def stop_rules(case: Case, num_requests: int, depth: int) -> StopRules:
     )
 
 
-def compare_stops(rules: StopRules, ours: ModelDrafts, theirs: ModelDrafts) -> None:
+def compare_stops(rules: StopRules, ours: DraftBatch, theirs: DraftBatch) -> None:
     """The same lengths, where no survival is so near to the price that rounding may decide."""
     assert ours.margins_BL is not None
     assert theirs.margins_BL is not None
@@ -121,7 +122,7 @@ def compare_grow(case: Case) -> None:
     num_drafts_B = torch.tensor(rng.integers(1, shape.num_rows + 1, len(params)))
     levels = KnownLevels(torch.tensor(rng.normal(0, 2, (len(params), shape.depth, size))).float())
 
-    def grown(kernels: Kernels) -> ModelDrafts:
+    def grown(kernels: Kernels) -> DraftBatch:
         fewest = int(num_drafts_B.min())
         counts = num_tokens_B, num_drafts_B
         growth = Growth(kernels, shape, *counts, fewest, sampling, samples=True, stops=rules)
@@ -133,31 +134,31 @@ def compare_grow(case: Case) -> None:
     ours, theirs = grown(case.kernels), grown(case.reference)
     if rules is not None:
         compare_stops(rules, ours, theirs)
-        ours = without_last_levels(ours, theirs.token_ids_BK.shape[1])
-    assert torch.equal(ours.token_ids_BK, theirs.token_ids_BK)
-    is_draft_BK = theirs.token_ids_BK >= 0
+        ours = without_last_levels(ours, theirs.token_ids_BN.shape[1])
+    assert torch.equal(ours.token_ids_BN, theirs.token_ids_BN)
+    is_draft_BK = theirs.token_ids_BN >= 0
     assert torch.equal(is_draft_BK.sum(1), theirs.num_drafts_B)
-    assert torch.equal(ours.parents_BK[is_draft_BK], theirs.parents_BK[is_draft_BK])
-    assert ours.is_sampled_BK is not None
-    assert theirs.is_sampled_BK is not None
-    is_drawn_BK = theirs.is_sampled_BK & is_draft_BK
-    assert torch.equal(ours.is_sampled_BK & is_draft_BK, is_drawn_BK)
-    assert ours.probs_BKV is not None
-    assert theirs.probs_BKV is not None
-    torch.testing.assert_close(ours.probs_BKV[is_drawn_BK], theirs.probs_BKV[is_drawn_BK])
+    assert torch.equal(ours.parents_BN[is_draft_BK], theirs.parents_BN[is_draft_BK])
+    assert ours.is_sampled_BN is not None
+    assert theirs.is_sampled_BN is not None
+    is_drawn_BK = theirs.is_sampled_BN & is_draft_BK
+    assert torch.equal(ours.is_sampled_BN & is_draft_BK, is_drawn_BK)
+    assert ours.probs_BNV is not None
+    assert theirs.probs_BNV is not None
+    torch.testing.assert_close(ours.probs_BNV[is_drawn_BK], theirs.probs_BNV[is_drawn_BK])
 
 
-def without_last_levels(chains: ModelDrafts, num_levels: int) -> ModelDrafts:
+def without_last_levels(chains: DraftBatch, num_levels: int) -> DraftBatch:
     """Without levels that no request has."""
-    assert chains.probs_BKV is not None
-    assert chains.is_sampled_BK is not None
-    assert (chains.token_ids_BK[:, num_levels:] == -1).all()
+    assert chains.probs_BNV is not None
+    assert chains.is_sampled_BN is not None
+    assert (chains.token_ids_BN[:, num_levels:] == -1).all()
     return replace(
         chains,
-        token_ids_BK=chains.token_ids_BK[:, :num_levels],
-        parents_BK=chains.parents_BK[:, :num_levels],
-        probs_BKV=chains.probs_BKV[:, :num_levels],
-        is_sampled_BK=chains.is_sampled_BK[:, :num_levels],
+        token_ids_BN=chains.token_ids_BN[:, :num_levels],
+        parents_BN=chains.parents_BN[:, :num_levels],
+        probs_BNV=chains.probs_BNV[:, :num_levels],
+        is_sampled_BN=chains.is_sampled_BN[:, :num_levels],
     )
 
 

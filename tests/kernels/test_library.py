@@ -81,7 +81,7 @@ def test_a_library_is_stale_as_soon_as_one_byte_of_it_is_from_other_sources(tmp_
 
 
 @pytest.mark.parametrize("name", usable_instruction_sets())
-@pytest.mark.parametrize("missing", ["interface", "place_rows, shape", "num_sampling"])
+@pytest.mark.parametrize("missing", ["interface", "place_rows, copy", "num_sampling"])
 def test_a_library_of_another_version_is_refused(tmp_path, name, missing):
     """It describes nothing, or lacks a function or a field of a struct."""
     made = (build_kernels.LIBRARIES / f"outdraft-{name}.so").read_bytes()

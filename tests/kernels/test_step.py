@@ -148,7 +148,6 @@ class Step:
             batch,
             probs_BNV=(2 * logits_BNV).softmax(2),
             is_sampled_BN=batch.is_draft_BN.clone(),
-            any_sampled=True,
             sampled_trees=not batch.is_chain,
         )
 

@@ -69,8 +69,7 @@ class Step:
             token_ids_BN=token_ids_BN,
             # What nobody may read: the padding, and what belongs to deterministic drafts.
             probs_BNV=probs_BNV.masked_fill(~is_sampled_BN[:, :, None], torch.nan),
-            is_sampled_BN=is_sampled_BN | ~drafts.is_draft_BN,
-            any_sampled=bool(is_sampled_BN.any()),
+            is_sampled_BN=is_sampled_BN | ~drafts.is_draft_BN if is_sampled_BN.any() else None,
             sampled_trees=sampled_trees,
         )
         self.sampling = batch_of_params(
@@ -271,7 +270,6 @@ def test_the_longest_draft_is_walked_to_its_end():
         drafts,
         probs_BNV=torch.eye(5)[tokens[:63]][None],
         is_sampled_BN=torch.ones(1, 63, dtype=torch.bool),
-        any_sampled=True,
     )
     sampling = batch_of_params([SamplingParams()], seeds=[3], vocab_size=5, device="cpu")
     logits_RV = torch.eye(5)[tokens].log()

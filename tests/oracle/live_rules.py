@@ -13,8 +13,8 @@ from outdraft.core.plan import DraftChoice, StepResult
 from outdraft.core.request import ScheduledStep
 from outdraft.drafting.device.asks import DraftModelAsk
 from outdraft.engine.llm import LLM
+from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.data.sampling import SamplingBatch
-from outdraft.kernels.draft_ops import ModelDrafts
 from tests.reference.live_stop import live_lengths
 
 SHARE = 0.8  # of the chains that get a rule
@@ -95,7 +95,7 @@ class ComparedRules(RandomRules):
         token_ids_SL: Tensor,
         sampling: SamplingBatch,
         num_host_rows: int = 0,
-    ) -> ModelDrafts:
+    ) -> DraftBatch:
         """Every chain is the beginning of the one without a rule, as long as the rule says."""
         every = [self._with_all_margins(ask) for ask in asks]
         whole = self._propose(every, token_ids_SL, sampling)
@@ -109,8 +109,8 @@ class ComparedRules(RandomRules):
             return made
         assert made.num_drafts_B.tolist() == lengths
         for b, (length, margins) in enumerate(zip(lengths, looked, strict=True)):
-            own = made.token_ids_BK[b]
-            assert torch.equal(own[:length], whole.token_ids_BK[b, :length])
+            own = made.token_ids_BN[b]
+            assert torch.equal(own[:length], whole.token_ids_BN[b, :length])
             assert (own[length:] == -1).all()
             if made.margins_BL is not None:
                 row = made.margins_BL[b]

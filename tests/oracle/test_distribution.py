@@ -25,7 +25,7 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.asks import DraftModelAsk
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.engine.llm import LLM
-from outdraft.kernels.draft_ops import ModelDrafts
+from outdraft.kernels.data.drafts import DraftBatch
 from tests.models.checkpoints import llama, randomised, save
 from tests.oracle.changing_lengths import ChangingLengths
 from tests.oracle.heads import random_head
@@ -298,11 +298,11 @@ def test_chains_that_end_before_unlikely_drafts_are_caught(
     assert p_value(counts(checkpoints, CASES[case]), exact(checkpoints)) < ALPHA
 
 
-def ruled(propose: Callable[..., ModelDrafts], num_drafts: list[int]) -> Callable[..., ModelDrafts]:
+def ruled(propose: Callable[..., DraftBatch], num_drafts: list[int]) -> Callable[..., DraftBatch]:
     """Every request has a live rule."""
     stop = LiveStop((1.0, 0.8, 0.6), (0.4, 0.8, 0.8), 0.3)
 
-    def wrapped(self: DeviceProposer, asks: Sequence[DraftModelAsk], *rest: Any) -> ModelDrafts:
+    def wrapped(self: DeviceProposer, asks: Sequence[DraftModelAsk], *rest: Any) -> DraftBatch:
         drafts = propose(self, [structs.replace(ask, stop=stop) for ask in asks], *rest)
         num_drafts.extend(drafts.num_drafts_B.tolist())
         return drafts
@@ -310,19 +310,19 @@ def ruled(propose: Callable[..., ModelDrafts], num_drafts: list[int]) -> Callabl
     return wrapped
 
 
-def cut_by_drawn(propose: Callable[..., ModelDrafts]) -> Callable[..., ModelDrafts]:
+def cut_by_drawn(propose: Callable[..., DraftBatch]) -> Callable[..., DraftBatch]:
     """Chains without their first draft of a probability below 1/4, and what stands behind it."""
 
-    def wrapped(*args: Any) -> ModelDrafts:
+    def wrapped(*args: Any) -> DraftBatch:
         drafts = propose(*args)
-        if drafts.probs_BKV is None:
+        if drafts.probs_BNV is None:
             return drafts
-        ids_BK = drafts.token_ids_BK
-        own_BK = drafts.probs_BKV.gather(2, ids_BK.clamp_min(0)[:, :, None])[:, :, 0]
+        ids_BK = drafts.token_ids_BN
+        own_BK = drafts.probs_BNV.gather(2, ids_BK.clamp_min(0)[:, :, None])[:, :, 0]
         stays_BK = ((own_BK >= 0.25) & (ids_BK >= 0)).long().cumprod(1).bool()
         return replace(
             drafts,
-            token_ids_BK=ids_BK.masked_fill(~stays_BK, -1),
+            token_ids_BN=ids_BK.masked_fill(~stays_BK, -1),
             num_drafts_B=stays_BK.sum(1),
             margins_BL=own_BK,
         )
@@ -330,15 +330,15 @@ def cut_by_drawn(propose: Callable[..., ModelDrafts]) -> Callable[..., ModelDraf
     return wrapped
 
 
-def lying(propose: Callable[..., ModelDrafts]) -> Callable[..., ModelDrafts]:
+def lying(propose: Callable[..., DraftBatch]) -> Callable[..., DraftBatch]:
     """Drafts that claim to come from a distribution with sharper peaks."""
 
-    def wrapped(*args: Any) -> ModelDrafts:
+    def wrapped(*args: Any) -> DraftBatch:
         drafts = propose(*args)
-        if drafts.probs_BKV is None:
+        if drafts.probs_BNV is None:
             return drafts
-        sharper_BKV = drafts.probs_BKV**4
+        sharper_BKV = drafts.probs_BNV**4
         told_BKV = sharper_BKV / sharper_BKV.sum(2, keepdim=True)
-        return replace(drafts, probs_BKV=told_BKV)
+        return replace(drafts, probs_BNV=told_BKV)
 
     return wrapped

@@ -17,7 +17,8 @@ from outdraft.core.sampling import SamplingParams, SpeculationParams
 from outdraft.drafting.device.asks import DraftModelAsk
 from outdraft.drafting.device.self_drafter import SelfDrafter
 from outdraft.engine.llm import LLM
-from outdraft.kernels.draft_ops import Growth, ModelDrafts
+from outdraft.kernels.data.drafts import DraftBatch
+from outdraft.kernels.draft_ops import Growth
 from outdraft.loading.models import load_models
 from outdraft.runner.model_runner import ModelRunner
 from tests.oracle.engines import (
@@ -72,7 +73,7 @@ class Watched:
 
     def draft(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: torch.Tensor, growth: Growth
-    ) -> ModelDrafts:
+    ) -> DraftBatch:
         cache = self._llm.engine.runner.cache
         before = [(layer.k_PSGC.clone(), layer.v_PSGE.clone()) for layer in cache.layers]
         drafts = self._draft(asks, token_ids_SL, growth)
@@ -200,7 +201,7 @@ def test_only_steps_with_drafts_look_at_what_was_attended_to(drafts: int):
         looked[0] += 1
         return block_mass(*args)
 
-    def watched(asks: Sequence[DraftModelAsk], *others: Any) -> ModelDrafts:
+    def watched(asks: Sequence[DraftModelAsk], *others: Any) -> DraftBatch:
         drafting[0] += 1
         return draft(asks, *others)
 

@@ -269,10 +269,10 @@ def test_each_rank_draws_for_its_part_and_what_it_drew_from_stays_there(draft_si
 def _counted(propose: Any, numbers: list[int]) -> Any:
     def wrapped(asks: Any, *rest: Any) -> Any:
         made = propose(asks, *rest)
-        probs_BKV, group, counts = made.probs_BKV, rest[-1].group, rest[-1].counts
+        probs_BNV, group, counts = made.probs_BNV, rest[-1].group, rest[-1].counts
         assert sum(counts) == len(asks)
         numbers.append(counts[group.rank])
-        assert (0 if probs_BKV is None else len(probs_BKV)) == numbers[-1]
+        assert (0 if probs_BNV is None else len(probs_BNV)) == numbers[-1]
         return made
 
     return wrapped

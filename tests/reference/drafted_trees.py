@@ -106,7 +106,6 @@ def as_batch(trees, vocab_size):
         drafts,
         probs_BNV=probs_BNV,
         is_sampled_BN=is_sampled_BN,
-        any_sampled=True,
         is_chain=False,
         sampled_trees=True,
     )

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from outdraft.core.sampling import SamplingParams
+from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.data.sampling import SamplingBatch
-from outdraft.kernels.draft_ops import Frontier, ModelDrafts
+from outdraft.kernels.draft_ops import Frontier
 from tests.sampling_batches import batch_of_params
 
 
@@ -96,23 +97,23 @@ def prefixes(token_ids: Sequence[int], parents: Sequence[int]) -> list[tuple[int
 
 
 def walk_trees(
-    drafts: ModelDrafts, model: TabledModel, rng: np.random.Generator, length: int
+    drafts: DraftBatch, model: TabledModel, rng: np.random.Generator, length: int
 ) -> np.ndarray:
     """int64 [B, length]: the first tokens that traversal verification (arXiv 2505.12398) emits with
     this target, decoded on with the target where it emits fewer. Drafts of -1 are no rows."""
-    assert drafts.probs_BKV is not None
-    assert drafts.is_sampled_BK is not None
+    assert drafts.probs_BNV is not None
+    assert drafts.is_sampled_BN is not None
     tables = [logits_XV.double().softmax(1).numpy() for logits_XV in model.logits_XV]
-    token_ids_BK = drafts.token_ids_BK.numpy()
-    parents_BK = np.where(token_ids_BK >= 0, drafts.parents_BK.numpy(), -1)
-    one_hot_BKV = np.eye(model.vocab_size)[token_ids_BK]
-    is_sampled_BK1 = drafts.is_sampled_BK.numpy()[:, :, None]
-    q_BKV = np.where(is_sampled_BK1, drafts.probs_BKV.double().numpy(), one_hot_BKV)
-    emitted = np.full((len(token_ids_BK), len(tables) + 1), -1)
-    shapes, shape_of_B = np.unique(parents_BK, axis=0, return_inverse=True)
+    token_ids_BN = drafts.token_ids_BN.numpy()
+    parents_BN = np.where(token_ids_BN >= 0, drafts.parents_BN.numpy(), -1)
+    one_hot_BKV = np.eye(model.vocab_size)[token_ids_BN]
+    is_sampled_BK1 = drafts.is_sampled_BN.numpy()[:, :, None]
+    q_BKV = np.where(is_sampled_BK1, drafts.probs_BNV.double().numpy(), one_hot_BKV)
+    emitted = np.full((len(token_ids_BN), len(tables) + 1), -1)
+    shapes, shape_of_B = np.unique(parents_BN, axis=0, return_inverse=True)
     for number, parents_K in enumerate(shapes):
         at = np.flatnonzero(shape_of_B.ravel() == number)
-        emitted[at] = _traverse(parents_K.tolist(), token_ids_BK[at], q_BKV[at], tables, rng)
+        emitted[at] = _traverse(parents_K.tolist(), token_ids_BN[at], q_BKV[at], tables, rng)
     prefix_B = np.zeros(len(emitted), np.int64)
     for place in range(length):
         next_B = _sample(tables[place][prefix_B], rng)
@@ -123,15 +124,15 @@ def walk_trees(
 
 def _traverse(
     parents: list[int],
-    token_ids_BK: np.ndarray,
+    token_ids_BN: np.ndarray,
     q_BKV: np.ndarray,
     tables: list[np.ndarray],
     rng: np.random.Generator,
 ) -> np.ndarray:
     """int64 [B, depth + 1]: what trees of one shape emit, then -1. All of them visit all rows; what
     a tree emits is settled by the first row that stops."""
-    every_B = np.arange(len(token_ids_BK))
-    emitted = np.full((len(token_ids_BK), len(tables) + 1), -1)
+    every_B = np.arange(len(token_ids_BN))
+    emitted = np.full((len(token_ids_BN), len(tables) + 1), -1)
 
     def visit(row: int, path: list[np.ndarray], weight_B: np.ndarray) -> None:
         prefix_B = np.zeros(len(every_B), np.int64)
@@ -141,7 +142,7 @@ def _traverse(
         for child, parent in enumerate(parents):
             if parent != row:
                 continue
-            token_B, q_BV = token_ids_BK[:, child], q_BKV[:, child]
+            token_B, q_BV = token_ids_BN[:, child], q_BKV[:, child]
             ratio_B = left_BV[every_B, token_B] / q_BV[every_B, token_B]
             visit(child + 1, [*path, token_B], np.minimum(weight_B * ratio_B, 1))
             refused_BV = np.maximum(weight_B[:, None] * left_BV - q_BV, 0)

@@ -10,6 +10,7 @@ from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.plan import Admission, DraftChoice, TokenRules, Work
 from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.data.drafts import DraftBatch
+from outdraft.kernels.torch.rows import append_token_ids
 from outdraft.runner.state import DeviceState, RequestSlot, StepTexts
 from outdraft.runner.step_rows import step_spans
 from tests.row_batches import row_batch
@@ -107,7 +108,7 @@ def test_every_row_stands_where_a_loop_over_the_works_says(batch):
 def test_emitted_tokens_follow_the_text_and_padding_goes_nowhere():
     state = DeviceState(3, 8, CPU)
     emitted = torch.tensor([[7, 8, -1], [9, -1, -1]])
-    state.append(torch.tensor([2, 0]), torch.tensor([5, 1]), emitted)
+    append_token_ids(state.token_ids_SL, torch.tensor([2, 0]), torch.tensor([5, 1]), emitted)
     want = torch.zeros(3, 8, dtype=torch.int64)
     want[2, 5], want[2, 6], want[0, 1] = 7, 8, 9
     assert torch.equal(state.token_ids_SL[:, :8], want)

@@ -54,7 +54,6 @@ def emitted(rule, target, proposer, chains, lengths_B):
         probs_BNV=q_BNV,
         is_sampled_BN=torch.ones(len(chains), depth, dtype=torch.bool),
         num_drafts_B=lengths_B,
-        any_sampled=True,
     )
     is_row_R = (torch.arange(depth + 1) <= lengths_B[:, None]).flatten()
     return chains_emit(rule, drafts, p_RV[is_row_R].log(), weights_of(proposer, chains))

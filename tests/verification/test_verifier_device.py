@@ -38,7 +38,6 @@ def step(device, method, params=EVERYTHING, sampled_trees=False):
         DraftBatch.from_drafts(trees, device),
         probs_BNV=torch.rand(3, 3, VOCAB, generator=generator).softmax(2).to(device),
         is_sampled_BN=torch.tensor([False, True, False])[:, None].expand(3, 3).to(device),
-        any_sampled=True,
         sampled_trees=sampled_trees,
     )
     greedy = replace(params, temperature=0.0)

@@ -63,7 +63,6 @@ class OneTree:
             is_chain=False,
             probs_BNV=probs_NV.expand(num, -1, -1),
             is_sampled_BN=is_sampled_N.expand(num, -1),
-            any_sampled=True,
             sampled_trees=True,
         )
         sampling = batch_of_params(
@@ -114,7 +113,7 @@ def drawn_trees(decoding):
     num, parents = decoding.num_requests, [parent for parent, _ in LAYOUT]
     layout = Draft((0,) * len(LAYOUT), tuple(parents))
     drafts = DraftBatch.from_drafts([layout] * num, "cpu")
-    drafts = replace(drafts, any_sampled=True, sampled_trees=True)
+    drafts = replace(drafts, sampled_trees=True)
     probs, marks, depths = [], [], [0]
     children = {}  # row: its tokens so far, which it does not have again
     for at, (parent, is_sampled) in enumerate(LAYOUT):

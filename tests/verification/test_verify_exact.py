@@ -52,7 +52,6 @@ def every_chain(target, proposer, length, is_fixed=lambda _: False):
         DraftBatch.from_drafts([Draft.chain(s) for s in sequences], "cpu"),
         probs_BNV=q_BNV.masked_fill(is_fixed_BN[:, :, None], torch.nan),
         is_sampled_BN=~is_fixed_BN,
-        any_sampled=True,
     )
     weights = [np.prod([share(s[:i], x) for i, x in enumerate(s)]) for s in sequences]
     return drafts, p_RV.log(), weights

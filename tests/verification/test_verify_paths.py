@@ -163,7 +163,6 @@ def test_of_chains_the_rules_are_token_level_and_block_verification_coin_by_coin
         ),
         probs_BNV=torch.tensor(q, dtype=dtype),
         is_sampled_BN=torch.ones(num, width, dtype=torch.bool),
-        any_sampled=True,
     )
     is_row_BN1 = torch.arange(width + 1) <= drafts.num_drafts_B[:, None]
     verify = reject_tokens if rule == "tokens" else traverse

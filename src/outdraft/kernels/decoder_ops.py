@@ -19,7 +19,7 @@ from outdraft.attention.rows import RowBatch, Span
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
 from outdraft.kernels.data.sampling import SamplingBatch
-from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
+from outdraft.kernels.draft_ops import BlockSpec, Growth, UnreadTexts
 from outdraft.kernels.products import EmbeddingTable, Product
 
 
@@ -220,7 +220,7 @@ class FusedPasses(Protocol):
         """
         ...
 
-    def draft(self, unread: UnreadTexts, growth: Growth) -> ModelDrafts:
+    def draft(self, unread: UnreadTexts, growth: Growth) -> DraftBatch:
         """Read the rest of texts, and continue them with drafts.
 
         drafting/device/network_drafter.py makes the same draft level by level.
@@ -229,7 +229,7 @@ class FusedPasses(Protocol):
 
     def draft_block(
         self, spec: BlockSpec, unread: UnreadTexts, growth: Growth
-    ) -> ModelDrafts | None:
+    ) -> DraftBatch | None:
         """Write the context of the rest of texts, and draft by one pass over blocks; None: not in
         one call. drafting/device/block_drafter.py does the same.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from outdraft.attention.rows import Span
 from outdraft.core.draft import TreeShape
 from outdraft.distributed.group import ALL_HERE, RequestShares
+from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.products import Product
 from outdraft.kv.cache import LayerCache
@@ -223,69 +224,7 @@ class DraftStart:
     num_skipped_B: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ModelDrafts:
-    """One tree per ask.
-
-    Attributes:
-        token_ids_BK: int64; -1 past the drafts of a request.
-        parents_BK: int64; row that each draft continues, as in `Draft`. Row 0 is the last token
-            before the drafts.
-        num_drafts_B: int64; as many as each request wanted, or fewer where a live rule ended it.
-        probs_BKV: float32, what sampled drafts were drawn from; None if all are deterministic.
-        is_sampled_BK: bool, which drafts were drawn from probs_BKV; None with it.
-        is_chain: known on the host: all trees are chains.
-        all_sampled: known on the host: of every request some were, if it has any.
-        margins_BL: float32, of each level that a live rule looked at, then NaN; None: there was no
-            rule. A rule looks at one level more than it lets a request draft, if it ends it.
-            Here and in the tensors of drafts the last levels may be left out if no request has
-            them.
-    """
-
-    token_ids_BK: Tensor
-    parents_BK: Tensor
-    num_drafts_B: Tensor
-    probs_BKV: Tensor | None = None
-    is_sampled_BK: Tensor | None = None
-    is_chain: bool = False
-    all_sampled: bool = False
-    margins_BL: Tensor | None = None
-
-    @classmethod
-    def joined(cls, parts: Sequence["ModelDrafts"]) -> "ModelDrafts":
-        """Join the asks of all parts, in order."""
-
-        def columns(name: str, padding: float) -> Tensor | None:
-            there: list[Tensor | None] = [getattr(part, name) for part in parts]
-            width = max([0 if one is None else one.shape[1] for one in there])
-            first = next((one for one in there if one is not None), None)
-            if first is None:
-                return None
-            shape = sum(len(part.num_drafts_B) for part in parts), width, *first.shape[2:]
-            whole, row = first.new_full(shape, padding), 0
-            for part, one in zip(parts, there, strict=True):
-                end = row + len(part.num_drafts_B)
-                if one is not None:
-                    whole[row:end, : one.shape[1]] = one
-                row = end
-            return whole
-
-        token_ids_BK, parents_BK = columns("token_ids_BK", -1), columns("parents_BK", 0)
-        assert token_ids_BK is not None
-        assert parents_BK is not None
-        return cls(
-            token_ids_BK,
-            parents_BK,
-            torch.cat([part.num_drafts_B for part in parts]),
-            columns("probs_BKV", 0),
-            columns("is_sampled_BK", False),
-            is_chain=all(part.is_chain for part in parts),
-            all_sampled=all(part.all_sampled for part in parts),
-            margins_BL=columns("margins_BL", torch.nan),
-        )
-
-
-DraftGrower = Callable[[TreeLevels, Growth], ModelDrafts]
+DraftGrower = Callable[[TreeLevels, Growth], DraftBatch]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,6 @@ from outdraft.kernels.draft_ops import (
     DrawnLevel,
     Growth,
     LevelTask,
-    ModelDrafts,
     TreeLevels,
 )
 from outdraft.kernels.products import Experts, ExpertWeights, Gate, Product
@@ -157,7 +156,7 @@ class Kernels:
     suffix_texts: Callable[[int, float, float, int], SuffixTexts]
     place_level: Callable[[Tensor, int, Tensor, DraftStart], tuple[Tensor, Tensor, Tensor]]
     draw_level: Callable[[Tensor, Tensor, LevelTask], DrawnLevel]
-    grow: Callable[[TreeLevels, Growth, DraftGrower], ModelDrafts]
+    grow: Callable[[TreeLevels, Growth, DraftGrower], DraftBatch]
     scale_to_rms: Callable[[Tensor, float, float], Tensor]
     gumbel: Gumbel
     mask_forbidden: Callable[[Tensor, Tensor], Tensor]

@@ -17,7 +17,6 @@ from outdraft.attention.rows import to_device
 from outdraft.core.plan import NO_DRAFT, StepPlan, Work
 from outdraft.drafting.device.asks import DraftModelAsk
 from outdraft.kernels.data.drafts import DraftBatch
-from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.runner.results import HostCopy
 from outdraft.runner.state import RequestSlot, Slots
 
@@ -104,22 +103,11 @@ def host_drafts(works: Sequence[Work], device: torch.device) -> DraftBatch:
 
 
 def joined_drafts(
-    works: Sequence[Work], asked: Sequence[int], made: ModelDrafts, device: torch.device
+    works: Sequence[Work], asked: Sequence[int], made: DraftBatch, device: torch.device
 ) -> DraftBatch:
     """All drafts of a step: the network's for the requests `asked`, the host's for others."""
     if len(asked) == len(works):
-        return DraftBatch(
-            token_ids_BN=made.token_ids_BK,
-            parents_BN=made.parents_BK,
-            num_drafts_B=made.num_drafts_B,
-            probs_BNV=made.probs_BKV,
-            is_sampled_BN=_is_sampled(made.is_sampled_BK, made.token_ids_BK),
-            is_chain=made.is_chain,
-            any_sampled=made.is_sampled_BK is not None,
-            all_sampled=made.all_sampled,
-            sampled_trees=not made.is_chain,
-            margins_BL=made.margins_BL,
-        )
+        return made
     host = host_drafts(works, device)
     prob_rows = np.full(len(works), -1)
     prob_rows[asked] = np.arange(len(asked))
@@ -141,23 +129,15 @@ def joined_drafts(
         num_drafts_B[rows_M] = made.num_drafts_B
         margins_BL = made.margins_BL.new_full((len(works), made.margins_BL.shape[1]), torch.nan)
         margins_BL[rows_M] = made.margins_BL
-    is_sampled_BK = _is_sampled(made.is_sampled_BK, made.token_ids_BK)
+    is_sampled_BN = made.is_sampled_BN
     return DraftBatch(
-        token_ids_BN=merged(host.token_ids_BN, made.token_ids_BK, -1),
-        parents_BN=merged(host.parents_BN, made.parents_BK),
+        token_ids_BN=merged(host.token_ids_BN, made.token_ids_BN, -1),
+        parents_BN=merged(host.parents_BN, made.parents_BN),
         num_drafts_B=num_drafts_B,
-        probs_BNV=made.probs_BKV,
-        prob_rows_B=prob_rows_B if made.probs_BKV is not None else None,
-        is_sampled_BN=merged(None, is_sampled_BK),
+        probs_BNV=made.probs_BNV,
+        prob_rows_B=prob_rows_B if made.probs_BNV is not None else None,
+        is_sampled_BN=None if is_sampled_BN is None else merged(None, is_sampled_BN),
         is_chain=host.is_chain and made.is_chain,
-        any_sampled=made.is_sampled_BK is not None,
-        sampled_trees=not made.is_chain,
+        sampled_trees=made.sampled_trees,
         margins_BL=margins_BL,
     )
-
-
-def _is_sampled(is_sampled_BK: Tensor | None, token_ids_BK: Tensor) -> Tensor:
-    """bool [B, K]."""
-    if is_sampled_BK is not None:
-        return is_sampled_BK
-    return torch.zeros_like(token_ids_BK, dtype=torch.bool)

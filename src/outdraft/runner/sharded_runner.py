@@ -26,7 +26,6 @@ from outdraft.kernels.data.drafts import DraftBatch, Verdict
 from outdraft.kernels.data.logits import Scores, request_parts
 from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.decoder_ops import Choice, Chooser
-from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
 from outdraft.runner.drafts import draft_ask, host_drafts, joined_drafts, num_host_rows
@@ -99,7 +98,7 @@ class ShardedRunner(ModelRunner):
 
     def _made(
         self, works: Sequence[Work], slots: Sequence[RequestSlot], by_rank: Sequence[Sequence[int]]
-    ) -> ModelDrafts | None:
+    ) -> DraftBatch | None:
         """Drafts of this rank's draft group for the works that this rank verifies; None: the
         group drafts nothing.
 

@@ -21,9 +21,8 @@ from outdraft.attention.rows import to_device
 from outdraft.core.plan import Work
 from outdraft.distributed.group import RankGroup, Ranks
 from outdraft.drafting.device.asks import TargetStates
-from outdraft.kernels.data.drafts import Verdict
+from outdraft.kernels.data.drafts import DraftBatch, Verdict
 from outdraft.kernels.data.logits import Scores
-from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kernels.ops import Kernels
 from outdraft.runner.logprobs import LogprobRows
 from outdraft.runner.results import as_int64
@@ -75,7 +74,7 @@ def back_in_order(places: Sequence[int], device: torch.device) -> Tensor:
     return order
 
 
-def packed_drafts(made: ModelDrafts | None, works: Sequence[Work], device: torch.device) -> Tensor:
+def packed_drafts(made: DraftBatch | None, works: Sequence[Work], device: torch.device) -> Tensor:
     """int64 [M, C]: drafts that travel, one row of integers for each request; None: no request's.
 
     Args:
@@ -85,29 +84,31 @@ def packed_drafts(made: ModelDrafts | None, works: Sequence[Work], device: torch
     if made is None:
         return torch.zeros(0, 2 * width + 1 + num_levels, dtype=torch.int64, device=device)
     parts = [
-        _wide(made.token_ids_BK, width, -1),
-        _wide(made.parents_BK, width, 0),
+        _wide(made.token_ids_BN, width, -1),
+        _wide(made.parents_BN, width, 0),
         made.num_drafts_B[:, None],
     ]
     if num_levels:
         margins_BL = made.margins_BL
         if margins_BL is None:
-            margins_BL = torch.empty(len(made.token_ids_BK), 0, device=device)
+            margins_BL = torch.empty(len(made.token_ids_BN), 0, device=device)
         parts.append(as_int64(_wide(margins_BL, num_levels, torch.nan)))
     return torch.cat(parts, dim=1)
 
 
-def unpacked_drafts(rows_MC: Tensor, works: Sequence[Work]) -> ModelDrafts:
+def unpacked_drafts(rows_MC: Tensor, works: Sequence[Work]) -> DraftBatch:
     """The drafts of these works, without the probabilities that they were drawn from."""
     width, num_levels = _drafted_columns(works)
     sizes = [width, width, 1, num_levels]
     ids_MK, parents_MK, numbers_M1, bits_ML = rows_MC.split(sizes, dim=1)
     margins_ML = bits_ML.contiguous().view(torch.float64).float()
-    return ModelDrafts(
+    are_trees = any(work.drafts and work.drafts.is_device_tree for work in works)
+    return DraftBatch(
         ids_MK.contiguous(),
         parents_MK.contiguous(),
         numbers_M1[:, 0].contiguous(),
-        is_chain=not any(work.drafts and work.drafts.is_device_tree for work in works),
+        is_chain=not are_trees,
+        sampled_trees=are_trees,
         margins_BL=margins_ML if num_levels else None,
     )
 

@@ -15,7 +15,7 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.asks import DraftModelAsk, StateWindow
 from outdraft.drafting.device.block_drafter import BlockDrafter, num_spare_blocks
 from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.kernels.draft_ops import ModelDrafts
+from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kv.cache import KVCache
 from outdraft.models.decoder.loader import load_model
 from outdraft.models.drafters.dflash import DFlashNetwork, load_dflash
@@ -71,7 +71,7 @@ def network(
     return load_dflash(path, TargetTables(target))
 
 
-def propose(network: DFlashNetwork, case: Case) -> ModelDrafts:
+def propose(network: DFlashNetwork, case: Case) -> DraftBatch:
     """The texts are read in two parts, so that a context of the first one is there already."""
     num_spare = NUM_ROWS * num_spare_blocks(network.config.block_size, SLOTS)
     num_blocks = NUM_ROWS * BLOCKS_EACH

@@ -14,7 +14,7 @@ from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.drafting.device.asks import DraftModelAsk
 from outdraft.drafting.device.network_drafter import DraftNetwork, NetworkDrafter
 from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.kernels.draft_ops import ModelDrafts
+from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kv.cache import KVCache
 from outdraft.models.decoder import layers
 from outdraft.models.decoder.causal_lm import CausalLM
@@ -77,7 +77,7 @@ def cache_of(model: CausalLM) -> KVCache:
 
 def propose(
     network: DraftNetwork, cache: KVCache, texts_SL: Tensor, params: SamplingParams
-) -> ModelDrafts:
+) -> DraftBatch:
     asks = [
         DraftModelAsk(i, NUM_TOKENS, 0, NUM_DRAFTS, range(BLOCKS_EACH * i, BLOCKS_EACH * (i + 1)))
         for i in range(len(texts_SL))
@@ -109,12 +109,12 @@ def test_drafts_are_those_of_the_first_tokens_and_of_texts(
         chosen.learn(texts_SL.flatten().tolist())
         got = propose(mine, cache_of(model), texts_SL, params)
         wanted = propose(twin, cache_of(model), texts_SL, params)
-        assert torch.equal(got.token_ids_BK, wanted.token_ids_BK)
+        assert torch.equal(got.token_ids_BN, wanted.token_ids_BN)
         if temperature:
-            assert got.probs_BKV is not None
-            assert wanted.probs_BKV is not None
-            torch.testing.assert_close(got.probs_BKV, wanted.probs_BKV, rtol=1e-4, atol=1e-6)
-        drafted |= {*got.token_ids_BK.flatten().tolist()}
+            assert got.probs_BNV is not None
+            assert wanted.probs_BNV is not None
+            torch.testing.assert_close(got.probs_BNV, wanted.probs_BNV, rtol=1e-4, atol=1e-6)
+        drafted |= {*got.token_ids_BN.flatten().tolist()}
     assert max(drafted) >= num_first, "no token of a text was drafted"
 
 

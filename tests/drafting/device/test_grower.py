@@ -94,7 +94,7 @@ def test_a_draft_is_a_tree_of_as_many_rows_as_the_request_wants(batch):
     shape, model, temperatures, num_rows = batch
     drafts, _ = build(shape, model, temperatures, num_rows=num_rows)
     for ids, parents, count in zip(
-        drafts.token_ids_BK.tolist(), drafts.parents_BK.tolist(), num_rows, strict=True
+        drafts.token_ids_BN.tolist(), drafts.parents_BN.tolist(), num_rows, strict=True
     ):
         assert all(0 <= token < model.vocab_size for token in ids[:count])
         assert set(ids[count:]) <= {-1}
@@ -109,13 +109,13 @@ def test_a_draft_is_a_tree_of_as_many_rows_as_the_request_wants(batch):
 def test_the_children_of_a_row_are_drawn_from_what_those_before_them_leave(batch):
     shape, model, temperatures, num_rows = batch
     drafts, _ = build(shape, model, temperatures, num_rows=num_rows)
-    if drafts.is_sampled_BK is None:
+    if drafts.is_sampled_BN is None:
         assert set(temperatures) == {0.0}
         return
     for b, count in enumerate(num_rows):
-        ids = drafts.token_ids_BK[b, :count].tolist()
-        parents = drafts.parents_BK[b, :count].tolist()
-        is_drawn = drafts.is_sampled_BK[b, :count].tolist()
+        ids = drafts.token_ids_BN[b, :count].tolist()
+        parents = drafts.parents_BN[b, :count].tolist()
+        is_drawn = drafts.is_sampled_BN[b, :count].tolist()
         if temperatures[b] == 0:
             assert not any(is_drawn)
             continue
@@ -125,7 +125,7 @@ def test_the_children_of_a_row_are_drawn_from_what_those_before_them_leave(batch
             for child in children:
                 assert is_drawn[child] == (left.sum() > 0), "while there is something to draw from"
                 if is_drawn[child]:
-                    q = drafts.probs_BKV[b, child].numpy()
+                    q = drafts.probs_BNV[b, child].numpy()
                     np.testing.assert_allclose(q, left / left.sum(), atol=1e-6)
                     assert left[ids[child]] > 0
                 left[ids[child]] = 0
@@ -150,8 +150,8 @@ def test_the_rows_of_a_level_see_what_they_continue(batch):
         assert depths == tree_depths(parents)
         if temperature > 0 or shape.is_chain:
             assert len(parents) == shape.num_rows - shape.levels[-1]
-            assert parents == drafts.parents_BK[b, : len(parents)].tolist()
-            assert ids == drafts.token_ids_BK[b, : len(ids)].tolist()
+            assert parents == drafts.parents_BN[b, : len(parents)].tolist()
+            assert ids == drafts.token_ids_BN[b, : len(ids)].tolist()
 
 
 @settings(max_examples=40, deadline=None)
@@ -165,17 +165,17 @@ def test_a_tree_does_not_depend_on_the_rest_of_the_batch(batch, shares_noise):
         one = {"num_rows": [num_rows[b]], "seeds": [b], "shares_noise": [shares_noise[b]]}
         alone, _ = build(shape, model, [temperature], **one)
         draws = temperature > 0 and not shares_noise[b]
-        assert (alone.is_sampled_BK is not None) == draws
-        if together.is_sampled_BK is not None:
-            assert draws or not together.is_sampled_BK[b].any()
+        assert (alone.is_sampled_BN is not None) == draws
+        if together.is_sampled_BN is not None:
+            assert draws or not together.is_sampled_BN[b].any()
         count = num_rows[b]
-        for name in ("token_ids_BK", "parents_BK"):
+        for name in ("token_ids_BN", "parents_BN"):
             assert torch.equal(getattr(together, name)[b, :count], getattr(alone, name)[0, :count])
-        if alone.is_sampled_BK is not None:
-            is_drawn_K = alone.is_sampled_BK[0, :count]
-            assert torch.equal(together.is_sampled_BK[b, :count], is_drawn_K)
+        if alone.is_sampled_BN is not None:
+            is_drawn_K = alone.is_sampled_BN[0, :count]
+            assert torch.equal(together.is_sampled_BN[b, :count], is_drawn_K)
             for row in is_drawn_K.nonzero()[:, 0].tolist():
-                assert torch.equal(together.probs_BKV[b, row], alone.probs_BKV[0, row])
+                assert torch.equal(together.probs_BNV[b, row], alone.probs_BNV[0, row])
 
 
 def best_first(model, depth, num_rows):
@@ -196,7 +196,7 @@ def best_first(model, depth, num_rows):
 def test_greedy_trees_are_the_best_of_their_size_whatever_it_is(seed):
     model = TabledModel(seed, 3, 3)
     drafts, _ = build(TreeShape((3, 9, 27)), model, [0.0])
-    ids, parents = drafts.token_ids_BK[0].tolist(), drafts.parents_BK[0].tolist()
+    ids, parents = drafts.token_ids_BN[0].tolist(), drafts.parents_BN[0].tolist()
     weights = [
         np.prod([model.probs(path[:at])[token] for at, token in enumerate(path)])
         for path in prefixes(ids, parents)[1:]
@@ -225,7 +225,7 @@ def test_greedy_trees_keep_the_best_of_all_candidates(levels):
     drafts, _ = build(TreeShape(levels), model, [0.0])
     pool = eagle_candidates(model, levels, most=8)
     best = sorted(pool, key=lambda path: -pool[path])[: sum(levels)]
-    ours = prefixes(drafts.token_ids_BK[0].tolist(), drafts.parents_BK[0].tolist())[1:]
+    ours = prefixes(drafts.token_ids_BN[0].tolist(), drafts.parents_BN[0].tolist())[1:]
     assert ours == best
 
 
@@ -235,8 +235,8 @@ def test_a_greedy_chain_holds_the_best_token_behind_each():
     for _ in range(4):
         path.append(int(model.probs(path).argmax()))
     assert drafts.is_chain
-    assert drafts.token_ids_BK.tolist() == [path]
-    assert drafts.parents_BK.tolist() == [[0, 1, 2, 3]]
+    assert drafts.token_ids_BN.tolist() == [path]
+    assert drafts.parents_BN.tolist() == [[0, 1, 2, 3]]
 
 
 def test_what_is_drawn_has_no_say_in_its_own_level():
@@ -247,7 +247,7 @@ def test_what_is_drawn_has_no_say_in_its_own_level():
     start, num_seen = 0, []
     for level in levels:
         num_rows = level.origins_BF.shape[1]
-        is_drawn_BF = drafts.is_sampled_BK[:, start : start + num_rows]
+        is_drawn_BF = drafts.is_sampled_BN[:, start : start + num_rows]
         structure = [
             (tuple(origins), tuple(drawn))
             for origins, drawn in zip(level.origins_BF.tolist(), is_drawn_BF.tolist(), strict=True)
@@ -290,7 +290,7 @@ def test_the_children_of_a_node_follow_drawing_without_replacement(shape, num_ra
     drafts, _ = build(shape, model, [1.0] * num_requests)
     joint = without_replacement(model.probs(()), num_ranks)
     assert sum(joint.values()) == pytest.approx(1)
-    drawn = Counter(map(tuple, drafts.token_ids_BK[:, :num_ranks].tolist()))
+    drawn = Counter(map(tuple, drafts.token_ids_BN[:, :num_ranks].tolist()))
     assert drawn.keys() <= joint.keys()
     expected = num_requests * np.array(list(joint.values()))
     counts = np.array([drawn[ranks] for ranks in joint])
@@ -304,9 +304,9 @@ def test_the_children_of_a_drawn_node_follow_drawing_without_replacement():
     model, num_requests = TabledModel(1, 4, 3), 40_000
     drafts, _ = build(TreeShape((1, 2)), model, [1.0] * num_requests)
     for parent in range(4):
-        at = drafts.token_ids_BK[:, 0] == parent
+        at = drafts.token_ids_BN[:, 0] == parent
         joint = without_replacement(model.probs((parent,)), 2)
-        drawn = Counter(map(tuple, drafts.token_ids_BK[at, 1:3].tolist()))
+        drawn = Counter(map(tuple, drafts.token_ids_BN[at, 1:3].tolist()))
         expected = int(at.sum()) * np.array(list(joint.values()))
         counts = np.array([drawn[ranks] for ranks in joint])
         assert is_plausible(chi_square(counts, expected), len(joint) - 1)
@@ -316,10 +316,10 @@ def test_nodes_of_one_level_draw_independently():
     model, num_requests = TabledModel(1, 5, 1), 20_000
     model.logits_XV[1] = model.logits_XV[0].expand(5, -1)  # the prefix makes no difference
     drafts, _ = build(TreeShape((2, 5)), model, [1.0] * num_requests)
-    is_child_BK2 = drafts.parents_BK[:, 2:, None] == torch.tensor([1, 2])
+    is_child_BK2 = drafts.parents_BN[:, 2:, None] == torch.tensor([1, 2])
     has_both_B = is_child_BK2.any(1).all(1)
     first_child_B2 = 2 + is_child_BK2.int().argmax(1)
-    first_B, second_B = drafts.token_ids_BK.gather(1, first_child_B2)[has_both_B].T
+    first_B, second_B = drafts.token_ids_BN.gather(1, first_child_B2)[has_both_B].T
     assert len(first_B) > 5_000
     chance = float((model.probs(()) ** 2).sum())
     rate = float((first_B == second_B).double().mean())
@@ -376,13 +376,13 @@ def test_faulty_drawn_trees_do_not(fault):
     seeds = [0] * 40_000 if fault == "one noise" else None
     drafts, _ = build(TreeShape((3, 2)), drafter, [1.0] * 40_000, seeds=seeds)
     if fault == "q not renormalised":
-        probs_BKV = drafts.probs_BKV.clone()
-        probs_BKV[:, 1:3] = torch.tensor(drafter.probs(()), dtype=torch.float32)
-        drafts = replace(drafts, probs_BKV=probs_BKV)
+        probs_BNV = drafts.probs_BNV.clone()
+        probs_BNV[:, 1:3] = torch.tensor(drafter.probs(()), dtype=torch.float32)
+        drafts = replace(drafts, probs_BNV=probs_BNV)
     if fault == "pruned after drawing":
-        own_BK = drafts.probs_BKV.gather(2, drafts.token_ids_BK[:, :, None])[:, :, 0]
-        is_unlikely_BK = drafts.is_sampled_BK & (own_BK < 0.4)
-        drafts = replace(drafts, token_ids_BK=drafts.token_ids_BK.masked_fill(is_unlikely_BK, -1))
+        own_BK = drafts.probs_BNV.gather(2, drafts.token_ids_BN[:, :, None])[:, :, 0]
+        is_unlikely_BK = drafts.is_sampled_BN & (own_BK < 0.4)
+        drafts = replace(drafts, token_ids_BN=drafts.token_ids_BN.masked_fill(is_unlikely_BK, -1))
     if fault == "in another order":
         drafts = with_swapped_first_rows(drafts)
     assert is_plausible(*emitted_statistic(drafts, target)) == (fault is None)
@@ -390,14 +390,14 @@ def test_faulty_drawn_trees_do_not(fault):
 
 def with_swapped_first_rows(drafts):
     """The same trees, whose first two rows, both children of the root, change places."""
-    order = [1, 0, *range(2, drafts.token_ids_BK.shape[1])]
-    parents_BK = drafts.parents_BK[:, order]
+    order = [1, 0, *range(2, drafts.token_ids_BN.shape[1])]
+    parents_BN = drafts.parents_BN[:, order]
     return replace(
         drafts,
-        token_ids_BK=drafts.token_ids_BK[:, order],
-        parents_BK=torch.where(parents_BK == 1, 2, torch.where(parents_BK == 2, 1, parents_BK)),
-        probs_BKV=drafts.probs_BKV[:, order],
-        is_sampled_BK=drafts.is_sampled_BK[:, order],
+        token_ids_BN=drafts.token_ids_BN[:, order],
+        parents_BN=torch.where(parents_BN == 1, 2, torch.where(parents_BN == 2, 1, parents_BN)),
+        probs_BNV=drafts.probs_BNV[:, order],
+        is_sampled_BN=drafts.is_sampled_BN[:, order],
     )
 
 
@@ -405,7 +405,7 @@ def with_swapped_first_rows(drafts):
 def test_trees_that_share_the_targets_noise_hold_what_it_would_choose(shape):
     model, num_requests = TabledModel(5, 8, 3), 50
     drafts, _ = build(shape, model, [1.0] * num_requests, shares_noise=[True] * num_requests)
-    assert drafts.is_sampled_BK is None
+    assert drafts.is_sampled_BN is None
     seeds_B = torch.arange(num_requests)
     row_B, prefix_B = torch.zeros(num_requests).long(), torch.zeros(num_requests).long()
     for level in range(2):
@@ -414,8 +414,8 @@ def test_trees_that_share_the_targets_noise_hold_what_it_would_choose(shape):
         chosen_B = noise.sample_gumbel(
             logits_BV, NoiseKeys.of(seeds_B, positions_B, Purpose.SAMPLE)
         )
-        is_hit_BK = (drafts.parents_BK == row_B[:, None]) & (
-            drafts.token_ids_BK == chosen_B[:, None]
+        is_hit_BK = (drafts.parents_BN == row_B[:, None]) & (
+            drafts.token_ids_BN == chosen_B[:, None]
         )
         if level == 0:
             assert is_hit_BK.any(1).all()
@@ -428,9 +428,9 @@ def test_without_sampling_every_tree_is_that_of_temperature_0():
     model = TabledModel(5, 8, 3)
     greedy, _ = build(TreeShape((2, 3, 2)), model, [0.0])
     drafts, _ = build(TreeShape((2, 3, 2)), model, [1.0, 0.0], samples=False)
-    assert drafts.is_sampled_BK is None
-    assert torch.equal(drafts.token_ids_BK, greedy.token_ids_BK.expand(2, -1))
-    assert torch.equal(drafts.parents_BK, greedy.parents_BK.expand(2, -1))
+    assert drafts.is_sampled_BN is None
+    assert torch.equal(drafts.token_ids_BN, greedy.token_ids_BN.expand(2, -1))
+    assert torch.equal(drafts.parents_BN, greedy.parents_BN.expand(2, -1))
 
 
 def test_a_vocabulary_that_cannot_fill_a_level_is_refused():

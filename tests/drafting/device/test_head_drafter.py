@@ -13,7 +13,8 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.asks import DraftModelAsk, TargetStates
 from outdraft.drafting.device.head_drafter import HeadDrafter
 from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.kernels.draft_ops import Frontier, ModelDrafts
+from outdraft.kernels.data.drafts import DraftBatch
+from outdraft.kernels.draft_ops import Frontier
 from outdraft.kernels.torch.table import reference_kernels
 from outdraft.models.drafters.medusa import load_medusa
 from outdraft.models.drafters.mlp_speculator import load_mlp_speculator
@@ -121,7 +122,7 @@ def asks_for(chosen: Sequence[int], drafts: Sequence[int]) -> list[DraftModelAsk
 
 def check(
     drafter: Drafter,
-    made: ModelDrafts,
+    made: DraftBatch,
     asks: Sequence[DraftModelAsk],
     chosen: Sequence[int],
     **options: Any,
@@ -159,9 +160,9 @@ def test_a_proposer_that_does_not_sample_takes_the_best_tokens(drafter: Drafter)
     made = drafter.proposer(samples=False).propose(asks, TEXTS_SL, sampled)
 
     want = drafter.proposer().propose(asks, TEXTS_SL, greedy)
-    assert made.probs_BKV is None
-    assert want.probs_BKV is None
-    assert torch.equal(made.token_ids_BK, want.token_ids_BK)
+    assert made.probs_BNV is None
+    assert want.probs_BNV is None
+    assert torch.equal(made.token_ids_BN, want.token_ids_BN)
     check(drafter, want, asks, [0, 0, 0])
 
 
@@ -171,8 +172,8 @@ def test_a_greedy_request_with_a_bias_gets_the_best_processed_token(drafter: Dra
 
     made = drafter.proposer().propose([ask], TEXTS_SL, sampling_batch([0], VOCAB, params=params))
 
-    assert made.probs_BKV is None
-    assert made.token_ids_BK.tolist() == [[int(TOKEN_MAP[0])] * 3]
+    assert made.probs_BNV is None
+    assert made.token_ids_BN.tolist() == [[int(TOKEN_MAP[0])] * 3]
 
 
 def test_a_request_whose_tokens_no_head_knows_still_gets_a_distribution(drafter: Drafter):
@@ -183,9 +184,9 @@ def test_a_request_whose_tokens_no_head_knows_still_gets_a_distribution(drafter:
         asks_for([0], [3]), TEXTS_SL, sampling_batch([0], VOCAB, params=params)
     )
 
-    assert made.probs_BKV is not None
-    torch.testing.assert_close(made.probs_BKV.sum(-1), torch.ones(1, 3))
-    drawn = made.probs_BKV.gather(2, made.token_ids_BK[:, :, None])
+    assert made.probs_BNV is not None
+    torch.testing.assert_close(made.probs_BNV.sum(-1), torch.ones(1, 3))
+    drawn = made.probs_BNV.gather(2, made.token_ids_BN[:, :, None])
     assert bool((drawn > 0).all())
 
 
@@ -204,11 +205,11 @@ def test_of_each_step_the_last_state_of_a_request_is_kept(drafter: Drafter):
 
     want = other.propose(asks, TEXTS_SL, sampling)
     before = drafter.proposer().propose(asks, TEXTS_SL, sampling)
-    assert made.probs_BKV is not None
-    assert want.probs_BKV is not None
-    assert before.probs_BKV is not None
-    assert torch.equal(made.probs_BKV, want.probs_BKV)
-    is_same_B = (made.probs_BKV == before.probs_BKV).flatten(1).all(1)
+    assert made.probs_BNV is not None
+    assert want.probs_BNV is not None
+    assert before.probs_BNV is not None
+    assert torch.equal(made.probs_BNV, want.probs_BNV)
+    is_same_B = (made.probs_BNV == before.probs_BNV).flatten(1).all(1)
     assert is_same_B.tolist() == [True, False, False]
 
 

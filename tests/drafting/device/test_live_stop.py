@@ -15,7 +15,8 @@ from outdraft.drafting.device.grower import grow
 from outdraft.drafting.device.live_stop import margins_B, stop_rules
 from outdraft.drafting.device.network_drafter import NetworkDrafter
 from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.kernels.draft_ops import Growth, ModelDrafts
+from outdraft.kernels.data.drafts import DraftBatch
+from outdraft.kernels.draft_ops import Growth
 from tests.drafting.small_networks import BLOCK_SIZE, KINDS, random_window, small_network
 from tests.kernels.tables import kernels_for
 from tests.models.eagle_checkpoints import VOCABULARY
@@ -42,7 +43,7 @@ def table_drafts(
     wanted: list[int],
     stops: list[LiveStop | None],
     num_host_rows: int = 0,
-) -> list[ModelDrafts]:
+) -> list[DraftBatch]:
     """By the operation, and level by level; `kinds`: temperature, and whether noise is shared."""
     asks = [
         DraftModelAsk(0, 100, 0, number, (), stop=stop)
@@ -89,7 +90,7 @@ def test_a_chain_is_the_beginning_of_the_whole_one_that_its_rule_allows(
     num_host_rows = int(rng.integers(0, 3))
     row_cap = int(rng.integers(1, 3 * num_requests)) if has_cap else 1 << 30
     stops = [random_stop(rng, row_cap) if rng.random() < 0.8 else None for _ in kinds]
-    whole = table_drafts(model, kinds, wanted, [None] * num_requests)[0].token_ids_BK.tolist()
+    whole = table_drafts(model, kinds, wanted, [None] * num_requests)[0].token_ids_BN.tolist()
     margins = [
         [margin_behind(model, ids[:level], kind[0]) for level in range(number)]
         for ids, kind, number in zip(whole, kinds, wanted, strict=True)
@@ -100,7 +101,7 @@ def test_a_chain_is_the_beginning_of_the_whole_one_that_its_rule_allows(
     for made in table_drafts(model, kinds, wanted, stops, num_host_rows):
         assert made.num_drafts_B.tolist() == lengths
         for b, length in enumerate(lengths):
-            ids = [token for token in made.token_ids_BK[b].tolist() if token >= 0]
+            ids = [token for token in made.token_ids_BN[b].tolist() if token >= 0]
             assert ids == whole[b][:length]
         if not any(stops):
             assert made.margins_BL is None
@@ -152,8 +153,8 @@ def test_requests_that_have_ended_are_in_no_later_pass(kind: str, sampled: int, 
     assert made.margins_BL is not None
     assert (~made.margins_BL.isnan()).sum(1).tolist() == [0, 3, 2, 1]
     for b, (length, count) in enumerate(zip(texts, made.num_drafts_B.tolist(), strict=True)):
-        assert torch.equal(made.token_ids_BK[b, :count], everything.token_ids_BK[b, :count])
-        assert (made.token_ids_BK[b, count:] == -1).all()
+        assert torch.equal(made.token_ids_BN[b, :count], everything.token_ids_BN[b, :count])
+        assert (made.token_ids_BN[b, count:] == -1).all()
         places = torch.arange(num_blocks * BLOCK_SIZE) + b * num_blocks * BLOCK_SIZE
         is_written = [
             bool((layer.k_PSGC.flatten(0, 1)[places].flatten(1) != 0).any(1)[place])
@@ -169,4 +170,4 @@ def test_a_price_that_no_level_reaches_leaves_no_drafts():
     stop = LiveStop((0.0,) * DEPTH, (0.0,) * DEPTH, 0.9)
     for made in table_drafts(model, [(1.0, False), (0.0, False)], [4, 3], [stop, stop]):
         assert made.num_drafts_B.tolist() == [0, 0]
-        assert (made.token_ids_BK == -1).all()
+        assert (made.token_ids_BN == -1).all()

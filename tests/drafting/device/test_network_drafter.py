@@ -17,13 +17,8 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.asks import DraftModelAsk
 from outdraft.drafting.device.network_drafter import DraftNetwork, NetworkDrafter, NetworkLevels
 from outdraft.drafting.device.proposer import FEW_UNREAD, DeviceProposer
-from outdraft.kernels.draft_ops import (
-    Capturable,
-    Frontier,
-    Growth,
-    ModelDrafts,
-    TreeLevels,
-)
+from outdraft.kernels.data.drafts import DraftBatch
+from outdraft.kernels.draft_ops import Capturable, Frontier, Growth, TreeLevels
 from outdraft.kv.cache import KVCache
 from tests.drafting.small_networks import BLOCK_SIZE, KINDS, random_window, small_network
 from tests.kernels.tables import kernels_for
@@ -83,9 +78,9 @@ def propose(
     chosen: slice = slice(None),
     *,
     samples: bool = True,
-    grow: Callable[..., ModelDrafts] | None = None,
+    grow: Callable[..., DraftBatch] | None = None,
     rounded: Callable[[int], int] = int,
-) -> ModelDrafts:
+) -> DraftBatch:
     """`grow`: instead of the table's. `rounded`: numbers of requests."""
     sampling = batch_of_params(
         case.params[chosen],
@@ -140,8 +135,8 @@ class MovedGrowth:
         self,
         levels: TreeLevels,
         growth: Growth,
-        by_levels: Callable[[TreeLevels, Growth], ModelDrafts],
-    ) -> ModelDrafts:
+        by_levels: Callable[[TreeLevels, Growth], DraftBatch],
+    ) -> DraftBatch:
         self.num_calls += 1
         assert isinstance(levels, Capturable)
         assert levels.first_keys_PSGC.dim() == 4
@@ -202,20 +197,20 @@ def test_a_whole_draft_is_that_of_single_levels(
     moved = MovedGrowth()
     theirs = propose((SingleLevels(network[0]), network[1]), case, samples=samples, grow=moved)
     assert moved.num_calls == 1
-    assert torch.equal(mine.token_ids_BK, theirs.token_ids_BK)
+    assert torch.equal(mine.token_ids_BN, theirs.token_ids_BN)
     for b, rows in enumerate(case.num_rows):
-        assert torch.equal(mine.parents_BK[b, :rows], theirs.parents_BK[b, :rows])
+        assert torch.equal(mine.parents_BN[b, :rows], theirs.parents_BN[b, :rows])
     assert torch.equal(mine.num_drafts_B, theirs.num_drafts_B)
     assert (mine.is_chain, mine.all_sampled) == (theirs.is_chain, theirs.all_sampled)
-    if theirs.is_sampled_BK is None or theirs.probs_BKV is None:
-        assert mine.is_sampled_BK is mine.probs_BKV is None
+    if theirs.is_sampled_BN is None or theirs.probs_BNV is None:
+        assert mine.is_sampled_BN is mine.probs_BNV is None
         return
-    assert mine.is_sampled_BK is not None
-    assert mine.probs_BKV is not None
-    assert torch.equal(mine.is_sampled_BK, theirs.is_sampled_BK)
-    is_drawn_BK = mine.is_sampled_BK  # the other rows' probabilities are anything
+    assert mine.is_sampled_BN is not None
+    assert mine.probs_BNV is not None
+    assert torch.equal(mine.is_sampled_BN, theirs.is_sampled_BN)
+    is_drawn_BK = mine.is_sampled_BN  # the other rows' probabilities are anything
     torch.testing.assert_close(
-        mine.probs_BKV[is_drawn_BK], theirs.probs_BKV[is_drawn_BK], rtol=1e-4, atol=1e-6
+        mine.probs_BNV[is_drawn_BK], theirs.probs_BNV[is_drawn_BK], rtol=1e-4, atol=1e-6
     )
 
 
@@ -229,8 +224,8 @@ def test_requests_that_round_up_a_batch_change_nothing(
     def growing(
         levels: TreeLevels,
         growth: Growth,
-        by_levels: Callable[[TreeLevels, Growth], ModelDrafts],
-    ) -> ModelDrafts:
+        by_levels: Callable[[TreeLevels, Growth], DraftBatch],
+    ) -> DraftBatch:
         grown.append(growth.sampling.num_requests)
         return by_levels(levels, growth)
 
@@ -240,13 +235,13 @@ def test_requests_that_round_up_a_batch_change_nothing(
     number = len(case.params)
     has_short = any(length <= FEW_UNREAD for length in case.num_tokens)
     assert grown == [number + more if has_short else number]
-    assert torch.equal(got.token_ids_BK, want.token_ids_BK)
+    assert torch.equal(got.token_ids_BN, want.token_ids_BN)
     assert torch.equal(got.num_drafts_B, want.num_drafts_B)
-    for mine_K, theirs_K, rows in zip(got.parents_BK, want.parents_BK, case.num_rows, strict=True):
+    for mine_K, theirs_K, rows in zip(got.parents_BN, want.parents_BN, case.num_rows, strict=True):
         assert torch.equal(mine_K[:rows], theirs_K[:rows])
-    if want.is_sampled_BK is not None:
-        assert torch.equal(got.is_sampled_BK, want.is_sampled_BK)
-        mine, theirs = (one.probs_BKV[want.is_sampled_BK] for one in (got, want))
+    if want.is_sampled_BN is not None:
+        assert torch.equal(got.is_sampled_BN, want.is_sampled_BN)
+        mine, theirs = (one.probs_BNV[want.is_sampled_BN] for one in (got, want))
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
@@ -272,19 +267,19 @@ def test_no_request_rounds_up_a_batch_whose_rules_count_rows(network: Network, s
 def test_drawn_rows_come_from_what_follows_their_path(network: Network, case: Case):
     drafts = propose(network, case)
     for b, ask in enumerate(case.asks()):
-        ids = drafts.token_ids_BK[b, : ask.num_drafts].tolist()
-        parents = drafts.parents_BK[b, : ask.num_drafts].tolist()
+        ids = drafts.token_ids_BN[b, : ask.num_drafts].tolist()
+        parents = drafts.parents_BN[b, : ask.num_drafts].tolist()
         if case.params[b] is not DRAWN:
-            assert drafts.is_sampled_BK is None or not drafts.is_sampled_BK[b].any()
+            assert drafts.is_sampled_BN is None or not drafts.is_sampled_BN[b].any()
             continue
         paths: list[list[int]] = [[]]
         before: dict[int, list[int]] = {}
-        assert drafts.probs_BKV is not None
+        assert drafts.probs_BNV is not None
         for row, (token, parent) in enumerate(zip(ids, parents, strict=True)):
             left_V = probs_behind(network, ask, paths[parent])
             left_V[before.setdefault(parent, [])] = 0
             want_V = left_V / left_V.sum()
-            torch.testing.assert_close(drafts.probs_BKV[b, row], want_V, rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(drafts.probs_BNV[b, row], want_V, rtol=1e-3, atol=1e-5)
             before[parent].append(token)
             paths.append([*paths[parent], token])
 
@@ -295,9 +290,9 @@ def test_greedy_chains_hold_the_best_token_behind_each(network: Network, case: C
     case = replace(case, shape=TreeShape.chain(5), num_rows=[5, 2, 4][: len(case.params)])
     drafts = propose(network, case, samples=False)
     assert drafts.is_chain
-    assert drafts.probs_BKV is drafts.is_sampled_BK is None
+    assert drafts.probs_BNV is drafts.is_sampled_BN is None
     for b, ask in enumerate(case.asks()):
-        ids = drafts.token_ids_BK[b].tolist()
+        ids = drafts.token_ids_BN[b].tolist()
         assert set(ids[ask.num_drafts :]) <= {-1}
         for row, token in enumerate(ids[: ask.num_drafts]):
             probs_V = probs_behind(network, ask, ids[:row])
@@ -314,8 +309,8 @@ def test_the_drafts_of_a_request_do_not_depend_on_the_rest_of_the_batch(
     together = propose(network, case)
     for b, rows in enumerate(case.num_rows):
         alone = propose(network, case, slice(b, b + 1))
-        assert torch.equal(together.token_ids_BK[b, :rows], alone.token_ids_BK[0, :rows])
-        assert torch.equal(together.parents_BK[b, :rows], alone.parents_BK[0, :rows])
+        assert torch.equal(together.token_ids_BN[b, :rows], alone.token_ids_BN[0, :rows])
+        assert torch.equal(together.parents_BN[b, :rows], alone.parents_BN[0, :rows])
 
 
 def test_the_texts_have_a_say_in_them(network: Network):
@@ -323,7 +318,7 @@ def test_the_texts_have_a_say_in_them(network: Network):
     mine = propose(network, case)
     for changed in (replace(case, seed=2), replace(case, num_tokens=(8, 6))):
         other = propose(network, changed)
-        assert not torch.equal(mine.token_ids_BK, other.token_ids_BK)
+        assert not torch.equal(mine.token_ids_BN, other.token_ids_BN)
 
 
 def test_a_vocabulary_that_cannot_fill_a_level_is_refused(network: Network):

@@ -18,7 +18,7 @@ from outdraft.distributed.group import RequestShares
 from outdraft.drafting.device.asks import DraftModelAsk, StateWindow, TargetStates
 from outdraft.drafting.device.network_drafter import DraftNetwork, NetworkDrafter, mask_token_id
 from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.kernels.draft_ops import ModelDrafts
+from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.torch.table import reference_kernels
 from outdraft.kv.block_pool import LayerCacheShape
 from outdraft.kv.cache import KVCache
@@ -74,7 +74,7 @@ class Pair:
 
     def check(
         self,
-        made: ModelDrafts,
+        made: DraftBatch,
         asks: Sequence[DraftModelAsk],
         chosen: Sequence[int],
         **options: Any,
@@ -241,7 +241,7 @@ def test_masks_of_a_network_with_states_read_the_learned_one():
     assert metadata.slots_T.tolist() == slots
     kept = [window.features_NF[ask.state_row * 5 + place] for place in (4, 0)]  # of tokens 4 and 5
     assert torch.equal(states_TD, torch.stack([*kept, state_D, state_D]))
-    assert made.token_ids_BK.tolist() == [[int(text[6]) + 1, MASK + 1, MASK + 1]]
+    assert made.token_ids_BN.tolist() == [[int(text[6]) + 1, MASK + 1, MASK + 1]]
     assert proposer.drafter.max_kept == -1
     assert drafter.state_window == 5
     assert drafter.taps == (1,)
@@ -290,12 +290,12 @@ def test_drafts_on_a_gpu_are_those_of_a_dense_pass(tmp_path: Path):
 
     made = pair.proposer().propose(asks, TEXTS_SL.cuda(), sampling_batch(chosen, VOCAB, "cuda"))
 
-    assert made.probs_BKV is not None
-    assert made.is_sampled_BK is not None
+    assert made.probs_BNV is not None
+    assert made.is_sampled_BN is not None
     on_cpu = replace(
         made,
-        token_ids_BK=made.token_ids_BK.cpu(),
-        probs_BKV=made.probs_BKV.cpu(),
-        is_sampled_BK=made.is_sampled_BK.cpu(),
+        token_ids_BN=made.token_ids_BN.cpu(),
+        probs_BNV=made.probs_BNV.cpu(),
+        is_sampled_BN=made.is_sampled_BN.cpu(),
     )
     pair.check(on_cpu, asks, chosen)

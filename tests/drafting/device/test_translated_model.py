@@ -226,7 +226,6 @@ def with_probs(drafts: DraftBatch, probs_BNV: torch.Tensor) -> DraftBatch:
         drafts,
         probs_BNV=probs_BNV.contiguous(),
         is_sampled_BN=torch.ones_like(drafts.token_ids_BN, dtype=torch.bool),
-        any_sampled=True,
         all_sampled=True,
     )
 

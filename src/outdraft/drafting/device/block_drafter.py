@@ -26,13 +26,8 @@ from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.drafting.device.asks import DraftModelAsk, StateWindow, TargetStates
 from outdraft.drafting.device.grower import KnownLevels, compiled_grow
 from outdraft.drafting.device.text_reader import TextReader
-from outdraft.kernels.draft_ops import (
-    Frontier,
-    Growth,
-    ModelDrafts,
-    TreeLevels,
-    UnreadTexts,
-)
+from outdraft.kernels.data.drafts import DraftBatch
+from outdraft.kernels.draft_ops import Frontier, Growth, TreeLevels, UnreadTexts
 from outdraft.kv.cache import KVCache
 from outdraft.models.drafters.dflash import DFlashNetwork, SparkHeads
 
@@ -104,7 +99,7 @@ class BlockDrafter:
 
     def draft(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
-    ) -> ModelDrafts:
+    ) -> DraftBatch:
         unread = self.unread(asks, token_ids_SL)
         if len(asks) <= self._most_blocks:
             drafts = self._network.draft(self._with_room(asks, unread), growth)

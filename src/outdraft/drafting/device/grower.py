@@ -23,9 +23,10 @@ from torch import Tensor
 from outdraft.distributed.group import RequestShares
 from outdraft.drafting.device.live_stop import LiveStops
 from outdraft.drafting.device.trees import DrawnTrees, RankedTrees
+from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.data.sampling import SamplingBatch
-from outdraft.kernels.draft_ops import Frontier, Growth, ModelDrafts, TellsOdds, TreeLevels
+from outdraft.kernels.draft_ops import Frontier, Growth, TellsOdds, TreeLevels
 from outdraft.kernels.ops import Kernels
 from outdraft.sampling.processors import process_drafts
 
@@ -45,7 +46,7 @@ class KnownLevels:
         return self._logits_BKV[:, frontier.depth, None].expand(-1, width, -1)
 
 
-def compiled_grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:
+def compiled_grow(levels: TreeLevels, growth: Growth) -> DraftBatch:
     """Grow by the table's operation where that can make these drafts, else by `grow`.
 
     The operation's rules look at margins only. It ends when this rank's requests have their drafts,
@@ -57,7 +58,7 @@ def compiled_grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:
     return growth.kernels.grow(levels, growth, grow)
 
 
-def grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:
+def grow(levels: TreeLevels, growth: Growth) -> DraftBatch:
     """One tree for every request.
 
     Raises:
@@ -140,23 +141,29 @@ def _frontier(above: Frontier | None, token_ids_BF: Tensor, origins_BF: Tensor) 
 
 def _finished(
     growth: Growth,
-    drawn: ModelDrafts | None,
+    drawn: DraftBatch | None,
     ranked: tuple[Tensor, Tensor] | None,
     stops: LiveStops | None,
-) -> ModelDrafts:
+) -> DraftBatch:
     """The drafts of both kinds of requests, as long as each may be."""
     drafts = drawn
     if ranked is not None:
-        token_ids_BK, parents_BK = ranked
+        token_ids_BN, parents_BN = ranked
         is_chain = growth.shape.is_chain
-        drafts = ModelDrafts(token_ids_BK, parents_BK, growth.num_drafts_B, is_chain=is_chain)
-        if drawn is not None and drawn.is_sampled_BK is not None:
+        drafts = DraftBatch(
+            token_ids_BN,
+            parents_BN,
+            growth.num_drafts_B,
+            is_chain=is_chain,
+            sampled_trees=not is_chain,
+        )
+        if drawn is not None and drawn.is_sampled_BN is not None:
             draws_B1 = growth.sampling.draws_B[:, None]
             drafts = replace(
                 drawn,
-                token_ids_BK=torch.where(draws_B1, drawn.token_ids_BK, token_ids_BK),
-                parents_BK=torch.where(draws_B1, drawn.parents_BK, parents_BK),
-                is_sampled_BK=drawn.is_sampled_BK & draws_B1,
+                token_ids_BN=torch.where(draws_B1, drawn.token_ids_BN, token_ids_BN),
+                parents_BN=torch.where(draws_B1, drawn.parents_BN, parents_BN),
+                is_sampled_BN=drawn.is_sampled_BN & draws_B1,
                 all_sampled=False,
             )
     assert drafts is not None
@@ -165,6 +172,6 @@ def _finished(
         drafts = replace(drafts, num_drafts_B=num_drafts_B, margins_BL=margins_BL)
     elif growth.fewest == growth.shape.num_rows:
         return drafts
-    places_K = torch.arange(drafts.token_ids_BK.shape[1], device=drafts.token_ids_BK.device)
+    places_K = torch.arange(drafts.token_ids_BN.shape[1], device=drafts.token_ids_BN.device)
     is_row_BK = places_K < drafts.num_drafts_B[:, None]
-    return replace(drafts, token_ids_BK=torch.where(is_row_BK, drafts.token_ids_BK, -1))
+    return replace(drafts, token_ids_BN=torch.where(is_row_BK, drafts.token_ids_BN, -1))

@@ -20,7 +20,8 @@ from outdraft.core.draft import HEAD_WINDOW, DraftSource
 from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.drafting.device.asks import DraftModelAsk, StateWindow, TargetStates
 from outdraft.drafting.device.grower import KnownLevels, compiled_grow, frontier_of_all
-from outdraft.kernels.draft_ops import Frontier, Growth, ModelDrafts, TreeLevels
+from outdraft.kernels.data.drafts import DraftBatch
+from outdraft.kernels.draft_ops import Frontier, Growth, TreeLevels
 from outdraft.kernels.ops import Kernels
 from outdraft.models.drafters.medusa import MedusaHeads
 from outdraft.models.drafters.mlp_speculator import MLPSpeculator
@@ -54,7 +55,7 @@ class HeadDrafter:
 
     def draft(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
-    ) -> ModelDrafts:
+    ) -> DraftBatch:
         levels = self.levels(asks, token_ids_SL, growth.shape.depth, growth.shares)
         return compiled_grow(levels, growth)
 

@@ -37,9 +37,10 @@ from outdraft.drafting.device.asks import DraftModelAsk, StateWindow, TargetStat
 from outdraft.drafting.device.grower import KnownLevels, compiled_grow, frontier_of_all
 from outdraft.drafting.device.text_reader import TextReader
 from outdraft.drafting.device.translated_model import DraftModel, TranslatedModel
+from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.data.graph_sizes import rounded_grown_len
 from outdraft.kernels.decoder_ops import FusedPasses
-from outdraft.kernels.draft_ops import DraftStart, Frontier, Growth, ModelDrafts, UnreadTexts
+from outdraft.kernels.draft_ops import DraftStart, Frontier, Growth, UnreadTexts
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import StateNetwork
 from outdraft.models.checkpoints.config_json import read_json
@@ -164,7 +165,7 @@ class NetworkDrafter:
 
     def draft(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
-    ) -> ModelDrafts:
+    ) -> DraftBatch:
         if self._mask is not None:
             return compiled_grow(self._known_levels(asks, token_ids_SL, growth), growth)
         unread = self.unread(asks, token_ids_SL)

@@ -22,9 +22,10 @@ from outdraft.core.draft import DraftSource, TreeShape
 from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.drafting.device.asks import DraftModelAsk, TargetStates
 from outdraft.drafting.device.live_stop import stop_rules, with_part_of_cap
+from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.data.logits import most_logit_rows
 from outdraft.kernels.data.sampling import SamplingBatch
-from outdraft.kernels.draft_ops import Growth, ModelDrafts
+from outdraft.kernels.draft_ops import Growth
 from outdraft.kernels.ops import Kernels
 
 FEW_UNREAD = 16  # tokens of a text that may be read more than once in a step
@@ -66,7 +67,7 @@ class DeviceDrafter(Protocol):
 
     def draft(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
-    ) -> ModelDrafts:
+    ) -> DraftBatch:
         """Draft after the texts of this rank's asks: `grow` over the drafter's logits.
 
         Args:
@@ -116,7 +117,7 @@ class DeviceProposer:
         sampling: SamplingBatch,
         num_host_rows: int = 0,
         shares: RequestShares = ALL_HERE,
-    ) -> ModelDrafts:
+    ) -> DraftBatch:
         """Chains or trees of `ask.num_drafts` tokens each; fewer where a live rule ends a chain.
 
         All asks are for the same levels.
@@ -132,12 +133,12 @@ class DeviceProposer:
         if len(groups) == 1:
             return self._proposed(asks, token_ids_SL, sampling, num_host_rows, shares)
         planned = [sum([ask.num_drafts for ask in asks[group]]) for group in groups]
-        made: list[ModelDrafts] = []
+        made: list[DraftBatch] = []
         for number, group in enumerate(groups):
             some = [with_part_of_cap(ask, num_host_rows, planned, number) for ask in asks[group]]
             own = sampling.part(group)
             made.append(self._proposed(some, token_ids_SL, own, num_host_rows, shares))
-        return ModelDrafts.joined(made)
+        return DraftBatch.joined(made)
 
     def _groups(
         self,
@@ -162,7 +163,7 @@ class DeviceProposer:
         sampling: SamplingBatch,
         num_host_rows: int,
         shares: RequestShares,
-    ) -> ModelDrafts:
+    ) -> DraftBatch:
         """Propose for all asks together, padded with copies to the number that graphs need."""
         num_requests = len(asks)
         number = num_requests
@@ -212,7 +213,7 @@ def _to_copy(asks: Sequence[DraftModelAsk]) -> int | None:
     return short[-1] if short else None
 
 
-def _first(drafts: ModelDrafts, num_requests: int) -> ModelDrafts:
+def _first(drafts: DraftBatch, num_requests: int) -> DraftBatch:
     """The drafts of the first num_requests requests."""
     columns = {one.name: getattr(drafts, one.name) for one in fields(drafts)}
     first = {name: one[:num_requests] for name, one in columns.items() if isinstance(one, Tensor)}

@@ -25,7 +25,8 @@ from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.drafting.device.asks import DraftModelAsk, TargetStates
 from outdraft.drafting.device.network_drafter import DraftNetwork, NetworkDrafter
-from outdraft.kernels.draft_ops import Growth, ModelDrafts
+from outdraft.kernels.data.drafts import DraftBatch
+from outdraft.kernels.draft_ops import Growth
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
 from outdraft.models.decoder.causal_lm import CausalLM
@@ -204,7 +205,7 @@ class SelfDrafter(NetworkDrafter):
 
     def draft(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
-    ) -> ModelDrafts:
+    ) -> DraftBatch:
         own = [replace(ask, num_computed=ask.num_tokens - 1) for ask in asks]
         if self._attended is not None:
             own = self._attended.narrowed(own)

@@ -41,7 +41,8 @@ import torch
 from torch import Tensor
 
 from outdraft.core.draft import TreeShape
-from outdraft.kernels.draft_ops import DrawnLevel, Growth, LevelTask, ModelDrafts, best_places
+from outdraft.kernels.data.drafts import DraftBatch
+from outdraft.kernels.draft_ops import DrawnLevel, Growth, LevelTask, best_places
 
 _FEWEST_CANDIDATES = 8  # children of a node that are considered at all
 
@@ -83,18 +84,18 @@ class RankedTrees:
     def finish(self) -> tuple[Tensor, Tensor]:
         """Token ids and parents, int64 [B, K], the best rows first."""
         if self._shape.is_chain:
-            token_ids_BK = torch.cat(self._token_ids, dim=1)
-            rows_K = torch.arange(token_ids_BK.shape[1], device=token_ids_BK.device)
-            return token_ids_BK, rows_K.repeat(len(token_ids_BK), 1)
+            token_ids_BN = torch.cat(self._token_ids, dim=1)
+            rows_K = torch.arange(token_ids_BN.shape[1], device=token_ids_BN.device)
+            return token_ids_BN, rows_K.repeat(len(token_ids_BN), 1)
         # The first of equal weights is taken: a parent stands before its children.
         num_rows = sum(self._shape.levels[: len(self._token_ids)])
         kept_BK = best_places(torch.cat(self._weights, dim=1), num_rows)
-        parents_BK = torch.cat(self._parents, dim=1).gather(1, kept_BK)
+        parents_BN = torch.cat(self._parents, dim=1).gather(1, kept_BK)
         row_BP1 = kept_BK.new_zeros(len(kept_BK), self._num_candidates + 1)
         rows_K = torch.arange(1, kept_BK.shape[1] + 1, device=kept_BK.device)
         row_BP1.scatter_(1, kept_BK + 1, rows_K.expand_as(kept_BK))
-        token_ids_BK = torch.cat(self._token_ids, dim=1).gather(1, kept_BK)
-        return token_ids_BK, row_BP1.gather(1, parents_BK)
+        token_ids_BN = torch.cat(self._token_ids, dim=1).gather(1, kept_BK)
+        return token_ids_BN, row_BP1.gather(1, parents_BN)
 
     def _children(self, logits_BEV: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """The likeliest tokens after every node, the best first, and their shares: int64 and
@@ -134,15 +135,16 @@ class DrawnTrees:
         self._drawn.append(level)
         return level.token_ids_BF, level.origins_BF
 
-    def finish(self) -> ModelDrafts:
+    def finish(self) -> DraftBatch:
         """The whole trees."""
-        return ModelDrafts(
+        return DraftBatch(
             torch.cat([level.token_ids_BF for level in self._drawn], dim=1),
             _parents(self._drawn),
             self._growth.num_drafts_B,
             torch.cat([level.probs_BFV for level in self._drawn], dim=1),
             torch.cat([level.is_drawn_BF for level in self._drawn], dim=1),
             is_chain=self._growth.shape.is_chain,
+            sampled_trees=not self._growth.shape.is_chain,
             all_sampled=True,  # the first row of every request, if not every row
         )
 

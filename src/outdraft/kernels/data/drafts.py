@@ -35,31 +35,31 @@ class DraftBatch:
         num_drafts_B: int64.
         probs_BNV: float32; what each sampled draft was really drawn from, given its siblings of
             smaller rows: without replacement, the distribution over all other tokens. Rows of
-            drafts that are not sampled may hold anything.
+            drafts that are not sampled may hold anything. None: all are deterministic.
         prob_rows_B: int64; where `probs_BNV` has what belongs to each request, and no more places
             than were drawn; -1: it has nothing. A part of such a batch has its own probabilities.
             None: as it says.
         is_sampled_BN: bool; this draft was drawn from its row of `probs_BNV`. False: it is
-            deterministic. Padding may hold anything.
+            deterministic. Padding may hold anything. None: all are deterministic.
         is_chain: known on the host: every draft is a chain.
-        any_sampled: known on the host: some of `is_sampled_BN` is true.
         all_sampled: known on the host: every request with drafts has sampled ones. It saves noise
             and changes nothing else; False is always right.
         sampled_trees: known on the host: drafts with sampled rows were laid out as trees, and are
             verified as trees even where one came out as a chain. False: they are chains. Where
             chains have another rule ("token"), the final shape must not decide which rule applies,
             since it may depend on what was drawn.
-        margins_BL: float32, of the levels of the network that a live rule looked at, then NaN.
-            None: there was no rule.
+        margins_BL: float32, of the levels of the network that a live rule looked at, then NaN. A
+            rule looks at one level more than it lets a request draft, if it ends it. Here and in
+            the tensors of drafts the last levels may be left out if no request has them. None:
+            there was no rule.
     """
 
     token_ids_BN: Tensor
     parents_BN: Tensor
     num_drafts_B: Tensor
-    probs_BNV: Tensor | None
-    is_sampled_BN: Tensor
-    is_chain: bool
-    any_sampled: bool
+    probs_BNV: Tensor | None = None
+    is_sampled_BN: Tensor | None = None
+    is_chain: bool = False
     all_sampled: bool = False
     sampled_trees: bool = False
     margins_BL: Tensor | None = None
@@ -70,7 +70,7 @@ class DraftBatch:
         """No drafts at all: plain decoding."""
         none_B0 = torch.zeros((num_requests, 0), dtype=torch.int64, device=device)
         num_drafts_B = torch.zeros(num_requests, dtype=torch.int64, device=device)
-        return cls(none_B0, none_B0, num_drafts_B, None, none_B0.bool(), True, any_sampled=False)
+        return cls(none_B0, none_B0, num_drafts_B, is_chain=True)
 
     @classmethod
     def from_drafts(cls, drafts: Sequence[Draft], device: torch.device | str) -> "DraftBatch":
@@ -82,23 +82,56 @@ class DraftBatch:
             ids_N[: len(draft)] = draft.token_ids
             parents_N[: len(draft)] = draft.parents
         num_drafts_B = np.array([len(draft) for draft in drafts], dtype=np.int64)
-        is_sampled_BN = np.zeros((num_requests, width), dtype=np.bool_)
-        arrays = [token_ids_BN, parents_BN, num_drafts_B, is_sampled_BN]
-        ids, parents, num_drafts, is_sampled = to_device(arrays, torch.device(device))
+        arrays = [token_ids_BN, parents_BN, num_drafts_B]
         is_chain = all(draft.is_chain for draft in drafts)
-        return cls(ids, parents, num_drafts, None, is_sampled, is_chain, any_sampled=False)
+        return cls(*to_device(arrays, torch.device(device)), is_chain=is_chain)
+
+    @classmethod
+    def joined(cls, parts: Sequence["DraftBatch"]) -> "DraftBatch":
+        """Join the drafts of a network for all parts of a batch, in order."""
+
+        def columns(name: str, padding: float) -> Tensor | None:
+            there: list[Tensor | None] = [getattr(part, name) for part in parts]
+            width = max([0 if one is None else one.shape[1] for one in there])
+            first = next((one for one in there if one is not None), None)
+            if first is None:
+                return None
+            shape = sum(len(part.num_drafts_B) for part in parts), width, *first.shape[2:]
+            whole, row = first.new_full(shape, padding), 0
+            for part, one in zip(parts, there, strict=True):
+                end = row + len(part.num_drafts_B)
+                if one is not None:
+                    whole[row:end, : one.shape[1]] = one
+                row = end
+            return whole
+
+        token_ids_BN, parents_BN = columns("token_ids_BN", -1), columns("parents_BN", 0)
+        assert token_ids_BN is not None
+        assert parents_BN is not None
+        return cls(
+            token_ids_BN,
+            parents_BN,
+            torch.cat([part.num_drafts_B for part in parts]),
+            columns("probs_BNV", 0),
+            columns("is_sampled_BN", False),
+            is_chain=all(part.is_chain for part in parts),
+            all_sampled=all(part.all_sampled for part in parts),
+            sampled_trees=any(part.sampled_trees for part in parts),
+            margins_BL=columns("margins_BL", torch.nan),
+        )
 
     def part(self, part: RequestPart) -> "DraftBatch":
         """The drafts of a part of the requests, without the fields for the host."""
-        requests, width = part.requests, part.width
+        requests, width, is_sampled_BN = part.requests, part.width, self.is_sampled_BN
+        if is_sampled_BN is not None:
+            is_sampled_BN = is_sampled_BN[requests, :width].contiguous()
         return DraftBatch(
             self.token_ids_BN[requests, :width].contiguous(),
             self.parents_BN[requests, :width].contiguous(),
             self.num_drafts_B[requests],
             self._part_probs(part),
-            self.is_sampled_BN[requests, :width].contiguous(),
+            is_sampled_BN,
             self.is_chain,
-            self.any_sampled,
             self.all_sampled,
             self.sampled_trees,
         )
@@ -114,7 +147,7 @@ class DraftBatch:
             self,
             token_ids_BN=pad(self.token_ids_BN, value=-1),
             parents_BN=pad(self.parents_BN),
-            is_sampled_BN=pad(self.is_sampled_BN),
+            is_sampled_BN=None if self.is_sampled_BN is None else pad(self.is_sampled_BN),
             probs_BNV=None,
             prob_rows_B=None,
         )
@@ -128,6 +161,11 @@ class DraftBatch:
         probs_BNV = probs_MKV[rows_B[part.requests].clamp_min(0), : part.width]
         missing = part.width - probs_BNV.shape[1]
         return torch.nn.functional.pad(probs_BNV, (0, 0, 0, missing)) if missing else probs_BNV
+
+    @property
+    def any_sampled(self) -> bool:
+        """Some drafts may have been drawn."""
+        return self.is_sampled_BN is not None
 
     @property
     def num_requests(self) -> int:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.data.logits import most_logit_rows
 from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec, LayerSpec, StepRead, StepTask
-from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
+from outdraft.kernels.draft_ops import BlockSpec, Growth, UnreadTexts
 from outdraft.kernels.native.attention import limit
 from outdraft.kernels.native.drafting import NativeGrowth
 from outdraft.kernels.native.library import Struct, Team
@@ -130,7 +131,7 @@ class NativeDecoder:
         size = self._spec.embedding.size
         return self._step.read(self.handle(task.caches), task, size, self._dtype)
 
-    def draft(self, unread: UnreadTexts, growth: Growth) -> ModelDrafts:
+    def draft(self, unread: UnreadTexts, growth: Growth) -> DraftBatch:
         reads_as_many, num_outputs = self._spec.draft_ids_N is not None, self._num_columns
         if self._spec.shard is not None:
             assert growth.shares.group is self._spec.shard.group
@@ -142,7 +143,7 @@ class NativeDecoder:
 
     def draft_block(
         self, spec: BlockSpec, unread: UnreadTexts, growth: Growth
-    ) -> ModelDrafts | None:
+    ) -> DraftBatch | None:
         if self._link is not None:
             return None
         handle = self.handle(unread.caches)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outdraft.kernels import draft_ops
+from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.draft_ops import (
     BlockSpec,
     DraftGrower,
@@ -19,7 +20,6 @@ from outdraft.kernels.draft_ops import (
     Frontier,
     Growth,
     LevelTask,
-    ModelDrafts,
     TreeLevels,
     UnreadTexts,
     side_shares,
@@ -93,7 +93,7 @@ class NativeGrowth:
         growth: Growth,
         dtype: torch.dtype,
         link: RankLink | None = None,
-    ) -> ModelDrafts:
+    ) -> DraftBatch:
         """Draft in one call.
 
         Args:
@@ -127,7 +127,7 @@ class NativeGrowth:
         unread: UnreadTexts,
         growth: Growth,
         dtype: torch.dtype,
-    ) -> ModelDrafts:
+    ) -> DraftBatch:
         """Draft a block in one call, with the `Decoder` of this address."""
         task, drafts = self._task(growth)
         embedding_VM = spec.pair_embedding_VM
@@ -149,7 +149,7 @@ class NativeGrowth:
         assert is_valid, "a token or a position is out of its table"
         return drafts
 
-    def grow(self, levels: TreeLevels, growth: Growth, by_levels: DraftGrower) -> ModelDrafts:
+    def grow(self, levels: TreeLevels, growth: Growth, by_levels: DraftGrower) -> DraftBatch:
         (task, drafts), num_requests = self._task(growth), len(growth.num_tokens_B)
         handle = self._create(task)
         try:
@@ -166,7 +166,7 @@ class NativeGrowth:
             self._destroy(handle)
         return drafts
 
-    def _task(self, growth: Growth) -> tuple[Struct, ModelDrafts]:
+    def _task(self, growth: Growth) -> tuple[Struct, DraftBatch]:
         """The task of a call, and the drafts that it writes.
 
         Raises:
@@ -179,13 +179,14 @@ class NativeGrowth:
             _check_level(num_nodes, num_rows, sampling.vocab_size)
         draws = growth.samples and sampling.any_draws
         is_drawn_BK = torch.empty(shape_BK, dtype=torch.bool)
-        drafts = ModelDrafts(
+        drafts = DraftBatch(
             torch.empty(shape_BK, dtype=torch.int64),
             torch.empty(shape_BK, dtype=torch.int64),
             growth.num_drafts_B if stops is None else torch.empty(num_requests, dtype=torch.int64),
             torch.empty(*shape_BK, sampling.vocab_size) if draws else None,
             is_drawn_BK if draws else None,
             is_chain=shape.is_chain,
+            sampled_trees=not shape.is_chain,
             all_sampled=draws and sampling.all_draw,
             margins_BL=None if stops is None else torch.empty(num_requests, shape.depth),
         )
@@ -217,10 +218,10 @@ class NativeGrowth:
             **cut_columns(sampling),
             allowed=sampling.allowed_BV,
             bias=sampling.bias_BV,
-            token_ids=drafts.token_ids_BK,
-            parents=drafts.parents_BK,
+            token_ids=drafts.token_ids_BN,
+            parents=drafts.parents_BN,
             is_drawn=is_drawn_BK,
-            probs=drafts.probs_BKV,
+            probs=drafts.probs_BNV,
             **fields,
         )
         return task, drafts

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.data.noise import Gumbel, NoiseKeys, Purpose
 from outdraft.kernels.draft_ops import (
     DECAY,
@@ -21,7 +22,6 @@ from outdraft.kernels.draft_ops import (
     DrawnLevel,
     Growth,
     LevelTask,
-    ModelDrafts,
     TreeLevels,
     best_places,
     side_shares,
@@ -34,8 +34,8 @@ LOW = -(2.0**100)  # below all sums of logits and noise; times any id it is fini
 def grow(
     levels: TreeLevels,
     growth: Growth,
-    by_levels: Callable[[TreeLevels, Growth], ModelDrafts],
-) -> ModelDrafts:
+    by_levels: Callable[[TreeLevels, Growth], DraftBatch],
+) -> DraftBatch:
     """Grow drafts from a drafter's logits, level by level; new drafts.
 
     Args:

@@ -142,6 +142,7 @@ class VerificationStep:
         drafts, sampling = self.drafts, self.sampling
         if drafts.all_sampled and sampling.all_draw:
             return judged
+        assert drafts.is_sampled_BN is not None
         is_sampled_B = (drafts.is_sampled_BN & drafts.is_draft_BN).any(1)
         return self.merged(is_sampled_B & sampling.draws_B, judged)
 
@@ -270,6 +271,7 @@ def reject_tokens(logits_RV: Tensor, drafts: DraftBatch, coins_BN: Tensor, draw:
     2211.17192, algorithm 1.
     """
     assert drafts.probs_BNV is not None
+    assert drafts.is_sampled_BN is not None
     p_BN1V = logits_RV.softmax(1)[row_index_BN1(drafts)]
     ids_BN1 = drafts.token_ids_BN.clamp(min=0)[:, :, None]
     p_BN = p_BN1V[:, :-1].gather(2, ids_BN1)[:, :, 0]
@@ -298,6 +300,7 @@ def residual(p_BV: Tensor, q_BV: Tensor, weight_B: Tensor) -> Tensor:
 def drawn_from(drafts: DraftBatch, row_B: Tensor) -> Tensor:
     """[B, V]: the proposer's distribution of one draft of each request, one-hot if it has none."""
     assert drafts.probs_BNV is not None
+    assert drafts.is_sampled_BN is not None
     requests_B = torch.arange(drafts.num_requests, device=drafts.device)
     q_BV = drafts.probs_BNV[requests_B, row_B]
     ids_B1 = drafts.token_ids_BN[requests_B, row_B].clamp(min=0)[:, None]

@@ -28,7 +28,7 @@ from outdraft.kernels.data.graph_sizes import (
     rounded_rows,
 )
 from outdraft.kernels.data.sampling import SamplingBatch
-from outdraft.kernels.draft_ops import Capturable, Growth, ModelDrafts, TreeLevels
+from outdraft.kernels.draft_ops import Capturable, Growth, TreeLevels
 from outdraft.kernels.ops import Choosing, DraftGrower, Kernels, WarmUps, choose_by_parts
 from outdraft.kernels.triton.graphs import CallGraphs, Capture, Padding, PerCache
 
@@ -119,13 +119,13 @@ class GraphedGrowth:
     """The operation `grow`, as CUDA graphs of levels that can be asked of other tensors."""
 
     def __init__(self, warm_ups: WarmUps) -> None:
-        self._graphs = PerCache(lambda: CallGraphs[ModelDrafts](warm_ups))
+        self._graphs = PerCache(lambda: CallGraphs[DraftBatch](warm_ups))
 
-    def __call__(self, levels: TreeLevels, growth: Growth, by_levels: DraftGrower) -> ModelDrafts:
+    def __call__(self, levels: TreeLevels, growth: Growth, by_levels: DraftGrower) -> DraftBatch:
         if not isinstance(levels, Capturable):
             return by_levels(levels, growth)
 
-        def grow(tensors: Any, common: Any, its_growth: Growth) -> ModelDrafts:
+        def grow(tensors: Any, common: Any, its_growth: Growth) -> DraftBatch:
             return by_levels(levels.rebind(tensors, common), its_growth)
 
         graphs = self._graphs.of(levels.first_keys_PSGC)

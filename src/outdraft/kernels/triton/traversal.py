@@ -77,6 +77,7 @@ def traverse_chains(
         seeds_B: int64, the requests' noise.
     """
     assert drafts.probs_BNV is not None
+    assert drafts.is_sampled_BN is not None
     size, number, width = logits_RV.shape[1], drafts.num_requests, drafts.width
     num_splits, device = triton.cdiv(size, _TILE), logits_RV.device
     in_splits = {"NUM_SPLITS": num_splits, "SPLITS": triton.next_power_of_2(num_splits)}

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALL_HERE, RequestShares
+from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.decoder_ops import DecoderPass
-from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
+from outdraft.kernels.draft_ops import BlockSpec, Growth, UnreadTexts
 from outdraft.models.checkpoints.config_json import read_json
 from outdraft.models.checkpoints.files import tensor_places, weight_files
 from outdraft.models.checkpoints.slots import Slot, fill_slots, own_slots, slot_of
@@ -182,7 +183,7 @@ class DFlashNetwork(nn.Module):
         """
         return self.passes(token_ids_T, caches, metadata, wanted_R=wanted_R)[0]
 
-    def draft(self, unread: UnreadTexts, growth: Growth) -> ModelDrafts | None:
+    def draft(self, unread: UnreadTexts, growth: Growth) -> DraftBatch | None:
         """Draft a block in one call, as `FusedPasses.draft_block`; None: it cannot."""
         if (fused := self.passes.fused) is None:
             return None
