@@ -26,7 +26,7 @@ def limit(positions: int | None) -> int:
 
 
 class NativeAttention:
-    """The operations of csrc/attention.cpp, for float32 and bfloat16 tensors on the CPU.
+    """The operations of csrc/attention.cpp and block_mass.cpp: float32 and bfloat16 on the CPU.
 
     Queries and cache may differ in dtype; scores, softmax and sums are float32. Rows after the
     last request are padding: their result is zero.
@@ -36,6 +36,7 @@ class NativeAttention:
         library = team.library
         self._attend = library.function("attention_attend", releases_gil=True)
         self._write = library.function("attention_write")
+        self._block_mass = library.function("block_mass", releases_gil=True)
         self._team = team
         self._memory = library.function("attention_create")(team.address)
         destroy = library.function("attention_destroy", releases_gil=True)
@@ -99,18 +100,7 @@ class NativeAttention:
     def temporary_bytes(self, most: AttentionSizes) -> int:
         return 0  # sums over parts of a context are too small to count
 
-
-class NativeBlockMass:
-    """The operation of csrc/block_mass.cpp, for float32 and bfloat16 on the CPU.
-
-    Scores and sums are float32.
-    """
-
-    def __init__(self, team: Team) -> None:
-        self._block_mass = team.library.function("block_mass", releases_gil=True)
-        self._team = team
-
-    def __call__(
+    def block_mass(
         self,
         q_BHC: Tensor,
         k_PSGC: Tensor,

@@ -18,7 +18,7 @@ from outdraft.kernels.data.logits import most_logit_rows
 from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec, LayerSpec, StepRead, StepTask
 from outdraft.kernels.draft_ops import BlockSpec, Growth, UnreadTexts
 from outdraft.kernels.native.attention import limit
-from outdraft.kernels.native.drafting import NativeGrowth
+from outdraft.kernels.native.drafting import NativeDrafting
 from outdraft.kernels.native.library import Struct, Team
 from outdraft.kernels.native.linear import weights_of
 from outdraft.kernels.native.ranks import RankLink, shares_memory
@@ -45,7 +45,7 @@ class NativeDecoder:
         self._forward, self._logits = long("decoder_forward"), long("decoder_logits")
         self._best_tokens = long("decoder_best_tokens")
         self._write_context = long("decoder_write_context")
-        self._growth, self._step = NativeGrowth(team.library), NativeStep(team.library)
+        self._drafting, self._step = NativeDrafting(team.library), NativeStep(team.library)
         self._bound: dict[tuple[int, ...], int] = {}
         # For what needs no caches.
         self._unbound = self._create(self._native_spec, [0] * 2 * len(spec.layers), 1)
@@ -139,7 +139,7 @@ class NativeDecoder:
             num_outputs = self._spec.head.shard.num_tokens
         assert reads_as_many or num_outputs == growth.sampling.vocab_size
         handle = self.handle(unread.caches)
-        return self._growth.draft(handle, unread, growth, self._dtype, self._link)
+        return self._drafting.draft(handle, unread, growth, self._dtype, self._link)
 
     def draft_block(
         self, spec: BlockSpec, unread: UnreadTexts, growth: Growth
@@ -147,7 +147,7 @@ class NativeDecoder:
         if self._link is not None:
             return None
         handle = self.handle(unread.caches)
-        return self._growth.draft_block(handle, spec, unread, growth, self._dtype)
+        return self._drafting.draft_block(handle, spec, unread, growth, self._dtype)
 
     def handle(self, caches: Sequence[LayerCache]) -> int:
         """Address of the `Decoder` with these caches; it lives as long as they do."""

@@ -34,11 +34,19 @@ _SIDE_SHARES = torch.tensor(side_shares(64))  # a level has no more rows
 
 
 class NativeDrafting:
-    """The operations of csrc/drawn_level.cpp."""
+    """Levels of trees (csrc/drawn_level.cpp), and whole drafts: of a decoder in one call, of other
+    networks level by level."""
 
     def __init__(self, library: Library) -> None:
         self._library, self._place_level = library, library.function("place_level")
         self._draw_level = library.function("draw_level", releases_gil=True)
+        self._draft = library.function("decoder_draft", releases_gil=True)
+        self._draft_block = library.function("block_draft", releases_gil=True)
+        self._create, self._destroy = (
+            library.function(f"growth_{verb}") for verb in ("create", "destroy")
+        )
+        self._extend = library.function("growth_extend", releases_gil=True)
+        self._finish = library.function("growth_finish")
 
     def draw_level(self, logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnLevel:
         num_requests, num_nodes, size = logits_BEV.shape
@@ -71,20 +79,6 @@ class NativeDrafting:
             *(ancestors_T, positions_T, slots_T),
         )
         return ancestors_T, positions_T, slots_T
-
-
-class NativeGrowth:
-    """Whole drafts: of a decoder in one call, of other networks level by level."""
-
-    def __init__(self, library: Library) -> None:
-        self._library = library
-        self._draft = library.function("decoder_draft", releases_gil=True)
-        self._draft_block = library.function("block_draft", releases_gil=True)
-        self._create, self._destroy = (
-            library.function(f"growth_{verb}") for verb in ("create", "destroy")
-        )
-        self._extend = library.function("growth_extend", releases_gil=True)
-        self._finish = library.function("growth_finish")
 
     def draft(
         self,

@@ -13,7 +13,7 @@ from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
 from outdraft.kernels.data.logits import Scores
 from outdraft.kernels.data.noise import NoiseKeys
 from outdraft.kernels.data.sampling import Paths, SamplingBatch
-from outdraft.kernels.native.library import Library, Team
+from outdraft.kernels.native.library import Team
 
 
 def cut_columns(sampling: SamplingBatch) -> dict[str, Tensor]:
@@ -36,11 +36,13 @@ def penalty_columns(sampling: SamplingBatch) -> dict[str, Tensor]:
 
 
 class NativeSampling:
-    """The operations of csrc/noise.cpp, penalties.cpp, sampling.cpp and verification.cpp: float32
-    logits on the CPU."""
+    """The operations of csrc/noise.cpp, penalties.cpp, sampling.cpp, scores.cpp and
+    verification.cpp: float32 logits on the CPU. Sums of scores are float64."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, team: Team) -> None:
+        library = team.library
         function = partial(library.function, releases_gil=True)
+        self._team, self._score = team, function("score_tokens")
         self._gumbel, self._mask = function("fill_gumbel"), function("mask_forbidden")
         self._process, self._finite = function("process_rows"), function("finite_rows")
         self._penalize, self._verify = function("penalize_rows"), function("verify")
@@ -115,24 +117,7 @@ class NativeSampling:
         )
         return verdict
 
-
-def blank_verdict(num_requests: int, width: int) -> Verdict:
-    """A verdict to be written, about that many requests and places of drafts."""
-    return Verdict(
-        torch.empty(num_requests, width + 1, dtype=torch.int64),
-        torch.empty(num_requests, dtype=torch.int64),
-        torch.empty(num_requests, width, dtype=torch.int64),
-    )
-
-
-class NativeScores:
-    """The operation of csrc/scores.cpp: float32 logits on the CPU; sums are float64."""
-
-    def __init__(self, team: Team) -> None:
-        self._score = team.library.function("score_tokens", releases_gil=True)
-        self._team = team
-
-    def __call__(
+    def score_tokens(
         self, logits_AV: Tensor, chosen_R: Tensor, num_top: int, rows_R: Tensor | None = None
     ) -> Scores:
         num_rows, size = len(chosen_R), logits_AV.shape[1]
@@ -157,3 +142,12 @@ class NativeScores:
         )
         self._score(self._team.address, num_rows, task)
         return scores
+
+
+def blank_verdict(num_requests: int, width: int) -> Verdict:
+    """A verdict to be written, about that many requests and places of drafts."""
+    return Verdict(
+        torch.empty(num_requests, width + 1, dtype=torch.int64),
+        torch.empty(num_requests, dtype=torch.int64),
+        torch.empty(num_requests, width, dtype=torch.int64),
+    )

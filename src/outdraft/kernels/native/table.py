@@ -3,12 +3,12 @@
 from dataclasses import replace
 from functools import partial
 
-from outdraft.kernels.native.attention import NativeAttention, NativeBlockMass
+from outdraft.kernels.native.attention import NativeAttention
 from outdraft.kernels.native.decoder import compile_decoder
-from outdraft.kernels.native.drafting import NativeDrafting, NativeGrowth
+from outdraft.kernels.native.drafting import NativeDrafting
 from outdraft.kernels.native.library import Library, shared_team
 from outdraft.kernels.native.linear import NativeExperts, NativeLinear
-from outdraft.kernels.native.sampling import NativeSampling, NativeScores
+from outdraft.kernels.native.sampling import NativeSampling
 from outdraft.kernels.native.step import NativeRows
 from outdraft.kernels.native.texts import NativeSuffixTexts, ngram_texts
 from outdraft.kernels.ops import Kernels
@@ -45,8 +45,8 @@ def native_kernels(library: Library, num_threads: int, *, meets_bytes: bool = Fa
     """
     kernels = native_host_kernels(library, reference_kernels(in_order=True), is_cpu=True)
     team = shared_team(library.name, num_threads)
-    sampling, drafting = NativeSampling(library), NativeDrafting(library)
-    linear = NativeLinear(team, meets_bytes=meets_bytes)
+    attention, linear = NativeAttention(team), NativeLinear(team, meets_bytes=meets_bytes)
+    sampling, drafting = NativeSampling(team), NativeDrafting(library)
     return replace(
         kernels,
         name=library.name,
@@ -56,16 +56,16 @@ def native_kernels(library: Library, num_threads: int, *, meets_bytes: bool = Fa
         finite_rows=sampling.finite_rows,
         penalize=sampling.penalize,
         scale_and_cut=sampling.scale_and_cut,
-        score_tokens=NativeScores(team),
+        score_tokens=sampling.score_tokens,
         match=sampling.match,
         verify=sampling.verify,
-        attention=NativeAttention(team),
-        block_mass=NativeBlockMass(team),
+        attention=attention,
+        block_mass=attention.block_mass,
         pack_linear=linear.pack_linear,
         pack_codes=linear.pack_codes,
         pack_experts=partial(NativeExperts, linear),
         compile_decoder=partial(compile_decoder, team),
         draw_level=drafting.draw_level,
-        grow=NativeGrowth(library).grow,
+        grow=drafting.grow,
         scale_to_rms=linear.scale_to_rms,
     )
