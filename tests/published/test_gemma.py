@@ -43,7 +43,7 @@ def test_greedy_texts_of_gemma_are_those_of_llama_cpp(
     llama_cpp: Callable[[str], LlamaCpp],
     exact_llama_cpp: Callable[[str], LlamaCpp],
 ):
-    options = {"device": "cpu", "max_model_len": 1024, "cost_table": "roofline"}
+    options = {"device": "cpu", "max_model_len": 1024, "cost_table": "roofline", "dtype": "float32"}
     llm = LLM(str(published(NAME)), activation_dtype="float", **options)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
     for output in llm.generate([*PROMPTS], params, use_tqdm=False):
