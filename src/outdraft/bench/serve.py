@@ -88,13 +88,11 @@ class BadStreamError(Exception):
     """The server answered, but not with a whole completion."""
 
 
-def open_client(
-    base_url: str, headers: Mapping[str, str], verify: ssl.SSLContext | bool = True
-) -> httpx.AsyncClient:
+def open_client(endpoint: Endpoint, verify: ssl.SSLContext | bool = True) -> httpx.AsyncClient:
     """A client without a limit on the time of an answer; proxies of the shell are ignored."""
     return httpx.AsyncClient(
-        base_url=base_url,
-        headers=dict(headers),
+        base_url=endpoint.base_url,
+        headers=dict(endpoint.headers),
         timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
         verify=verify,
         trust_env=False,
@@ -108,28 +106,23 @@ class Clients:
     where there are a thousand, that takes longer than the server does.
     """
 
-    def __init__(self, base_url: str, headers: Mapping[str, str]) -> None:
-        self._base_url = base_url
-        self._headers = headers
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
         self._verify = httpx.create_ssl_context()  # takes long, so all share it
-        self._all: list[httpx.AsyncClient] = []
         self._free: list[httpx.AsyncClient] = []
 
     @contextmanager
     def lend(self) -> Generator[httpx.AsyncClient]:
         """Lend a client that no other request uses; its connection may be open already."""
-        if not self._free:
-            self._free.append(open_client(self._base_url, self._headers, self._verify))
-            self._all.append(self._free[-1])
-        client = self._free.pop()
+        client = self._free.pop() if self._free else open_client(self._endpoint, self._verify)
         try:
             yield client
         finally:
             self._free.append(client)
 
     async def aclose(self) -> None:
-        """Close all connections."""
-        for client in self._all:
+        """Close all connections; none is lent."""
+        for client in self._free:
             await client.aclose()
 
 
@@ -172,7 +165,7 @@ async def run_load(
     for request in requests:
         endpoint.request_body(request)  # refused before anything is sent
     warm_ups, measured = requests[: traffic.num_warmups], requests[traffic.num_warmups :]
-    async with aclosing(Clients(endpoint.base_url, endpoint.headers)) as clients:
+    async with aclosing(Clients(endpoint)) as clients:
         warming = replace(traffic, request_rate=math.inf)
         warmed = await _send_all(clients, endpoint, warm_ups, warming, deadline_s, lambda _: None)
         with clients.lend() as client:
@@ -182,9 +175,8 @@ async def run_load(
         duration_s = time.monotonic() - started_s
         with clients.lend() as client:
             after = await spec_counters(client)
-    speculation = counted_between(before, after) if before and after else None
     num_failed = sum(sample.error is not None for sample in warmed)
-    return LoadRun(samples, duration_s, speculation, num_failed)
+    return LoadRun(samples, duration_s, counted_between(before, after), num_failed)
 
 
 async def with_model(endpoint: Endpoint) -> Endpoint:
@@ -195,8 +187,15 @@ async def with_model(endpoint: Endpoint) -> Endpoint:
     """
     if endpoint.model:
         return endpoint
-    async with open_client(endpoint.base_url, endpoint.headers) as client:
-        return replace(endpoint, model=await first_model(client))
+    async with open_client(endpoint) as client:
+        try:
+            response = await client.get("/v1/models", timeout=CONNECT_TIMEOUT_S)
+            return replace(endpoint, model=response.raise_for_status().json()["data"][0]["id"])
+        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise ConfigError(
+                f"{client.base_url.join('/v1/models')} names no model ({type(error).__name__}: "
+                f"{error}); is the server up? does it want a key (--header)? else give --model"
+            ) from None
 
 
 def serve_report(
@@ -215,10 +214,9 @@ def serve_report(
         metrics, percentiles: to report; names as in vLLM.
         is_detailed: every request's own times and text, too.
     """
-    distinct = num_distinct_prompts(requests[traffic.num_warmups :])
     result: dict[str, Any] = {
         "num_prompts": len(run.samples),
-        "num_distinct_prompts": distinct,
+        "num_distinct_prompts": num_distinct_prompts(requests[traffic.num_warmups :]),
         "request_rate": "inf" if math.isinf(traffic.request_rate) else traffic.request_rate,
         "burstiness": traffic.burstiness,
         "max_concurrency": traffic.max_concurrency,
@@ -324,22 +322,6 @@ async def send(
         sample.error = f"{type(error).__name__}: {error}"
     if sample.error is not None or sample.ended_s is None:
         sample.ended_s = clock()
-
-
-async def first_model(client: httpx.AsyncClient) -> str:
-    """The name of the server's first model.
-
-    Raises:
-        ConfigError: the server cannot be reached or does not say.
-    """
-    try:
-        response = await client.get("/v1/models", timeout=CONNECT_TIMEOUT_S)
-        return response.raise_for_status().json()["data"][0]["id"]
-    except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise ConfigError(
-            f"{client.base_url.join('/v1/models')} names no model ({type(error).__name__}: "
-            f"{error}); is the server up? does it want a key (--header)? else give --model"
-        ) from None
 
 
 async def spec_counters(client: httpx.AsyncClient) -> StatsTotal | None:

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from outdraft import assets
 from outdraft.cli.command import Model, num_physical_cores, pairs_of, table_of, use_physical_cores
-from outdraft.cli.options import EngineOptions, SchedulerOptions, serving_config, takes_options
+from outdraft.cli.options import EngineOptions, SchedulerOptions, engine_config, takes_options
 from outdraft.core.errors import ConfigError
 from outdraft.core.weights import QUANTIZATIONS, WeightFormat
 
@@ -58,7 +58,7 @@ def doctor(
     """
     console = Console(highlight=False)
     if cost:
-        config = serving_config(model, engine, scheduler)
+        config = engine_config(model, engine, scheduler)
         use_physical_cores(os.environ)
         show_costs(console, config)
         return
@@ -66,7 +66,7 @@ def doctor(
     if model is not None:
         from outdraft.loading.report import report
 
-        config = serving_config(model, engine, scheduler)
+        config = engine_config(model, engine, scheduler)
         sections = {f"Weights of {model}": report(config)} | sections
     for title, rows in sections.items():
         console.print(pairs_of(rows.items(), title), "")

@@ -104,14 +104,14 @@ class SchedulerOptions:
         max_num_seqs: Requests that run together.
         max_num_batched_tokens: Rows of one step: prompts, newest tokens and drafts.
         max_waiting: Requests that may queue; more are refused with 429.
-        policy: One of fcfs, priority.
+        scheduling_policy: One of fcfs, priority.
         speculative_disable_queue_size: No drafts while more requests than this run.
     """
 
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_waiting: int | None = None
-    policy: str | None = flag("--scheduling-policy")
+    scheduling_policy: str | None = None
     speculative_disable_queue_size: int | None = None
 
 
@@ -182,28 +182,21 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     return flat
 
 
-def engine_config(model: str | None, options: EngineOptions) -> EngineConfig:
-    """The configuration for one conversation at a time; no model means the embedded pair.
+def engine_config(
+    model: str | None, options: EngineOptions, scheduling: SchedulerOptions | None = None
+) -> EngineConfig:
+    """The configuration of an engine; no model means the embedded pair.
+
+    scheduling: of a server; None: one conversation at a time.
 
     Raises:
         ConfigError: a value is wrong, or there is no embedded pair.
     """
-    return _config(model, _given(options) | {"max_num_seqs": 1}, without_flag=None)
-
-
-def serving_config(
-    model: str | None, options: EngineOptions, scheduling: SchedulerOptions
-) -> EngineConfig:
-    """The configuration of a server; else as `engine_config`."""
-    given = _given(options) | _given(scheduling)
-    return _config(model, given, without_flag={"method": "suffix"})
-
-
-def _config(
-    model: str | None, given: dict[str, Any], without_flag: dict[str, Any] | None
-) -> EngineConfig:
-    """`without_flag`: the speculative_config of a model that is named."""
-    default = {"method": "combined"} if model is None else without_flag
+    is_server = scheduling is not None
+    given = _given(options) | (_given(scheduling) if is_server else {"max_num_seqs": 1})
+    default = {"method": "suffix"} if is_server else None
+    if model is None:
+        default = {"method": "combined"}
     speculation = speculative_config(given.pop("speculative_config", None), model, default)
     if (queue_size := given.pop("speculative_disable_queue_size", None)) is not None:
         if speculation is None:

@@ -121,9 +121,11 @@ def plan(
     network = find_network(target, models.quantization, models.kv_cache_dtype)
     cards = find_hardware(hardware, machine.interconnect, machine.graphs)
     tp = machine.tp or cards.num_cards
+    method, drafter = find_drafter(models.draft, network, models.draft_quantization)
     setup = Setup(
         target=network,
-        drafter=find_drafter(models.draft, network, models.draft_quantization),
+        method=method,
+        drafter=drafter,
         hardware=cards,
         tp=tp,
         draft_tp=machine.draft_tp or tp,

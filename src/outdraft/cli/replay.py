@@ -97,7 +97,6 @@ def replay(
     from outdraft.costs.table import read_table
     from outdraft.kernels.choose import AUTO, choose_kernels
     from outdraft.loading.methods import host_proposers
-    from outdraft.planning.replay import RecordedTraffic
     from outdraft.planning.replay_scores import plain_run, recorded_score, score
 
     if prices.costs is not None and prices.model is not None:
@@ -106,7 +105,6 @@ def replay(
     if not is_whole:
         typer.echo(f"note: the last line of {trace} is cut short and left out", err=True)
     kernels = choose_kernels(AUTO, torch.device("cpu"), torch.float32)
-    traffic = RecordedTraffic(requests, ways.concurrency)
     lengths = numbers(ways.lengths, "--lengths", int)
     for length in lengths:
         check_whole("--lengths", length, 1, MAX_DRAFTS)
@@ -115,10 +113,11 @@ def replay(
     report = {
         "recorded": recorded_score(requests),
         "concurrency": ways.concurrency,
-        "replayed_cached_tokens": plain_run(traffic, None).cached_tokens,
+        "replayed_cached_tokens": plain_run(requests, ways.concurrency, None).cached_tokens,
         "scores": [
             score(
-                traffic,
+                requests,
+                ways.concurrency,
                 config,
                 lambda chosen: host_proposers(chosen.sources, kernels),
                 table if prices.model is None else _measured(prices.model, given),

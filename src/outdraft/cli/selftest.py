@@ -3,7 +3,7 @@
 import json
 import os
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,7 +12,7 @@ from tqdm import tqdm
 from outdraft.cli.command import Model, held_out, use_physical_cores
 from outdraft.cli.options import EngineOptions, engine_config, takes_options
 from outdraft.config.engine import SchedulerConfig
-from outdraft.config.fields import check_whole, flag
+from outdraft.config.fields import check_fields, check_whole, flag
 from outdraft.config.speculation import SpeculationConfig
 from outdraft.core.errors import ConfigError
 
@@ -31,17 +31,16 @@ class SelfTestOptions:
         json_: Print one JSON object and nothing else.
     """
 
-    prompts: int = 8
-    max_tokens: int = 64
-    samples: int = 512
+    prompts: Annotated[int, 1, 300] = 8
+    max_tokens: Annotated[int, 2] = 64
+    samples: Annotated[int, 100] = 512
     sampled_prompts: int | None = None
     json_: bool = flag("--json", default=False)
 
     def __post_init__(self) -> None:
-        check_whole("prompts", self.prompts, 1, 300)
-        check_whole("max_tokens", self.max_tokens, 2)
-        check_whole("samples", self.samples, 100)
-        check_whole("sampled_prompts", self.sampled_prompts, 1, self.prompts, optional=True)
+        check_fields(self)
+        if self.sampled_prompts is not None:
+            check_whole("sampled_prompts", self.sampled_prompts, 1, self.prompts)
 
 
 @takes_options
@@ -71,8 +70,7 @@ def selftest(model: Model = None, *, options: SelfTestOptions, engine: EngineOpt
         SPECULATIVE: config,
         ALWAYS: replace(config, speculation=always, seed=config.seed + 1),
     }
-    models = share_target(configs)
-    engines = build_together({name: (configs[name], models[name]) for name in configs})
+    engines = build_together(configs, share_target(configs))
     with tqdm(desc="texts", leave=False, disable=True if options.json_ else None) as bar:
         result = self_test(
             engines,

@@ -13,9 +13,9 @@ from outdraft.cli.command import Model, engine_environment, num_physical_cores
 from outdraft.cli.options import (
     EngineOptions,
     SchedulerOptions,
+    engine_config,
     json_object,
     read_config_file,
-    serving_config,
     takes_options,
 )
 from outdraft.config.engine import EngineConfig
@@ -149,7 +149,7 @@ def serve(
     Args:
         config: TOML file whose keys are names of flags; the command line wins.
     """
-    chosen = serving_config(model, engine, scheduler)
+    chosen = engine_config(model, engine, scheduler)
     from outdraft.cli.serving import run
 
     environ = engine_environment(os.environ)

@@ -73,28 +73,32 @@ def tune(
     tried = candidates(drafters(model, options.draft or ()))
     complete = with_embedded_network if model is None else dict[str, Any]
     use_physical_cores(os.environ)
-    from outdraft.bench.side_by_side import PLAIN, variants
-    from outdraft.bench.sweep import SweepPlan
-    from outdraft.bench.tune import buildable, race
+    from outdraft.bench.side_by_side import PLAIN, share_target, variants
+    from outdraft.bench.sweep import Sweep
+    from outdraft.bench.tune import race
     from outdraft.bench.workloads import load_requests
     from outdraft.core.sampling import SamplingParams
     from outdraft.kernels.choose import machine_limits
 
-    plan = SweepPlan(
-        levels=levels,
-        least_requests=REQUESTS,
-        min_rounds=min(2, options.rounds),
-        max_rounds=options.rounds,
-    )
     speculation = {name: complete(values) for name, values in tried.items()}
     configs = variants(base, {PLAIN: None} | speculation)
-    models, left_out = buildable(configs)
-    configs = {name: configs[name] for name in models}
-    tokenizer = models[PLAIN].tokenizer
-    requests = load_requests(dataset, plan.num_prompts, engine.seed or 0, tokenizer)
-    params = SamplingParams(temperature=options.temperature, ignore_eos=True, detokenize=False)
+    left_out: dict[str, str] = {}
+    models = share_target(configs, left_out)
     with progress("runs", unit="run") as bar:
-        results = race(configs, models, requests, plan, params, lambda name: bar.update())
+        plan = Sweep(
+            configs={name: configs[name] for name in models},
+            models=models,
+            params=SamplingParams(
+                temperature=options.temperature, ignore_eos=True, detokenize=False
+            ),
+            levels=levels,
+            least_requests=REQUESTS,
+            min_rounds=min(2, options.rounds),
+            max_rounds=options.rounds,
+            on_run=lambda name: bar.update(),
+        )
+        tokenizer = models[PLAIN].tokenizer
+        results = race(plan, load_requests(dataset, plan.num_prompts, engine.seed or 0, tokenizer))
     target = models[PLAIN].target
     limits = machine_limits(target.dtype) if target.device.type == "cpu" else None
     ridge = limits[1] / limits[0] if limits is not None else None

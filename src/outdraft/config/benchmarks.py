@@ -3,8 +3,9 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from outdraft.config.fields import check_choice, flag
+from outdraft.config.fields import check_choice, check_fields, flag
 from outdraft.core.errors import ConfigError
 
 DATASETS = ("embedded", "custom", "sharegpt", "random")
@@ -26,11 +27,12 @@ class Dataset:
 
     name: str = flag("--dataset-name", default="embedded")
     path: Path | None = flag("--dataset-path")
-    input_len: int = 1024
-    output_len: int | None = None
+    input_len: Annotated[int, 1] = 1024
+    output_len: Annotated[int, 1] | None = None
     range_ratio: float = flag("--random-range-ratio", default=0.0)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_choice("dataset_name", self.name, DATASETS)
         needs_path = self.name in ("custom", "sharegpt")
         if needs_path != (self.path is not None):
@@ -38,8 +40,6 @@ class Dataset:
             raise ConfigError(f"dataset {self.name!r} {need} --dataset-path")
         if not 0 <= self.range_ratio < 1:
             raise ConfigError(f"range_ratio must be in [0, 1), got {self.range_ratio}")
-        if self.input_len < 1 or (self.output_len is not None and self.output_len < 1):
-            raise ConfigError("input_len and output_len must be at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +56,12 @@ class TrafficPlan:
 
     request_rate: float = math.inf
     burstiness: float = 1.0
-    max_concurrency: int | None = None
-    num_warmups: int = 0
+    max_concurrency: Annotated[int, 1] | None = None
+    num_warmups: Annotated[int, 0] = 0
     seed: int = flag(default=0, min=0)
 
     def __post_init__(self) -> None:
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise ConfigError(f"max_concurrency must be at least 1, got {self.max_concurrency}")
-        if self.num_warmups < 0:
-            raise ConfigError(f"num_warmups must not be negative, got {self.num_warmups}")
+        check_fields(self)
         check_rates(self.request_rate, self.burstiness)
 
     @property
@@ -80,13 +77,12 @@ class LatencyPlan:
     again, and a user's next batch is another one.
     """
 
-    batch_size: int = 1
-    num_iters_warmup: int = 2
-    num_iters: int = 10
+    batch_size: Annotated[int, 1] = 1
+    num_iters_warmup: Annotated[int, 0] = 2
+    num_iters: Annotated[int, 1] = 10
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.num_iters < 1 or self.num_iters_warmup < 0:
-            raise ConfigError("batch_size and num_iters must be at least 1, num_iters_warmup 0")
+        check_fields(self)
 
     @property
     def num_requests(self) -> int:

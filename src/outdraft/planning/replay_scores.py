@@ -10,7 +10,7 @@ from outdraft.core.draft import DraftSource
 from outdraft.core.recorded import RecordedRequest
 from outdraft.drafting.host_sources import HostProposer
 from outdraft.planning.recorded_acceptance import LevelCounts, RecordedAcceptance, recorded_networks
-from outdraft.planning.replay import NO_COSTS, RecordedTraffic, Replay, replay, with_length
+from outdraft.planning.replay import NO_COSTS, Replay, with_length
 
 REPLAYED, FROM_TRACE = "replayed", "acceptance from the trace"
 
@@ -51,13 +51,16 @@ def recorded_score(requests: Sequence[RecordedRequest]) -> dict[str, Any]:
     }
 
 
-def plain_run(traffic: RecordedTraffic, table: CostTable | None) -> Replay:
+def plain_run(
+    requests: Sequence[RecordedRequest], concurrency: int | None, table: CostTable | None
+) -> Replay:
     """The trace without drafts."""
-    return replay(traffic, SpeculationConfig(), (), table or NO_COSTS)
+    return Replay(requests, concurrency, SpeculationConfig(), (), table or NO_COSTS).run()
 
 
 def score(
-    traffic: RecordedTraffic,
+    requests: Sequence[RecordedRequest],
+    concurrency: int | None,
     config: SpeculationConfig,
     make_proposers: Callable[[SpeculationConfig], Sequence[HostProposer]],
     table: CostTable | None,
@@ -79,17 +82,18 @@ def score(
     """
 
     def run(chosen: SpeculationConfig) -> Replay:
-        return replay(traffic, chosen, make_proposers(chosen), table or NO_COSTS)
+        proposers = make_proposers(chosen)
+        return Replay(requests, concurrency, chosen, proposers, table or NO_COSTS).run()
 
     counts = LevelCounts()
     if config.network is not None:
         source = config.network.source
-        counts = RecordedAcceptance(source, traffic.requests).counts
+        counts = RecordedAcceptance(source, requests).counts
     most = _greatest(config, counts)
     greatest = run(with_length(config, most))
     runs: list[tuple[str, int | None, Replay]] = []
     if table is not None:
-        runs.append(("plain", 0, plain_run(traffic, table)))
+        runs.append(("plain", 0, plain_run(requests, concurrency, table)))
         for length in _lengths(config, lengths, most):
             runs.append((f"fixed {length}", length, run(with_length(config, length))))
         runs.append((f"fixed {most}", most, greatest))
