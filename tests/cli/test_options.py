@@ -94,7 +94,7 @@ def test_every_engine_flag_reaches_the_configuration():
     ],
 )
 def test_help_names_all_choices(group, name, choices):
-    assert ", ".join(choices) in documented(group)[name]
+    assert ", ".join(choices) in documented(group)[name][1]
 
 
 def test_every_flag_of_an_engine_has_a_help():

@@ -154,7 +154,7 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
             if parameter.name in helps:
                 kind, *given = get_args(group) if get_origin(group) is Annotated else (group,)
                 info = given[0] if given else typer.Option()
-                info.help = helps[parameter.name]
+                info.help = helps[parameter.name][1]
                 parameter = parameter.replace(annotation=Annotated[kind, info])
             parameters.append(parameter)
             continue
@@ -273,19 +273,26 @@ def numbers(text: str, flag: str, kind: Callable[[str], _Number]) -> list[_Numbe
         raise ConfigError(f"{flag} must be numbers between commas, got {text!r}") from None
 
 
-def documented(described: Callable[..., Any]) -> dict[str, str]:
-    """Texts about the `Attributes` of a class or the `Args` of a function, by their names."""
-    text = inspect.getdoc(described) or ""
-    entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", text, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}
+def documented(described: Callable[..., Any]) -> dict[str, tuple[str, str]]:
+    """What the docstring of a class or a function lists, by names: the section, and the text."""
+    section, found = "", dict[str, tuple[str, str]]()
+    entries = r"^(?:(\w+):$| {4}(\w+): (.+(?:\n {8}.+)*))"
+    for title, name, text in re.findall(entries, inspect.getdoc(described) or "", re.MULTILINE):
+        section = title or section
+        if name:
+            found[name] = section, " ".join(text.split())
+    return found
 
 
 def _in_panel(one: Field[Any], group: type) -> Any:
-    """The annotation of a flag, which help lists under the name of its group, or its PANEL."""
-    settings: dict[str, Any] = {"spellings": (), "help": documented(group).get(one.name)}
-    settings |= one.metadata
-    name = group.__name__.removesuffix("Options").removesuffix("Plan")
-    settings["rich_help_panel"] = getattr(group, "PANEL", name)
+    """The annotation of a flag, which help lists under the title of its section in the docstring;
+    for `Attributes` that is the name of its group, or its PANEL."""
+    section, text = documented(group).get(one.name, ("Attributes", None))
+    if section == "Attributes":
+        name = group.__name__.removesuffix("Options").removesuffix("Plan")
+        section = getattr(group, "PANEL", name)
+    settings: dict[str, Any] = {"spellings": (), "help": text, **one.metadata}
+    settings["rich_help_panel"] = section
     return Annotated[one.type, typer.Option(*settings.pop("spellings"), **settings)]
 
 

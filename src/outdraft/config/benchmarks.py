@@ -28,7 +28,7 @@ class Dataset:
     name: str = flag("--dataset-name", default="embedded")
     path: Path | None = flag("--dataset-path")
     input_len: Annotated[int, 1] = 1024
-    output_len: Annotated[int, 1] | None = None
+    output_len: Annotated[int | None, 1] = None
     range_ratio: float = flag("--random-range-ratio", default=0.0)
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class TrafficPlan:
 
     request_rate: float = math.inf
     burstiness: float = 1.0
-    max_concurrency: Annotated[int, 1] | None = None
+    max_concurrency: Annotated[int | None, 1] = None
     num_warmups: Annotated[int, 0] = 0
     seed: int = flag(default=0, min=0)
 

@@ -35,9 +35,9 @@ class CacheConfig:
     """
 
     block_size: Annotated[int, 1] = 16
-    kv_cache_memory_bytes: Annotated[int, 1] | None = None
-    gpu_memory_utilization: Annotated[float, 0, 1] | None = None
-    num_blocks: Annotated[int, 1] | None = None
+    kv_cache_memory_bytes: Annotated[int | None, 1] = None
+    gpu_memory_utilization: Annotated[float | None, 0, 1] = None
+    num_blocks: Annotated[int | None, 1] = None
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
@@ -147,11 +147,11 @@ class EngineConfig:
     enforce_eager: bool = False
     dtype: Annotated[str, DTYPES] = "auto"
     device: str = "auto"
-    max_model_len: Annotated[int, 2] | None = None
+    max_model_len: Annotated[int | None, 2] = None
     seed: Annotated[int, 0] = 0
     kernels: str = "auto"
     cost_table: str = "auto"
-    quantization: Annotated[str, QUANTIZATIONS] | None = None
+    quantization: Annotated[str | None, QUANTIZATIONS] = None
     activation_dtype: Annotated[str, ACTIVATION_DTYPES] = "auto"
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

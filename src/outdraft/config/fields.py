@@ -34,12 +34,12 @@ def check_fields(config: object) -> None:
         ConfigError: a value is of another type, out of bounds, or not one of the choices.
     """
     for name, kind in get_type_hints(type(config), include_extras=True).items():
-        value, kinds = getattr(config, name), get_args(kind)
-        if type(None) in kinds:
-            kind = kinds[0]
+        value = getattr(config, name)
+        base, *limits = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+        if type(None) in get_args(base):
+            base = get_args(base)[0]
             if value is None:
                 continue
-        base, *limits = get_args(kind) if get_origin(kind) is Annotated else (kind,)
         if base is bool:
             if not isinstance(value, bool):
                 raise ConfigError(f"{name} must be true or false, got {value!r}")

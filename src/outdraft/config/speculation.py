@@ -87,12 +87,12 @@ class DraftNetworkConfig:
 
     model: str = ""
     source: DraftSource = DraftSource.MODEL
-    max_model_len: Annotated[int, 1] | None = None
+    max_model_len: Annotated[int | None, 1] = None
     draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
     parallel_drafting: bool = False
     min_vocabulary_overlap: Annotated[float, 0, 1] = 0.1
-    quantization: Annotated[str, QUANTIZATIONS] | None = None
-    kv_budget: Annotated[int, 1] | None = None
+    quantization: Annotated[str | None, QUANTIZATIONS] = None
+    kv_budget: Annotated[int | None, 1] = None
     draft_tensor_parallel_size: Annotated[int, 1] = 1
     tree: TreeShape | None = None
 
@@ -165,7 +165,7 @@ class SpeculationConfig:
     rejection_sample_method: RejectionMethod = "block"
     posterior_threshold: Annotated[float, 1e-6, 1] = POSTERIOR_THRESHOLD
     posterior_alpha: Annotated[float, 1e-6, 1] = POSTERIOR_ALPHA
-    disable_by_batch_size: Annotated[int, 1] | None = None
+    disable_by_batch_size: Annotated[int | None, 1] = None
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens != AUTO:

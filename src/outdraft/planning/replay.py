@@ -348,7 +348,7 @@ def _network(
         return None
     source = config.network.source
     network = RecordedAcceptance(source, requests)
-    if network.num_drafts == 0:
+    if not network.labels:
         raise ConfigError(
             f"the trace has no drafts of {source}, so their acceptance is unknown: "
             "record one while it drafts"
@@ -370,7 +370,7 @@ def _drafter_limits(
     source = config.source
     levels = config.tree.levels if config.tree is not None and not config.tree.is_chain else ()
     in_one_pass = (*HEAD_SOURCES, *BLOCK_SOURCES)
-    most = sum(levels) if levels else network.max_levels if source in in_one_pass else MAX_DRAFTS
+    most = sum(levels) if levels else len(network.labels) if source in in_one_pass else MAX_DRAFTS
     return DrafterLimits(
         config.max_model_len or max_model_len + MAX_DRAFTS,
         source,
