@@ -10,9 +10,9 @@ import json
 import math
 import ssl
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -33,7 +33,8 @@ from outdraft.bench.workloads import (
     num_distinct_prompts,
     repetition_notes,
 )
-from outdraft.config.benchmarks import TrafficPlan
+from outdraft.config.benchmarks import Endpoint, TrafficPlan
+from outdraft.config.fields import json_object
 from outdraft.core.errors import ConfigError
 from outdraft.engine.stats import StatsTotal
 
@@ -46,42 +47,28 @@ MAX_ERROR_CHARS = 200  # of a server's message
 Clock = Callable[[], float]  # seconds since the start of the test
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """The route of a server that requests go to.
-
-    Attributes:
-        path: of the chat route if it ends in chat/completions, else of one for completions.
-        body: fields that every request carries beside its own.
-    """
-
-    base_url: str
-    path: str
-    model: str
-    headers: Mapping[str, str] = field(default_factory=dict[str, str])
-    body: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-    @property
-    def is_chat(self) -> bool:
-        return self.path.rstrip("/").endswith("chat/completions")
-
-    def request_body(self, request: BenchRequest) -> dict[str, Any]:
-        """Raises ConfigError for token ids on the chat route, which takes text only."""
-        body: dict[str, Any] = {
-            "model": self.model,
-            "max_tokens": request.max_tokens,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **self.body,
-        }
-        if request.prediction is not None:
-            body["prediction"] = {"type": "content", "content": request.prediction}
-        if not self.is_chat:
-            prompt = request.prompt
-            return body | {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
-        if not isinstance(request.prompt, str):
-            raise ConfigError("the chat endpoint takes no token ids: use /v1/completions")
-        return body | {"messages": [{"role": "user", "content": request.prompt}]}
+def request_body(endpoint: Endpoint, request: BenchRequest) -> dict[str, Any]:
+    """Raises ConfigError for token ids on the chat route, which takes text only."""
+    body: dict[str, Any] = {
+        "model": endpoint.model,
+        "max_tokens": request.max_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if endpoint.temperature is not None:
+        body["temperature"] = endpoint.temperature
+    if endpoint.ignore_eos:
+        body["ignore_eos"] = True
+    if endpoint.extra_body is not None:
+        body |= json_object(endpoint.extra_body, "--extra-body")
+    if request.prediction is not None:
+        body["prediction"] = {"type": "content", "content": request.prediction}
+    if not endpoint.endpoint.rstrip("/").endswith("chat/completions"):
+        prompt = request.prompt
+        return body | {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
+    if not isinstance(request.prompt, str):
+        raise ConfigError("the chat endpoint takes no token ids: use /v1/completions")
+    return body | {"messages": [{"role": "user", "content": request.prompt}]}
 
 
 class BadStreamError(Exception):
@@ -91,8 +78,8 @@ class BadStreamError(Exception):
 def open_client(endpoint: Endpoint, verify: ssl.SSLContext | bool = True) -> httpx.AsyncClient:
     """A client without a limit on the time of an answer; proxies of the shell are ignored."""
     return httpx.AsyncClient(
-        base_url=endpoint.base_url,
-        headers=dict(endpoint.headers),
+        base_url=endpoint.url,
+        headers=endpoint.headers,
         timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
         verify=verify,
         trust_env=False,
@@ -163,7 +150,7 @@ async def run_load(
         ConfigError: the endpoint takes no such prompts.
     """
     for request in requests:
-        endpoint.request_body(request)  # refused before anything is sent
+        request_body(endpoint, request)  # refused before anything is sent
     warm_ups, measured = requests[: traffic.num_warmups], requests[traffic.num_warmups :]
     async with aclosing(Clients(endpoint)) as clients:
         warming = replace(traffic, request_rate=math.inf)
@@ -309,10 +296,10 @@ async def send(
     clock: Clock,
 ) -> None:
     """Send one request and book what comes back; a failure is booked, not raised."""
-    body = endpoint.request_body(request)
+    body = request_body(endpoint, request)
     sample.sent_s = clock()
     try:
-        async with client.stream("POST", endpoint.path, json=body) as response:
+        async with client.stream("POST", endpoint.endpoint, json=body) as response:
             if not response.is_success:
                 raise BadStreamError(await _refusal(response))
             await _read_events(response, sample, clock)

@@ -155,9 +155,12 @@ def median_speed(samples: Samples, base: Samples) -> tuple[float, float]:
 
 def sum_of_drafts(samples: Samples) -> StatsTotal:
     """Drafts and their acceptance, over all prompts."""
-    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     stats = [sample.decode_stats for sample in samples]
-    return StatsTotal(**{name: sum(getattr(one, name) for one in stats) for name in names})
+    return StatsTotal(
+        num_drafts=sum(one.num_drafts for one in stats),
+        num_draft_tokens=sum(one.num_draft_tokens for one in stats),
+        num_accepted_tokens=sum(one.num_accepted_tokens for one in stats),
+    )
 
 
 def ms_per_step(samples: Samples, phase: str) -> float:

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from outdraft import assets
 from outdraft.config.benchmarks import DEFAULT_OUTPUT_LEN, Dataset, check_rates
+from outdraft.config.fields import read_text
 from outdraft.core.errors import ConfigError
 
 
@@ -44,10 +45,10 @@ def load_requests(
     if dataset.path is None:
         length = dataset.output_len or DEFAULT_OUTPUT_LEN
         found = [BenchRequest(prompt.text, length) for prompt in assets.prompts()]
-    elif dataset.name == "custom":
-        found = list(_custom(_read(dataset.path), dataset))
     else:
-        found = list(_sharegpt(_read(dataset.path), dataset, tokenizer))
+        text = read_text(dataset.path, f"dataset {dataset.path}")
+        is_custom = dataset.name == "custom"
+        found = list(_custom(text, dataset) if is_custom else _sharegpt(text, dataset, tokenizer))
     if not found:
         raise ConfigError(f"dataset {dataset.path or dataset.name} holds no prompts")
     order = rng.permutation(len(found)).tolist()
@@ -156,10 +157,3 @@ def _sharegpt(text: str, dataset: Dataset, tokenizer: Tokenizer | None) -> Itera
             assert tokenizer is not None
             length = len(tokenizer.encode(answer, add_special_tokens=False).ids)
         yield BenchRequest(prompt, max(1, length))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the dataset {path}: {error}") from None

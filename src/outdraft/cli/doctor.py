@@ -129,11 +129,11 @@ def _gpu() -> Section:
     if not torch.cuda.is_available():
         build = torch.version.cuda
         return {"none": f"torch is built for CUDA {build}" if build else "torch is built for CPUs"}
-    found: Section = {}
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / _GIB:.0f} GiB"
-    return found
+    cards = [torch.cuda.get_device_properties(at) for at in range(torch.cuda.device_count())]
+    return {
+        f"cuda:{at}": f"{card.name}, {card.total_memory / _GIB:.0f} GiB"
+        for at, card in enumerate(cards)
+    }
 
 
 def _ranks(size: int, num_threads: int, device: "torch.device") -> Section:
@@ -217,13 +217,11 @@ def _embedded() -> tuple[Section, list[str]]:
         "drafter": assets.drafter_path,
         "prompts": lambda: f"{len(assets.prompts())} held out",
     }
-    found: Section = {}
-    missing: list[str] = []
+    found, missing = dict.fromkeys(finders, "missing"), list[str]()
     for name, find in finders.items():
         try:
             found[name] = str(find())
         except ConfigError as error:
-            found[name] = "missing"
             missing.append(str(error))
     return found, missing
 
@@ -286,19 +284,19 @@ def _show_curve(console: Console, title: str, measured: "CostCurve", limit: "Cos
 
 def _beside_rows(table: "CostTable", limits: "CostTable") -> dict[str, str]:
     context, least = table.context_s * 1e6, limits.context_s * 1e6
-    host = {
-        "the host, a step": (table.host_s, limits.host_s),
-        "each further request of it": (table.host_request_s, limits.host_request_s),
-        "a step with drafts, more": (table.host_draft_s, limits.host_draft_s),
-    }
-    return {
+    rows = {
         "each token of a context": f"{context:.2f} us (roofline {least:.2f})",
         "each further request": f"{table.request_s * 1e6:.0f} us",
-        **{
-            name: f"{own_s * 1e6:.0f} us (prior {prior_s * 1e6:.0f})"
-            for name, (own_s, prior_s) in host.items()
-        },
     }
+    names = {
+        "the host, a step": "host_s",
+        "each further request of it": "host_request_s",
+        "a step with drafts, more": "host_draft_s",
+    }
+    for title, name in names.items():
+        own_us, prior_us = (getattr(one, name) * 1e6 for one in (table, limits))
+        rows[title] = f"{own_us:.0f} us (prior {prior_us:.0f})"
+    return rows
 
 
 def _ms(seconds: float) -> str:

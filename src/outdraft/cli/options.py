@@ -17,7 +17,7 @@ import typer
 
 from outdraft import assets
 from outdraft.config.engine import EngineConfig
-from outdraft.config.fields import check_whole, flag
+from outdraft.config.fields import check_whole, flag, json_object
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.core.sampling import SamplingParams
 
@@ -192,9 +192,9 @@ def engine_config(
     Raises:
         ConfigError: a value is wrong, or there is no embedded pair.
     """
-    is_server = scheduling is not None
-    given = _given(options) | (_given(scheduling) if is_server else {"max_num_seqs": 1})
-    default = {"method": "suffix"} if is_server else None
+    given: dict[str, Any] = {"max_num_seqs": 1} if scheduling is None else _given(scheduling)
+    given |= _given(options)
+    default = None if scheduling is None else {"method": "suffix"}
     if model is None:
         default = {"method": "combined"}
     speculation = speculative_config(given.pop("speculative_config", None), model, default)
@@ -221,21 +221,6 @@ def sampling_params(
         RequestError: a value is out of its range.
     """
     return replace(defaults or SamplingParams(), **_given(options))
-
-
-def json_object(text: str, name: str, what: str = "a JSON object") -> dict[str, Any]:
-    """The value of a flag.
-
-    Raises:
-        ConfigError: it is none; `what` it must be is said then.
-    """
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{name} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{name} must be {what}, got {text}")
-    return value
 
 
 def speculative_config(

@@ -8,13 +8,12 @@ import typer
 
 from outdraft.cli.command import Json, cells_of, table_of, wide_console
 from outdraft.cli.options import (
-    json_object,
     numbers,
     takes_options,
     with_embedded_network,
     with_networks,
 )
-from outdraft.config.fields import check_whole, flag
+from outdraft.config.fields import check_whole, flag, json_object
 from outdraft.core.draft import MAX_DRAFTS
 from outdraft.core.errors import ConfigError
 

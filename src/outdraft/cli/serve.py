@@ -14,12 +14,11 @@ from outdraft.cli.options import (
     EngineOptions,
     SchedulerOptions,
     engine_config,
-    json_object,
     read_config_file,
     takes_options,
 )
 from outdraft.config.engine import EngineConfig
-from outdraft.config.fields import flag
+from outdraft.config.fields import flag, json_object, read_text
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.core.process import prepare_openmp
 from outdraft.server.replicas.router import ReplicaPlan
@@ -215,10 +214,7 @@ def api_key(options: ServerOptions, environ: Mapping[str, str]) -> str | None:
         source, key = "--api-key", options.api_key
     elif options.api_key_file is not None:
         source = f"--api-key-file {options.api_key_file}"
-        try:
-            key = options.api_key_file.read_text("utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{source} cannot be read: {error}") from None
+        key = read_text(options.api_key_file, source).strip()
     if key == "":
         raise ConfigError(f"{source} is empty: give a key, or none")
     return key

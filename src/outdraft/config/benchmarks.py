@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from outdraft.config.fields import check_choice, check_fields, flag
 from outdraft.core.errors import ConfigError
@@ -40,6 +40,48 @@ class Dataset:
             raise ConfigError(f"dataset {self.name!r} {need} --dataset-path")
         if not 0 <= self.range_ratio < 1:
             raise ConfigError(f"range_ratio must be in [0, 1), got {self.range_ratio}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """The server that is asked; names as in vLLM.
+
+    Attributes:
+        base_url: Default: http://HOST:PORT.
+        endpoint: /v1/completions or /v1/chat/completions.
+        model: Default: the server's first one.
+        header: Sent along; repeatable.
+        temperature: 0 is greedy; default: the server's own.
+        ignore_eos: Go on after the end; random prompts always do.
+        extra_body: JSON object of more fields: '{"speculation": {"enabled": false}}'.
+    """
+
+    PANEL: ClassVar = "Server"  # of help
+    base_url: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    endpoint: str = "/v1/completions"
+    model: str | None = None
+    header: list[str] | None = flag(metavar="KEY=VALUE")
+    temperature: float | None = None
+    ignore_eos: bool = flag("--ignore-eos", default=False)
+    extra_body: str | None = None
+
+    def __post_init__(self) -> None:
+        if any("=" not in text for text in self.header or ()):
+            raise ConfigError("--header must be KEY=VALUE")
+        if not self.endpoint.rstrip("/").endswith("completions"):
+            routes = "/v1/completions or /v1/chat/completions"
+            raise ConfigError(f"--endpoint must be {routes}, got {self.endpoint!r}")
+
+    @property
+    def url(self) -> str:
+        return (self.base_url or f"http://{self.host}:{self.port}").rstrip("/")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        pairs = [text.partition("=") for text in self.header or ()]
+        return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,11 @@
 """Fields of configurations: those that are flags, and checks whose errors name field and value."""
 
+import json
 import math
 from dataclasses import field
 from enum import StrEnum
 from os import PathLike
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from outdraft.core.errors import ConfigError
@@ -70,6 +72,33 @@ def check_path(name: str, value: object) -> None:
     """Raise ConfigError unless `value` may be a directory or a name."""
     if not isinstance(value, str | PathLike) or not str(value):
         raise ConfigError(f"{name} must be a directory or a name, got {value!r:.80}")
+
+
+def read_text(path: Path, name: str) -> str:
+    """The text of a file.
+
+    Raises:
+        ConfigError: it cannot be read; `name` is the file's name in the message.
+    """
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} cannot be read: {error}") from None
+
+
+def json_object(text: str, name: str, what: str = "a JSON object") -> dict[str, Any]:
+    """The value of a flag.
+
+    Raises:
+        ConfigError: it is none; `what` it must be is said then.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} must be {what}, got {text}")
+    return value
 
 
 def parse_bytes(text: str) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from outdraft.config.engine import EngineConfig
+from outdraft.config.fields import read_text
 from outdraft.control.costs import CostTable, DrafterCost
 from outdraft.control.roofline import ROWS, MachineLimits, PassSize, prior_table
 from outdraft.core.errors import ConfigError
@@ -149,10 +150,9 @@ def read_table(path: Path, name: str) -> CostTable:
     Raises:
         ConfigError: the file cannot be read, or holds no table.
     """
+    text = read_text(path, name)
     try:
-        return CostTable.from_json(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name} cannot be read: {error}") from error
+        return CostTable.from_json(text)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
 

@@ -20,12 +20,13 @@ import csv
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from outdraft.config.fields import read_text
 from outdraft.control.roofline import overlapped, pass_s
 from outdraft.core.errors import ConfigError
 from outdraft.planning.hardware import Hardware, hardware_data
@@ -149,13 +150,9 @@ def step_time(setup: Setup, num_requests: int, length: int, tokens_a_step: float
     draft_P, draft_messages_P = np.zeros_like(target_P), np.zeros_like(target_P)
     if setup.num_passes(length):
         draft_P, draft_messages_P = _draft(setup, num_requests, prompts_P, length)
-    return StepTime(
-        target_s=float(shares_P @ target_P),
-        draft_s=float(shares_P @ draft_P),
-        target_communication_s=float(shares_P @ messages_P),
-        draft_communication_s=float(shares_P @ draft_messages_P),
-        host_s=(setup.hardware.step_us + num_requests * setup.hardware.request_us) / _MEGA,
-    )
+    times_P = target_P, draft_P, messages_P, draft_messages_P
+    host_us = setup.hardware.step_us + num_requests * setup.hardware.request_us
+    return StepTime(*(float(shares_P @ one_P) for one_P in times_P), host_s=host_us / _MEGA)
 
 
 def _draft(
@@ -320,13 +317,8 @@ class CalibratedPredictor:
         parts = self._parts(num_requests, length, tokens)
         verification_s = float(parts[[0, 1, 3]] @ self._scales[[0, 1, 3]])
         target, draft = verification_s / roofline.verification_s, float(self._scales[2])
-        return StepTime(
-            target_s=target * roofline.target_s,
-            draft_s=draft * roofline.draft_s,
-            target_communication_s=target * roofline.target_communication_s,
-            draft_communication_s=draft * roofline.draft_communication_s,
-            host_s=target * roofline.host_s,
-        )
+        scales = target, draft, target, draft, target
+        return StepTime(*(a * b for a, b in zip(scales, astuple(roofline), strict=True)))
 
     def predict(self, num_requests: int, length: int, tokens: float) -> PredictedStep:
         step = self.step(num_requests, length, tokens)
@@ -423,10 +415,7 @@ def read_points(values: Iterable[str], tokens_of: Sequence[float]) -> list[Point
 
 
 def _read_file(path: Path) -> list[dict[str, Any]]:
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+    text = read_text(path, str(path))
     if path.suffix == ".json":
         try:
             rows: Any = json.loads(text)
