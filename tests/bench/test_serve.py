@@ -83,8 +83,8 @@ def test_without_usage_tokens_are_unknown():
         ),
         (Script([(0, {"choices": [{"text": "a"}]})]), "the stream ended early"),
         (Script([(0, {"choices": [{"text": "a"}]})], breaks=True), "RemoteProtocolError"),
-        (Script([(0, "{not json")]), "not JSON"),
-        (Script([(0, "[1]")]), "no object"),
+        (Script([(0, "{not json")]), "no JSON object"),
+        (Script([(0, "[1]")]), "no JSON object"),
     ],
 )
 def test_what_goes_wrong_is_the_samples_error(script, error):

@@ -35,7 +35,6 @@ from tests.cli.pair import pair
 from tests.sampling_batches import batch_of_params
 
 VOCAB = 11
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 def synthetic_verdict(chances, lengths, seeds):
@@ -124,7 +123,7 @@ def configs():
 
 
 def sweep(configs, **options):
-    return Sweep(configs=configs, models=share_target(configs), params=GREEDY, **options)
+    return Sweep(configs=configs, models=share_target(configs), temperature=0.0, **options)
 
 
 def requests(plan):

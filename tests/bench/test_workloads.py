@@ -100,10 +100,10 @@ def test_a_jsonl_line_is_a_request(tmp_path):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ('{"prompt": "a"}\n{"prompt": 3}', "line 2: wanted an object"),
-        ("nonsense", "line 1: not valid JSON"),
-        ('{"prompt": "a", "max_tokens": 0}', "line 1: max_tokens"),
-        ('{"prompt": "a", "prediction": 1}', "line 1: prediction"),
+        ('{"prompt": "a"}\n{"prompt": 3}', r"line 2: Expected `str.* got `int`.*\.prompt"),
+        ("nonsense", "line 1: JSON is malformed"),
+        ('{"prompt": "a", "max_tokens": 0}', r"line 1: Expected `int` >= 1.*\.max_tokens"),
+        ('{"prompt": "a", "prediction": 1}', r"line 1: Expected `str.*\.prediction"),
         ("", "holds no prompts"),
     ],
 )

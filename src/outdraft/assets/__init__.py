@@ -4,10 +4,11 @@ They are files beside this module, in Hugging Face's layout; recipes/embedded_pa
 and the prompts, recipes/draft_heads the heads.
 """
 
-import json
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+
+import msgspec
 
 from outdraft.core.errors import ConfigError
 
@@ -51,8 +52,8 @@ def available_heads() -> tuple[str, ...]:
 
 def prompts() -> list[HeldOutPrompt]:
     """Held-out prompts, in a fixed order."""
-    entries = json.loads(_asset("prompts.json", _PAIR_RECIPE).read_text(encoding="utf-8"))
-    return [HeldOutPrompt(entry["path"], entry["text"]) for entry in entries]
+    found = _asset("prompts.json", _PAIR_RECIPE)
+    return msgspec.json.decode(found.read_bytes(), type=list[HeldOutPrompt])
 
 
 def _asset(name: str, recipe: str) -> Path:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 
 from outdraft.bench.metrics import (
@@ -341,11 +342,9 @@ async def _read_events(response: httpx.Response, sample: RequestSample, clock: C
             is_done = True
             continue  # reading to the end lets the connection be used again
         try:
-            event = json.loads(payload)
-        except ValueError:
-            raise BadStreamError("the stream held an event that is not JSON") from None
-        if not isinstance(event, dict):
-            raise BadStreamError("the stream held an event that is no object")
+            event = msgspec.json.decode(payload, type=dict[str, Any])
+        except msgspec.MsgspecError:
+            raise BadStreamError("the stream held an event that is no JSON object") from None
         if (error := event.get("error")) is not None:
             message = error.get("message", error) if isinstance(error, dict) else error
             raise BadStreamError(f"error in the stream: {str(message)[:MAX_ERROR_CHARS]}")

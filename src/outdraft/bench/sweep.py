@@ -48,7 +48,6 @@ class Sweep:
     Attributes:
         configs: of the variants, PLAIN among them, and
         models: of each.
-        params: of all requests, but for their lengths.
         levels: requests that run at once.
         least_requests: that a round completes, also where few run at once: of a few texts, which
             all rounds share, some fixed length is the best by luck.
@@ -60,7 +59,7 @@ class Sweep:
 
     configs: Mapping[str, EngineConfig]
     models: Mapping[str, LoadedModels]
-    params: SamplingParams
+    temperature: float
     levels: tuple[int, ...]
     least_requests: int = 24
     min_rounds: int = 3
@@ -151,7 +150,8 @@ class Sweep:
         stats: StatsTotal | None = None,
     ) -> EngineRun:
         """The time counts in which `level` requests run; the rest of the last ones is left out."""
-        queue = queued(requests, self.params)
+        params = SamplingParams(temperature=self.temperature, ignore_eos=True, detokenize=False)
+        queue = queued(requests, params)
         return EngineRun(engine, queue, num_together=level, stats=stats)
 
 

@@ -7,10 +7,13 @@ the prefix cache and in the memory of the suffix proposer, which would flatter b
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from tokenizers import Tokenizer
 
 from outdraft import assets
@@ -24,7 +27,7 @@ class BenchRequest:
     """One prompt, as text or as token ids, and what is asked for."""
 
     prompt: str | tuple[int, ...]
-    max_tokens: int
+    max_tokens: Annotated[int, Meta(ge=1)] = DEFAULT_OUTPUT_LEN
     prediction: str | None = None  # sent as the expected output
 
 
@@ -123,21 +126,11 @@ def _custom(text: str, dataset: Dataset) -> Iterator[BenchRequest]:
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
-        where = f"{dataset.path}, line {number}"
         try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{where}: not valid JSON: {error}") from None
-        prompt = entry.get("prompt") if isinstance(entry, dict) else None
-        if not isinstance(prompt, str):
-            raise ConfigError(f"{where}: wanted an object with a text named prompt")
-        max_tokens = dataset.output_len or entry.get("max_tokens", DEFAULT_OUTPUT_LEN)
-        prediction = entry.get("prediction")
-        if not isinstance(max_tokens, int) or max_tokens < 1:
-            raise ConfigError(f"{where}: max_tokens must be a whole number above 0")
-        if prediction is not None and not isinstance(prediction, str):
-            raise ConfigError(f"{where}: prediction must be a text")
-        yield BenchRequest(prompt, max_tokens, prediction)
+            request = msgspec.json.decode(line, type=BenchRequest)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{dataset.path}, line {number}: {error}") from None
+        yield replace(request, max_tokens=dataset.output_len or request.max_tokens)
 
 
 def _sharegpt(text: str, dataset: Dataset, tokenizer: Tokenizer | None) -> Iterator[BenchRequest]:

@@ -89,19 +89,17 @@ def sweep(
     from outdraft.bench.side_by_side import share_target
     from outdraft.bench.sweep import Sweep, level_report
     from outdraft.bench.workloads import load_requests, num_distinct_prompts, repetition_notes
-    from outdraft.core.sampling import SamplingParams
     from outdraft.models.modules import dtype_name
 
     levels, chances = concurrencies(options.concurrency), _chances(options.synthetic_acceptance)
     models = share_target(configs)
     first = next(iter(models.values()))
-    params = SamplingParams(temperature=options.temperature, ignore_eos=True, detokenize=False)
     results: list[dict[str, Any]] = []
     with progress("runs", unit="run") as bar:
         plan = Sweep(
             configs=configs,
             models=models,
-            params=params,
+            temperature=options.temperature,
             levels=levels,
             min_rounds=options.min_rounds,
             max_rounds=options.max_rounds,

@@ -259,7 +259,7 @@ def numbers(text: str, flag: str, kind: Callable[[str], _Number]) -> list[_Numbe
 
 
 def documented(described: Callable[..., Any]) -> dict[str, tuple[str, str]]:
-    """What the docstring of a class or a function lists, by names: the section, and the text."""
+    """Section and text of each name that the docstring of a class or a function lists."""
     section, found = "", dict[str, tuple[str, str]]()
     entries = r"^(?:(\w+):$| {4}(\w+): (.+(?:\n {8}.+)*))"
     for title, name, text in re.findall(entries, inspect.getdoc(described) or "", re.MULTILINE):

@@ -1,12 +1,12 @@
 """`outdraft serve`: an HTTP server with OpenAI's API, and its flags that are not the engine's."""
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from outdraft.cli.command import Model, engine_environment, num_physical_cores
@@ -228,16 +228,12 @@ def listed(values: Iterable[str] | None, flag: str) -> tuple[str, ...]:
     """
     found: list[str] = []
     for value in values or ():
-        if not value.startswith("["):
-            found.append(value)
-            continue
         try:
-            parts: Any = json.loads(value)
-        except ValueError:
-            parts = None
-        if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-            raise ConfigError(f"{flag} must be a text or a JSON list of texts, got {value!r}")
-        found += parts
+            found += msgspec.json.decode(value, type=list[str]) if value[:1] == "[" else [value]
+        except msgspec.MsgspecError:
+            raise ConfigError(
+                f"{flag} must be a text or a JSON list of texts, got {value!r}"
+            ) from None
     return tuple(found)
 
 

@@ -77,7 +77,6 @@ def tune(
     from outdraft.bench.sweep import Sweep
     from outdraft.bench.tune import race
     from outdraft.bench.workloads import load_requests
-    from outdraft.core.sampling import SamplingParams
     from outdraft.kernels.choose import machine_limits
 
     speculation = {name: complete(values) for name, values in tried.items()}
@@ -88,9 +87,7 @@ def tune(
         plan = Sweep(
             configs={name: configs[name] for name in models},
             models=models,
-            params=SamplingParams(
-                temperature=options.temperature, ignore_eos=True, detokenize=False
-            ),
+            temperature=options.temperature,
             levels=levels,
             least_requests=REQUESTS,
             min_rounds=min(2, options.rounds),

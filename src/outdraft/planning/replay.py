@@ -8,7 +8,7 @@ Time is what a table of costs says; the next arrival is waited for when nothing 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import accumulate, pairwise, zip_longest
 
 import numpy as np
 
@@ -410,10 +410,6 @@ def followed_rows(draft: Draft, future: list[int]) -> tuple[int, ...]:
 
 def level_sizes(choice: DraftChoice) -> list[int]:
     """Rows of each level that a network drafts; the last one may be cut."""
-    left, sizes = choice.num_model_drafts, list[int]()
-    for size in choice.levels or (1,) * left:
-        if left <= 0:
-            break
-        sizes.append(min(size, left))
-        left -= sizes[-1]
-    return sizes
+    most = choice.num_model_drafts
+    ends = [min(end, most) for end in accumulate(choice.levels or (1,) * most)]
+    return [end - start for start, end in pairwise([0, *ends]) if end > start]

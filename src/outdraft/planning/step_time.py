@@ -17,13 +17,13 @@ Dimension key: P numbers of arriving prompts; in `_ridge` measured points.
 """
 
 import csv
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from outdraft.config.fields import read_text
@@ -180,12 +180,6 @@ def _draft(
     return seconds_P, first_messages + (num_passes - 1) * later_messages
 
 
-def mean_rows(setup: Setup, num_requests: int, length: int, tokens_a_step: float) -> float:
-    """Rows of a mean step, prompts included."""
-    arrivals = (num_requests - 1) * tokens_a_step / setup.output_tokens
-    return num_requests * (1 + length) + arrivals * setup.prompt_tokens
-
-
 def _arrivals(mean: float) -> np.ndarray:
     """Chance of each number of arrivals."""
     most = math.ceil(mean + 6 * math.sqrt(mean) + 4)
@@ -331,7 +325,8 @@ class CalibratedPredictor:
         """Seconds that the four numbers multiply."""
         lone_s = step_time(self.setup, 1, 0, 1.0).total_s
         step = step_time(self.setup, num_requests, length, tokens)
-        rows = mean_rows(self.setup, num_requests, length, tokens) - 1
+        arrivals = (num_requests - 1) * tokens / self.setup.output_tokens
+        rows = num_requests * (1 + length) + arrivals * self.setup.prompt_tokens - 1
         return np.array(
             [lone_s, step.verification_s - lone_s, step.drafting_s, rows * lone_s / _ROWS]
         )
@@ -418,12 +413,9 @@ def _read_file(path: Path) -> list[dict[str, Any]]:
     text = read_text(path, str(path))
     if path.suffix == ".json":
         try:
-            rows: Any = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"{path} is not valid JSON: {error}") from error
-        if not isinstance(rows, list):
-            raise ConfigError(f"{path} must hold a list of points")
-        return rows
+            return msgspec.json.decode(text, type=list[dict[str, Any]])
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{path} must hold a JSON list of points: {error}") from error
     return list(csv.DictReader(text.splitlines(), delimiter="\t" if "\t" in text else ","))
 
 
