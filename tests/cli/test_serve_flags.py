@@ -47,14 +47,14 @@ def test_flags_of_the_scheduler_reach_it():
         max_num_seqs=3,
         max_num_batched_tokens=99,
         max_waiting=5,
-        policy="priority",
+        scheduling_policy="priority",
         speculative_disable_queue_size=2,
     )
     config = engine_config("m", EngineOptions(), options)
     assert config.scheduler.max_num_seqs == 3
     assert config.scheduler.max_num_batched_tokens == 99
     assert config.scheduler.max_waiting == 5
-    assert config.scheduler.policy == "priority"
+    assert config.scheduler.scheduling_policy == "priority"
     assert config.speculation.disable_by_batch_size == 2
 
 

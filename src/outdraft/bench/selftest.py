@@ -43,7 +43,6 @@ Counts = tuple[NDArray[np.int64], NDArray[np.float64]]
 def self_test(
     engines: Mapping[str, Engine],
     prompts: Sequence[str],
-    *,
     max_tokens: int,
     num_samples: int,
     num_sampled_prompts: int,

@@ -38,21 +38,6 @@ ModelFlag = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LengthOptions:
-    """Length of a load test; names as in vLLM.
-
-    Attributes:
-        num_prompts: Prompts of each run.
-        sweep: A run for each concurrency, and a plot.
-        max_seconds: For the whole measurement; what is not done then has failed.
-    """
-
-    num_prompts: int = flag(default=100, min=1)
-    sweep: str | None = flag(metavar="1,2,4")
-    max_seconds: float = flag(default=600, min=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ResultOptions:
     """Numbers and files that are kept; names as in vLLM.
 
@@ -94,7 +79,9 @@ def serve(
     *,
     server: Endpoint,
     dataset: Dataset,
-    length: LengthOptions,
+    num_prompts: Annotated[int, typer.Option(min=1)] = 100,
+    sweep: Annotated[str | None, typer.Option(metavar="1,2,4")] = None,
+    max_seconds: Annotated[float, typer.Option(min=1)] = 600,
     traffic: TrafficPlan,
     result: ResultOptions,
     tokenizer: str | None = None,
@@ -106,33 +93,39 @@ def serve(
 
     Args:
         tokenizer: The served model's; random and sharegpt need it.
+
+    Length:
+        num_prompts: Prompts of each run.
+        sweep: A run for each concurrency, and a plot.
+        max_seconds: For the whole measurement; what is not done then has failed.
     """
     from outdraft.bench.report import as_table, check_installed
 
-    check_installed("httpx", *(("matplotlib", "plotext") if length.sweep is not None else ()))
+    check_installed("httpx", *(("matplotlib", "plotext") if sweep is not None else ()))
     from outdraft.bench.serve import check_reporting, run_load, serve_report, with_model
     from outdraft.bench.workloads import load_requests, load_tokenizer
 
     metrics = result.percentile_metrics.split(",")
     percentiles = numbers(result.metric_percentiles, "--metric-percentiles", float)
     check_reporting(metrics, percentiles)
-    if result.save_result or length.sweep is not None:
+    if result.save_result or sweep is not None:
         name = result.result_filename or "result.json"  # else it has the model's name, and the date
         check_output(result.result_dir / name, "--result-dir")
     endpoint = replace(server, ignore_eos=server.ignore_eos or dataset.name == "random")
-    runs = traffics_of(traffic, length.sweep)
-    each = traffic.num_warmups + length.num_prompts
+    runs = traffics_of(traffic, sweep)
+    each = traffic.num_warmups + num_prompts
     vocabulary = load_tokenizer(tokenizer) if tokenizer is not None else None
     requests = load_requests(dataset, each * len(runs), traffic.seed, vocabulary)
-    deadline_s = time.monotonic() + length.max_seconds
+    deadline_s = time.monotonic() + max_seconds
     endpoint = asyncio.run(with_model(endpoint))
     results: list[dict[str, Any]] = []
     for place, one in enumerate(runs):
         part = requests[place * each : (place + 1) * each]
-        with progress("requests", length.num_prompts, "req") as bar:
+        with progress("requests", num_prompts, "req") as bar:
             run = asyncio.run(run_load(endpoint, part, one, deadline_s, lambda _: bar.update()))
-        detailed = result.save_detailed
-        report = serve_report(run, part, one, metrics, percentiles, is_detailed=detailed)
+        report = serve_report(
+            run, part, one, metrics, percentiles, is_detailed=result.save_detailed
+        )
         results.append(report)
         typer.echo(as_table("Serving Benchmark Result", report))
     where = {
@@ -141,7 +134,7 @@ def serve(
         "model_id": endpoint.model,
         "dataset_name": dataset.name,
     }
-    _keep(where, results, None if length.sweep is not None else traffic, result)
+    _keep(where, results, None if sweep is not None else traffic, result)
     if not any(one["completed"] for one in results):
         raise typer.Exit(1)
 
@@ -236,7 +229,7 @@ def traffics_of(traffic: TrafficPlan, sweep: str | None) -> list[TrafficPlan]:
 
 
 def _params(run: RunOptions) -> SamplingParams:
-    """Sampling of every request, but for its length."""
+    """Sampling of every request, but for its"""
     detokenize = not run.disable_detokenize
     return SamplingParams(temperature=run.temperature, ignore_eos=True, detokenize=detokenize)
 

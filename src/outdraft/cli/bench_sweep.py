@@ -86,19 +86,17 @@ def sweep(
         raise ConfigError("a sweep needs --speculative-config: it says what drafts")
     configs = variants(base, speculation, numbers(options.lengths, "--lengths", int))
     use_physical_cores(os.environ)
-    from outdraft.bench.side_by_side import share_target
+    from outdraft.bench.side_by_side import PLAIN, share_target
     from outdraft.bench.sweep import Sweep, level_report
     from outdraft.bench.workloads import load_requests, num_distinct_prompts, repetition_notes
     from outdraft.models.modules import dtype_name
 
     levels, chances = concurrencies(options.concurrency), _chances(options.synthetic_acceptance)
-    models = share_target(configs)
-    first = next(iter(models.values()))
     results: list[dict[str, Any]] = []
     with progress("runs", unit="run") as bar:
         plan = Sweep(
             configs=configs,
-            models=models,
+            models=share_target(configs),
             temperature=options.temperature,
             levels=levels,
             min_rounds=options.min_rounds,
@@ -107,6 +105,7 @@ def sweep(
             acceptance=chances,
             on_run=lambda name: bar.update(),
         )
+        first = plan.models[PLAIN]
         requests = load_requests(dataset, plan.num_prompts, engine.seed or 0, first.tokenizer)
         for level in plan.measure(requests):
             results.append(level_report(level, plan.tolerance))

@@ -141,7 +141,8 @@ class SamplingOptions:
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Make the command that typer runs of a function: its docstring says what its flags are.
+    """Make the command that typer runs of a function: its docstring says what its flags are;
+    sections other than `Args` are panels of help.
 
     Each parameter that is a dataclass is replaced by its fields, as flags with a panel of help.
     """
@@ -154,7 +155,8 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
             if parameter.name in helps:
                 kind, *given = get_args(group) if get_origin(group) is Annotated else (group,)
                 info = given[0] if given else typer.Option()
-                info.help = helps[parameter.name][1]
+                section, info.help = helps[parameter.name]
+                info.rich_help_panel = None if section == "Args" else section
                 parameter = parameter.replace(annotation=Annotated[kind, info])
             parameters.append(parameter)
             continue
@@ -176,7 +178,7 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
             values[name] = group(**{f.name: values.pop(f.name) for f in fields(group)})
         command(**values)
 
-    flat.__doc__ = (inspect.getdoc(command) or "").partition("\n\nArgs:\n")[0]
+    flat.__doc__ = re.split(r"\n\n\w+:\n", inspect.getdoc(command) or "")[0]
     flat.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return flat

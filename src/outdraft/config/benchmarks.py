@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from outdraft.config.fields import check_choice, check_fields, flag
+from outdraft.config.fields import check_choice, check_fields, flag, json_object
 from outdraft.core.errors import ConfigError
 
 DATASETS = ("embedded", "custom", "sharegpt", "random")
@@ -73,6 +73,8 @@ class Endpoint:
         if not self.endpoint.rstrip("/").endswith("completions"):
             routes = "/v1/completions or /v1/chat/completions"
             raise ConfigError(f"--endpoint must be {routes}, got {self.endpoint!r}")
+        if self.extra_body is not None:
+            json_object(self.extra_body, "--extra-body")
 
     @property
     def url(self) -> str:
