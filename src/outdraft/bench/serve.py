@@ -192,7 +192,6 @@ def serve_report(
     traffic: TrafficPlan,
     metrics: Sequence[str] = METRICS[:4],
     percentiles: Sequence[float] = (99.0,),
-    *,
     is_detailed: bool = False,
 ) -> dict[str, Any]:
     """The result of one run, and what a reader has to know about its numbers.

@@ -123,9 +123,7 @@ def serve(
         part = requests[place * each : (place + 1) * each]
         with progress("requests", num_prompts, "req") as bar:
             run = asyncio.run(run_load(endpoint, part, one, deadline_s, lambda _: bar.update()))
-        report = serve_report(
-            run, part, one, metrics, percentiles, is_detailed=result.save_detailed
-        )
+        report = serve_report(run, part, one, metrics, percentiles, result.save_detailed)
         results.append(report)
         typer.echo(as_table("Serving Benchmark Result", report))
     where = {
