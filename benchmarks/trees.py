@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
-    texts = [entry.text for entry in assets.prompts()]
+    texts = [text for _, text in assets.prompts()]
     if args.prompts >= len(texts):
         parser.error(f"--prompts must be below {len(texts)}: one more is for warming up")
     samples = measure(texts[args.prompts], texts[: args.prompts], args)

@@ -47,7 +47,7 @@ def findings(biased=None):
     if biased is not None:
         kernels = models[PLAIN].kernels
         engines[biased].runner.verifier = SyntheticVerifier(kernels, "block", (1.0,))
-    texts = [prompt.text for prompt in assets.prompts()[:3]]
+    texts = [text for _, text in assets.prompts()[:3]]
     return self_test(engines, texts, max_tokens=8, num_samples=200, num_sampled_prompts=1)
 
 

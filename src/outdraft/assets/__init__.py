@@ -4,25 +4,15 @@ They are files beside this module, in Hugging Face's layout; recipes/embedded_pa
 and the prompts, recipes/draft_heads the heads.
 """
 
-from dataclasses import dataclass
+import json
 from importlib.resources import files
 from pathlib import Path
-
-import msgspec
 
 from outdraft.core.errors import ConfigError
 
 # By the method that drafts with each.
 HEADS = ("eagle3", "medusa", "mlp_speculator", "dspark")
 _PAIR_RECIPE, _HEADS_RECIPE = "recipes/embedded_pair", "recipes/draft_heads"
-
-
-@dataclass(frozen=True, slots=True)
-class HeldOutPrompt:
-    """Text to complete, and the file it was cut from, which neither model was trained on."""
-
-    path: str
-    text: str
 
 
 def target_path() -> Path:
@@ -50,10 +40,11 @@ def available_heads() -> tuple[str, ...]:
     return tuple(method for method in HEADS if _place(method).exists())
 
 
-def prompts() -> list[HeldOutPrompt]:
-    """Held-out prompts, in a fixed order."""
-    found = _asset("prompts.json", _PAIR_RECIPE)
-    return msgspec.json.decode(found.read_bytes(), type=list[HeldOutPrompt])
+def prompts() -> list[tuple[str, str]]:
+    """Texts to complete, in a fixed order, each after the path of the file that it was cut from;
+    neither model was trained on them."""
+    entries = json.loads(_asset("prompts.json", _PAIR_RECIPE).read_bytes())
+    return [(entry["path"], entry["text"]) for entry in entries]
 
 
 def _asset(name: str, recipe: str) -> Path:

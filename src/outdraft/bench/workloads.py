@@ -47,7 +47,7 @@ def load_requests(
         return _random_requests(dataset, count, rng, tokenizer)
     if dataset.path is None:
         length = dataset.output_len or DEFAULT_OUTPUT_LEN
-        found = [BenchRequest(prompt.text, length) for prompt in assets.prompts()]
+        found = [BenchRequest(text, length) for _, text in assets.prompts()]
     else:
         text = read_text(dataset.path, f"dataset {dataset.path}")
         is_custom = dataset.name == "custom"

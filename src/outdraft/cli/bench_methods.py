@@ -74,7 +74,7 @@ def methods(
         device: auto, cpu or cuda.
         max_model_len: Longest prompt + output, in tokens.
     """
-    *texts, warm_up = [prompt.text for prompt in held_out(prompts)]
+    *texts, warm_up = [text for _, text in held_out(prompts)]
     selected = select(available(model, speculative_configs or ()), chosen)
     engine = EngineOptions(
         dtype=dtype, device=device, max_model_len=max_model_len, speculative_config="null"

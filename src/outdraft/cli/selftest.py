@@ -55,7 +55,7 @@ def selftest(
         raise ConfigError(
             "rejection_sample_method 'lossy_typical' does not promise the target's distribution"
         )
-    texts = [prompt.text for prompt in held_out(prompts)]
+    texts = [text for _, text in held_out(prompts)]
     use_physical_cores(os.environ)
     from outdraft.bench.selftest import ALWAYS, SPECULATIVE, self_test
     from outdraft.bench.side_by_side import PLAIN, build_together, share_target
