@@ -232,15 +232,9 @@ def _options(kind: type) -> tuple[str, ...]:
 
 _NGRAM_KEYS = _options(NgramConfig)
 _SUFFIX_KEYS = _options(SuffixConfig)
-_NETWORK_KEYS = (
-    "model",
-    "max_model_len",
-    "draft_sample_method",
-    "quantization",
-    "draft_tensor_parallel_size",
-    "tree_levels",
-)
 _MODEL_KEYS = (*_options(DraftNetworkConfig), "tree_levels")
+_OF_MODELS_ONLY = ("parallel_drafting", "min_vocabulary_overlap")
+_NETWORK_KEYS = tuple(key for key in _MODEL_KEYS if key not in _OF_MODELS_ONLY)
 _SELF_KEYS = ("quantization", "kv_budget", "max_model_len", "draft_sample_method", "tree_levels")
 _COMMON_KEYS = _options(SpeculationConfig)
 _KEYS_OF_METHOD = dict.fromkeys(METHODS, _NETWORK_KEYS) | {
@@ -267,16 +261,17 @@ def parse_speculative_config(values: Mapping[str, Any] | None) -> SpeculationCon
         return SpeculationConfig()
     if not isinstance(values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers'
         raise ConfigError(f"speculative_config must be an object or null, got {values!r:.80}")
-    given = _known(values)
-    method = _method(given)
-    _check_keys(given, method, (*_COMMON_KEYS, *_KEYS_OF_METHOD[method]))
+    method, given = _read(values, _COMMON_KEYS)
     common = _chosen(given, _COMMON_KEYS)
     sources = _listed(given) if "sources" in given else _sources(method, given)
     return SpeculationConfig(sources=sources, **common)
 
 
-def _known(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values by their names in Python; null stands for the default."""
+def _read(values: Mapping[str, Any], more: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
+    """The method, and the values by their names in Python; null stands for the default.
+
+    more: keys that are allowed beside those of the method.
+    """
     known = {"method", *_COMMON_KEYS, *_KEYS_OF_METHOD["combined"], *_SELF_KEYS}
     given: dict[str, Any] = {}
     for written, value in values.items():
@@ -285,11 +280,6 @@ def _known(values: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"unknown speculative_config key {key!r}: {did_you_mean(key, known)}")
         if value is not None:
             given[key] = value
-    return given
-
-
-def _method(given: dict[str, Any]) -> str:
-    """Taken out of `given`."""
     fallback = "draft_model" if "model" in given else "combined" if "sources" in given else None
     method = given.pop("method", fallback)
     if method is None:
@@ -297,7 +287,8 @@ def _method(given: dict[str, Any]) -> str:
     if isinstance(method, str):
         method = _OTHER_NAMES.get(method, method)
     check_choice("method", method, METHODS)
-    return method
+    _check_keys(given, method, (*more, *_KEYS_OF_METHOD[method]))
+    return method, given
 
 
 def _check_keys(given: Mapping[str, Any], method: str, allowed: Sequence[str]) -> None:
@@ -318,11 +309,9 @@ def _listed(given: Mapping[str, Any]) -> tuple[SourceConfig, ...]:
     for entry in listed:
         if not isinstance(entry, Mapping):
             raise ConfigError(f"sources must be a list of objects with a method, got {entry!r}")
-        own = _known(entry)
-        method = _method(own)
+        method, own = _read(entry)
         if method == "combined":
             raise ConfigError("sources must not hold another combination")
-        _check_keys(own, method, _KEYS_OF_METHOD[method])
         sources += _sources(method, own)
     return tuple(sources)
 
