@@ -101,12 +101,8 @@ def counted_between(before: StatsTotal | None, after: StatsTotal | None) -> Stat
     """Subtract two readings of a server's counters; None without one of them."""
     if before is None or after is None:
         return None
-    return StatsTotal(
-        num_drafts=after.num_drafts - before.num_drafts,
-        num_draft_tokens=after.num_draft_tokens - before.num_draft_tokens,
-        num_accepted_tokens=after.num_accepted_tokens - before.num_accepted_tokens,
-        accepted_at=after.accepted_at - before.accepted_at,
-    )
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_at")
+    return StatsTotal(**{name: getattr(after, name) - getattr(before, name) for name in names})
 
 
 def acceptance_report(counters: StatsTotal) -> dict[str, Any]:
