@@ -13,6 +13,7 @@ from outdraft import assets
 from outdraft.bench.workloads import (
     BenchRequest,
     Dataset,
+    TrafficPlan,
     arrival_times,
     load_requests,
     load_tokenizer,
@@ -28,7 +29,7 @@ def tokenizer():
 
 
 def arrivals(count, rate, burstiness=1.0, seed=0):
-    return arrival_times(count, rate, burstiness, np.random.default_rng(seed))
+    return arrival_times(count, TrafficPlan(request_rate=rate, burstiness=burstiness, seed=seed))
 
 
 @given(st.integers(1, 60), st.floats(0.01, 1e4), st.floats(0.001, 50) | st.just(math.inf))

@@ -12,12 +12,11 @@ import ssl
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import httpx
 import msgspec
-import numpy as np
 
 from outdraft.bench.metrics import (
     METRICS,
@@ -204,11 +203,8 @@ def serve_report(
     result: dict[str, Any] = {
         "num_prompts": len(run.samples),
         "num_distinct_prompts": num_distinct_prompts(requests[traffic.num_warmups :]),
+        **asdict(traffic),
         "request_rate": "inf" if math.isinf(traffic.request_rate) else traffic.request_rate,
-        "burstiness": traffic.burstiness,
-        "max_concurrency": traffic.max_concurrency,
-        "num_warmups": traffic.num_warmups,
-        "seed": traffic.seed,
         **load_report(run.samples, run.duration_s, metrics, percentiles),
         **(detailed_report(run.samples) if is_detailed else {}),
     }
@@ -258,10 +254,7 @@ async def _send_all(
     deadline_s: float,
     on_done: OnDone,
 ) -> list[RequestSample]:
-    if not requests:
-        return []
-    rng = np.random.default_rng(traffic.seed)
-    times = arrival_times(len(requests), traffic.request_rate, traffic.burstiness, rng)
+    times = arrival_times(len(requests), traffic)
     room = asyncio.Semaphore(traffic.max_concurrency or len(requests))
     started_s = time.monotonic()
 

@@ -17,7 +17,7 @@ from msgspec import Meta
 from tokenizers import Tokenizer
 
 from outdraft import assets
-from outdraft.config.benchmarks import DEFAULT_OUTPUT_LEN, Dataset, check_rates
+from outdraft.config.benchmarks import DEFAULT_OUTPUT_LEN, Dataset, TrafficPlan
 from outdraft.config.fields import read_text
 from outdraft.core.errors import ConfigError
 
@@ -82,16 +82,15 @@ def repetition_notes(num_distinct: int, num_prompts: int) -> list[str]:
     ]
 
 
-def arrival_times(
-    count: int, request_rate: float, burstiness: float, rng: np.random.Generator
-) -> list[float]:
+def arrival_times(count: int, traffic: TrafficPlan) -> list[float]:
     """Draw the times at which requests are due, in seconds from the start, ascending.
 
     Gaps are gamma distributed with shape `burstiness` and mean 1 / rate: a Poisson process for 1,
     bursts below, even gaps in the limit of infinity. They are scaled, as in vLLM, so that the last
     request is due at count / rate whatever the seed. An infinite rate is everything at once.
     """
-    check_rates(request_rate, burstiness)
+    request_rate, burstiness = traffic.request_rate, traffic.burstiness
+    rng = np.random.default_rng(traffic.seed)
     if math.isinf(request_rate):
         return [0.0] * count
     gaps = np.ones(count) if math.isinf(burstiness) else rng.gamma(burstiness, size=count)

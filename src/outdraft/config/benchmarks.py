@@ -106,7 +106,11 @@ class TrafficPlan:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_rates(self.request_rate, self.burstiness)
+        if not self.request_rate > 0 or not self.burstiness > 0:  # also for NaN
+            raise ConfigError(
+                "request_rate and burstiness must be above 0, got "
+                f"{self.request_rate} and {self.burstiness}"
+            )
 
     @property
     def is_closed_loop(self) -> bool:
@@ -131,11 +135,3 @@ class LatencyPlan:
     @property
     def num_requests(self) -> int:
         return self.batch_size * (self.num_iters_warmup + self.num_iters)
-
-
-def check_rates(request_rate: float, burstiness: float) -> None:
-    """Raise ConfigError unless requests can arrive like that."""
-    if not request_rate > 0 or not burstiness > 0:  # also for NaN
-        raise ConfigError(
-            f"request_rate and burstiness must be above 0, got {request_rate} and {burstiness}"
-        )
