@@ -157,12 +157,10 @@ def serve(
 
 def replica_plan(
     options: ReplicasOptions,
+    server: ServerOptions,
     config: EngineConfig,
     environ: Mapping[str, str],
-    *,
     has_gpus: bool,
-    log_level: str,
-    drain_timeout_s: float,
 ) -> ReplicaPlan:
     """Make the deployment that Ray Serve is asked for.
 
@@ -196,8 +194,8 @@ def replica_plan(
         num_cpus=num_cpus,
         num_gpus=config.parallel.tensor_parallel_size if on_gpus else 0,
         environ=chosen,
-        log_level=log_level,
-        drain_timeout_s=drain_timeout_s,
+        log_level=server.log_level.upper(),
+        drain_timeout_s=server.drain_timeout,
     )
 
 

@@ -205,14 +205,7 @@ async def several_engines(
     from outdraft.server.replicas.switchboard import Switchboard
 
     host = connect(replicas.ray_address)
-    plan = replica_plan(
-        replicas,
-        config,
-        environ,
-        has_gpus=has_gpus(),
-        log_level=options.log_level.upper(),
-        drain_timeout_s=options.drain_timeout,
-    )
+    plan = replica_plan(replicas, options, config, environ, has_gpus())
     metrics = ReplicaMetrics(name)
     board = Switchboard(host, replicas.replica_port, replicas.replica_timeout)
 
