@@ -31,7 +31,7 @@ class Network:
 
     Attributes:
         attention_inputs: what queries, keys and values are made of.
-        num_experts: a layer; 0 for networks without experts.
+        num_experts: a layer; 1 for networks without experts, whose block all rows meet.
         shared_intermediate_size: of the block beside the experts, which every row meets.
         num_dense_layers: those that have one block instead of experts,
         dense_intermediate_size: of this size.
@@ -52,8 +52,8 @@ class Network:
     attention_inputs: int
     head_parameters: int
     embedding_parameters: int
-    num_experts: int = 0
-    experts_per_token: int = 0
+    num_experts: int = 1
+    experts_per_token: int = 1
     shared_intermediate_size: int = 0
     num_dense_layers: int = 0
     dense_intermediate_size: int = 0
@@ -75,9 +75,7 @@ class Network:
 
     def layer_bytes(self, num_rows: np.ndarray) -> np.ndarray:
         """Bytes of weights that a pass of `num_rows` reads; experts count if a row hits them."""
-        mlps = np.ones_like(num_rows, dtype=float)
-        if self.num_experts:
-            mlps = distinct_experts(self.num_experts, self.experts_per_token, num_rows)
+        mlps = distinct_experts(self.num_experts, self.experts_per_token, num_rows)
         return self._layer_parameters(mlps) * BYTES[self.dtype]
 
     def _layer_parameters(self, mlps: Any) -> Any:
@@ -91,8 +89,7 @@ class Network:
     @property
     def row_operations(self) -> float:
         """Multiplications and additions of one row in the layers' products."""
-        mlps = self.experts_per_token if self.num_experts else 1
-        return 2.0 * self._layer_parameters(mlps)
+        return 2.0 * self._layer_parameters(self.experts_per_token)
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -102,7 +99,7 @@ class Network:
     @property
     def weight_bytes(self) -> float:
         """Bytes of memory for all weights."""
-        layers = self._layer_parameters(max(1, self.num_experts)) + self.extra_parameters
+        layers = self._layer_parameters(self.num_experts) + self.extra_parameters
         layers *= BYTES[self.dtype]
         return layers + (self.head_parameters + self.embedding_parameters) * BYTES["bf16"]
 
@@ -241,7 +238,7 @@ def _eagle3(label: str, target: Network, raw: Mapping[str, Any], dtype: str | No
         "num_hidden_layers": 1,
         "num_attention_heads": target.num_heads,
         "num_key_value_heads": target.num_kv_heads,
-        "intermediate_size": target.intermediate_size * max(1, target.experts_per_token),
+        "intermediate_size": target.intermediate_size * target.experts_per_token,
     }
     if "num_attention_heads" not in raw:
         sizes["head_dim"] = target.head_size
@@ -267,7 +264,5 @@ def _medusa(target: Network) -> Network:
         num_layers=0,
         head_parameters=words,
         embedding_parameters=0,
-        num_experts=0,
-        experts_per_token=0,
         num_dense_layers=0,
     )
