@@ -20,7 +20,7 @@ from outdraft.cli.options import (
     with_embedded_network,
 )
 from outdraft.config.benchmarks import PROBE_LENGTH, Dataset
-from outdraft.config.fields import check_whole, flag
+from outdraft.config.fields import check_choice, check_whole, flag
 from outdraft.config.speculation import NETWORK_SOURCES
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
@@ -120,10 +120,7 @@ def drafters(model: str | None, given: Sequence[str]) -> dict[str, str | None]:
         method, path = (before, after) if separator else ("draft_model", text)
         if text == DraftSource.MTP:
             method, path = text, None
-        if method not in methods:
-            raise ConfigError(
-                f"--draft METHOD= must be one of {', '.join(methods)}, got {method!r}"
-            )
+        check_choice("--draft METHOD=", method, methods)
         if method in found:
             raise ConfigError(f"--draft names two drafters of method {method!r}")
         found[method] = path
