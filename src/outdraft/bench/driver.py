@@ -9,7 +9,7 @@ from time import perf_counter
 
 from outdraft.bench.workloads import BenchRequest
 from outdraft.core.errors import GenerationError
-from outdraft.core.outputs import RequestOutput, TokenOrigin
+from outdraft.core.outputs import RequestOutput
 from outdraft.core.plan import StepStats
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembly import Assembler, Queued
@@ -77,7 +77,7 @@ class EngineRun:
         return self.output.outputs[0].token_ids
 
     @property
-    def origins(self) -> Sequence[TokenOrigin]:
+    def origins(self) -> Sequence[str]:
         """Sources of `token_ids`."""
         return self.output.outputs[0].origins
 
