@@ -26,7 +26,7 @@ PROMPT_CHARACTERS = 1500  # the end of each held-out prompt
 def main() -> None:
     args = _arguments()
     llms = _engines(args)
-    prompts = [entry.text[-PROMPT_CHARACTERS:] for entry in assets.prompts()[: max(args.requests)]]
+    prompts = [text[-PROMPT_CHARACTERS:] for _, text in assets.prompts()[: max(args.requests)]]
     samples: dict[str, list[dict[str, float]]] = {}
     for llm in llms.values():
         _measure(llm, prompts, SamplingParams(temperature=0, max_tokens=8))

@@ -46,7 +46,7 @@ def main() -> None:
     # No seed: a request with one is verified by shared noise, which accepts less.
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     by_transformers = transformers_variant(args)
-    texts = [entry.text for entry in assets.prompts()]
+    texts = [text for _, text in assets.prompts()]
     if args.prompts >= len(texts):
         parser.error(f"--prompts must be below {len(texts)}: the last one is for warming up")
     # Threads and memory come with the first call.

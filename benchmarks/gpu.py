@@ -74,7 +74,7 @@ def _measured(paths: tuple[Path, Path], args: argparse.Namespace) -> Iterator[di
     """Tokens a second of each engine, and for the fewest requests what its steps launch; as far as
     it is measured."""
     llms = _engines(paths, args)
-    prompts = [entry.text[-1500:] for entry in assets.prompts()[: max(args.requests)]]
+    prompts = [text[-1500:] for _, text in assets.prompts()[: max(args.requests)]]
     found: dict[str, Any] = {"steps": {}, "medians": {}, "rounds": {}}
     for temperature in args.temperatures:
         for number in args.requests:

@@ -43,7 +43,7 @@ def main() -> None:
     args = parser.parse_args()
     engines = make_engines(args)
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
-    texts = [entry.text for entry in assets.prompts()]
+    texts = [text for _, text in assets.prompts()]
     parts = [texts[i : i + args.requests] for i in range(0, len(texts), args.requests)]
     run_round(engines, parts[0], args.max_tokens, 0)  # warms up
     warm = num_drafts(engines)

@@ -85,7 +85,7 @@ def make_engine(args: argparse.Namespace, speculation: dict[str, Any] | None) ->
 
 def cell(name: str, engine: Engine, number: int, args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of a greedy step, and what other steps take of it."""
-    texts = [entry.text for entry in assets.prompts()]
+    texts = [text for _, text in assets.prompts()]
     order, times_ms = list(WAYS), {way: list[float]() for way in WAYS}
     for turn in range(args.rounds + 1):
         random.Random(turn).shuffle(order)

@@ -41,7 +41,7 @@ def main() -> None:
         done = complete_alone(engines[name], "prompt", text, params)
         return done.output.outputs[0].token_ids, done.num_decoded / done.decode_s
 
-    texts = [entry.text for entry in assets.prompts()]
+    texts = [text for _, text in assets.prompts()]
     complete(METHOD, texts[-1], complete(PLAIN, texts[-1], None)[0])  # kernels are compiled
     samples: list[dict[str, float | bool]] = []
     for text in texts[: args.prompts]:

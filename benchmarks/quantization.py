@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--products", action="store_true", help="measure products, too")
     parser.add_argument("--json", type=Path, help="also write all samples here")
     args = parser.parse_args()
-    texts = [prompt.text for prompt in assets.prompts()[:NUM_TEXTS]]
+    texts = [text for _, text in assets.prompts()[:NUM_TEXTS]]
     formats = [None, *args.formats]
     model = args.model or str(assets.target_path())
     llms = {

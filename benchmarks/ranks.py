@@ -37,8 +37,8 @@ from outdraft.kernels.choose import memory_transports
 from outdraft.kernels.native.library import open_library, shared_team
 from outdraft.kernels.native.linear import NativeLinear
 from outdraft.kernels.native.ranks import shares_memory
-from outdraft.planning.hardware import Hardware, Link, find_hardware
-from outdraft.planning.shapes import PlannedDrafter, find_network
+from outdraft.planning.hardware import Hardware, find_hardware
+from outdraft.planning.shapes import find_network
 from outdraft.planning.step_time import Setup, step_time
 
 MEMORY, SOCKETS = "memory", "sockets"
@@ -99,7 +99,8 @@ def main() -> None:
                 layers_us[d].append(narrow_layer_us(target, narrow, d, size))
         setup = Setup(
             target=find_network(str(target)),
-            drafter=PlannedDrafter("draft_model", find_network(str(drafter))),
+            method="draft_model",
+            drafter=find_network(str(drafter)),
             hardware=machine,
             tp=size,
             prompt_tokens=PROMPT_TOKENS,
@@ -116,17 +117,15 @@ def main() -> None:
         }
         for (number, d), samples in times_ms.items()
     ]
-    link = machine.link
-    assert link is not None
     result = {
         "environment": environment() | compute(),
         "options": {key: str(value) for key, value in vars(args).items()},
         "transport": transport,
         "measured": {
-            "lone_rank_gb_s": machine.bandwidth(1) / 1e9,
-            "rank_gb_s": machine.bandwidth(size) / 1e9,
-            "sum_us": link.latency_s * 1e6,
-            "link_gb_s": link.bandwidth / 1e9,
+            "lone_rank_gb_s": machine.bytes_per_s(1) / 1e9,
+            "rank_gb_s": machine.bytes_per_s(size) / 1e9,
+            "sum_us": machine.link_latency_s * 1e6,
+            "link_gb_s": machine.link_bandwidth / 1e9,
             "layer_us": layer_us,
         },
         "cells": cells,
@@ -255,14 +254,17 @@ def measured_machine(size: int, transport: str | None) -> tuple[Hardware, str]:
     rates: Rates = results.get(timeout=120)
     for process in others:
         process.join()
-    card = find_hardware("laptop").card
+    card = find_hardware("laptop")
     reached = card.bandwidth_efficiency  # the plan multiplies with it
-    num_bytes = 2 * (size - 1) / size * LARGE_SUM * 2  # as Link counts them
+    num_bytes = 2 * (size - 1) / size * LARGE_SUM * 2  # as `all_reduce_s` counts them
     slope_s = max(rates.large_sum_s - rates.small_sum_s, 1e-9)
-    machine = Hardware(
-        replace(card, bandwidth=rates.lone_rank / reached),
-        size,
-        Link("measured", num_bytes / slope_s, rates.small_sum_s, 0.0),
+    machine = replace(
+        card,
+        bandwidth=rates.lone_rank / reached,
+        num_cards=size,
+        link="measured",
+        link_bandwidth=num_bytes / slope_s,
+        link_latency_s=rates.small_sum_s,
         shared_bandwidth=size * rates.rank / reached,
     )
     return machine, rates.transport
@@ -312,10 +314,10 @@ def measure_rank(rank: int, size: int, port: int, transport: str | None, results
 
 def planned_ms(setup: Setup, draft_size: int, num_requests: int, layer_us: float) -> float:
     """`layer_us`: sums included, which the plan adds itself."""
-    machine, link = setup.hardware, setup.hardware.link
-    if draft_size > 1 and link is not None:
-        layer_us -= 2e6 * link.all_reduce_s(0, draft_size)
-    machine = replace(machine, card=replace(machine.card, layer_us=max(0.0, layer_us)))
+    machine = setup.hardware
+    if draft_size > 1:
+        layer_us -= 2e6 * machine.all_reduce_s(0, draft_size)
+    machine = replace(machine, layer_us=max(0.0, layer_us))
     setup = replace(setup, hardware=machine, draft_tp=draft_size)
     return 1e3 * step_time(setup, num_requests, LENGTH, 1.0).drafting_s / LENGTH
 

@@ -114,7 +114,7 @@ async def soak(server: subprocess.Popen[bytes], url: str, seconds: float) -> dic
 async def _client(
     client: httpx.AsyncClient, rng: random.Random, end_s: float, outcomes: Counter[str]
 ) -> None:
-    texts = [entry.text for entry in assets.prompts()]
+    texts = [text for _, text in assets.prompts()]
     acts = [_read_all] * 6 + [_read_slowly, _hang_up, _hang_up, _ask_wrongly, _ask_for_form]
     while time.monotonic() < end_s:
         act = rng.choice(acts)

@@ -19,16 +19,15 @@ from typing import Any
 from tqdm import tqdm
 
 from outdraft import assets
+from outdraft.bench.driver import PHASES, EngineRun
 from outdraft.bench.report import compute, environment
 from outdraft.bench.side_by_side import (
     PLAIN,
-    Sample,
-    acceptance_length,
     complete_in_turn,
-    median_ratio,
-    median_tokens_per_s,
+    median_speed,
     ms_per_step,
     share_target,
+    sum_of_drafts,
     variants,
 )
 from outdraft.config.engine import EngineConfig
@@ -45,7 +44,7 @@ TREES = {
 }
 SURE = 2.0  # standard errors
 
-Samples = dict[str, list[Sample]]
+Samples = dict[str, list[EngineRun]]
 
 
 def main() -> None:
@@ -56,7 +55,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
-    texts = [entry.text for entry in assets.prompts()]
+    texts = [text for _, text in assets.prompts()]
     if args.prompts >= len(texts):
         parser.error(f"--prompts must be below {len(texts)}: one more is for warming up")
     samples = measure(texts[args.prompts], texts[: args.prompts], args)
@@ -125,10 +124,10 @@ def compare(samples: Samples, num_rows: int) -> dict[str, Any]:
     trees = [tree_name(levels) for levels in TREES[num_rows]]
 
     def accepted(name: str) -> float:
-        return acceptance_length(samples[name]) - 1
+        return sum_of_drafts(samples[name]).acceptance_length - 1
 
     def speed(name: str) -> float:
-        return median_tokens_per_s(samples[name])
+        return median_speed(samples[name], samples[PLAIN])[0]
 
     chain, tree = max(chains, key=accepted), max(trees, key=accepted)
     fast_chain, fast_tree = max(chains, key=speed), max(trees, key=speed)
@@ -148,37 +147,34 @@ def compare(samples: Samples, num_rows: int) -> dict[str, Any]:
             "tree": fast_tree,
             "chain_tokens_per_s": speed(fast_chain),
             "tree_tokens_per_s": speed(fast_tree),
-            "ratio": median_ratio(samples[fast_tree], samples[fast_chain]),
+            "ratio": median_speed(samples[fast_tree], samples[fast_chain])[1],
         },
     }
 
 
-def errors_apart(own: Sequence[Sample], other: Sequence[Sample]) -> float:
+def errors_apart(own: Sequence[EngineRun], other: Sequence[EngineRun]) -> float:
     """Difference in accepted tokens a step, prompt by prompt, in its standard errors."""
     gaps = [
-        acceptance_length([a]) - acceptance_length([b]) for a, b in zip(own, other, strict=True)
+        a.decode_stats.acceptance_length - b.decode_stats.acceptance_length
+        for a, b in zip(own, other, strict=True)
     ]
     if len(gaps) < 2 or not (spread := statistics.stdev(gaps)):
         return 0.0
     return statistics.mean(gaps) / (spread / math.sqrt(len(gaps)))
 
 
-def summary(samples: Sequence[Sample], plain: Sequence[Sample]) -> dict[str, Any]:
+def summary(samples: Sequence[EngineRun], plain: Sequence[EngineRun]) -> dict[str, Any]:
     """One chain's or tree's numbers, and those of each completion."""
+    tokens_per_s, ratio = median_speed(samples, plain)
     return {
-        "accepted_per_step": acceptance_length(samples) - 1,
-        "tokens_per_s": median_tokens_per_s(samples),
-        "ratio_to_plain": median_ratio(samples, plain),
-        "ms_per_step": {
-            "draft": ms_per_step(samples, lambda stats: stats.draft_s),
-            "verify": ms_per_step(samples, lambda stats: stats.verify_s),
-            "sample": ms_per_step(samples, lambda stats: stats.sample_s),
-            "host": ms_per_step(samples, lambda stats: stats.host_s),
-        },
+        "accepted_per_step": sum_of_drafts(samples).acceptance_length - 1,
+        "tokens_per_s": tokens_per_s,
+        "ratio_to_plain": ratio,
+        "ms_per_step": {phase: ms_per_step(samples, phase) for phase in PHASES},
         "samples": [
             {
-                "num_drafts": sample.stats.num_drafts,
-                "num_accepted": sample.stats.num_accepted_tokens,
+                "num_drafts": sample.decode_stats.num_drafts,
+                "num_accepted": sample.decode_stats.num_accepted_tokens,
                 "num_decoded": sample.num_decoded,
                 "decode_s": sample.decode_s,
             }

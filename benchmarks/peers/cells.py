@@ -161,7 +161,7 @@ def prompts(model: str, length: int, count: int) -> list[list[int]]:
         drawn = random.Random(length)
         return [[drawn.randrange(2, 8192) for _ in range(length)] for _ in range(count)]
     tokenizer = Tokenizer.from_file(str(assets.target_path() / "tokenizer.json"))
-    texts = [tokenizer.encode(entry.text).ids for entry in assets.prompts()]
+    texts = [tokenizer.encode(text).ids for _, text in assets.prompts()]
     long_enough = [ids[:length] for ids in texts if len(ids) >= length]
     assert len(long_enough) >= count
     return long_enough[:count]

@@ -88,7 +88,7 @@ def ids_of_texts(path: Path, num_tokens: int) -> Tensor:
     """The first tokens of the held-out prompts, one after the other, int64 [T]."""
     tokenizer = load_tokenizer(path)
     assert tokenizer is not None
-    text = "\n\n".join(prompt.text for prompt in assets.prompts())
+    text = "\n\n".join(text for _, text in assets.prompts())
     token_ids = tokenizer.encode(text).ids
     assert len(token_ids) >= num_tokens, f"the texts have {len(token_ids)} tokens"
     return torch.tensor(token_ids[:num_tokens])

@@ -33,10 +33,10 @@ from tasks import TASKS, Cell, cells_of_round
 
 from outdraft.bench.metrics import acceptance_report, load_report
 from outdraft.bench.report import environment
-from outdraft.bench.serve import Endpoint, run_load
+from outdraft.bench.serve import run_load
 from outdraft.bench.workloads import BenchRequest
 from outdraft.cli.command import num_physical_cores
-from outdraft.config.benchmarks import TrafficPlan
+from outdraft.config.benchmarks import Endpoint, TrafficPlan
 from outdraft.kernels.native.library import Limits as MachineLimits
 from outdraft.kernels.native.library import open_library, shared_team
 
@@ -202,7 +202,12 @@ def ask(
     """
     body = {"temperature": cell.temperature, "seed": seed, "ignore_eos": True, **NEUTRAL}
     body |= OWN_BODY[server.way.engine]
-    endpoint = Endpoint(server.url, "/v1/chat/completions", MODEL_NAME, body=body)
+    endpoint = Endpoint(
+        base_url=server.url,
+        endpoint="/v1/chat/completions",
+        model=MODEL_NAME,
+        extra_body=json.dumps(body),
+    )
     requests = [BenchRequest(text, new_tokens) for text in prompts]
     traffic = TrafficPlan(max_concurrency=cell.concurrency)
     deadline_s = time.monotonic() + ANSWER_S

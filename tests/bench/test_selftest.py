@@ -15,14 +15,13 @@ from outdraft.bench.selftest import (
     fit,
     self_test,
 )
-from outdraft.bench.side_by_side import PLAIN, Sample, share_target
+from outdraft.bench.side_by_side import PLAIN, share_target
 from outdraft.bench.sweep import SyntheticVerifier
 from outdraft.config.engine import EngineConfig, SchedulerConfig
 from outdraft.config.speculation import parse_speculative_config
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine
-from outdraft.engine.stats import StatsTotal
-from tests.cli.pair import PROMPTS, pair
+from tests.cli.pair import PROMPTS, completed, pair
 
 
 def findings(biased=None):
@@ -48,7 +47,7 @@ def findings(biased=None):
     if biased is not None:
         kernels = models[PLAIN].kernels
         engines[biased].runner.verifier = SyntheticVerifier(kernels, "block", (1.0,))
-    texts = [prompt.text for prompt in assets.prompts()[:3]]
+    texts = [text for _, text in assets.prompts()[:3]]
     return self_test(engines, texts, max_tokens=8, num_samples=200, num_sampled_prompts=1)
 
 
@@ -80,8 +79,8 @@ def test_a_text_that_parts_is_found_with_the_gap_between_the_two_tokens():
     )
     other = [*output.token_ids[:4], second_id, 0]
     samples = {
-        PLAIN: [Sample(output.token_ids, 5, 1.0, StatsTotal())],
-        ALWAYS: [Sample(other, 5, 1.0, StatsTotal())],
+        PLAIN: [completed(output.token_ids)],
+        ALWAYS: [completed(other)],
     }
     found = first_difference(engine, PROMPTS[0], 0, ALWAYS, samples)
     best = output.logprobs[4][output.token_ids[4]]

@@ -27,7 +27,7 @@ PROMPTS = [BenchRequest(f"prompt {i}", 16) for i in range(12)]
 
 
 def endpoint(seen, path="/v1/completions", **options):
-    return Endpoint(seen.url, path, "scripted", **options)
+    return Endpoint(base_url=seen.url, endpoint=path, model="scripted", **options)
 
 
 def load(where, requests, traffic=None, seconds=60.0):
@@ -83,8 +83,8 @@ def test_without_usage_tokens_are_unknown():
         ),
         (Script([(0, {"choices": [{"text": "a"}]})]), "the stream ended early"),
         (Script([(0, {"choices": [{"text": "a"}]})], breaks=True), "RemoteProtocolError"),
-        (Script([(0, "{not json")]), "not JSON"),
-        (Script([(0, "[1]")]), "no object"),
+        (Script([(0, "{not json")]), "no JSON object"),
+        (Script([(0, "[1]")]), "no JSON object"),
     ],
 )
 def test_what_goes_wrong_is_the_samples_error(script, error):
@@ -102,7 +102,7 @@ def test_a_finish_reason_ends_a_stream_without_done():
 def test_a_refused_connection_is_a_failure_of_each_request():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        where = Endpoint(f"http://127.0.0.1:{unused.getsockname()[1]}", "/v1/completions", "m")
+        where = Endpoint(port=unused.getsockname()[1], model="m")
         samples = load(where, PROMPTS[:3]).samples
     assert all("ConnectError" in sample.error for sample in samples)
 
@@ -126,7 +126,7 @@ def test_what_is_not_answered_in_time_has_failed_and_is_kept():
 
 def test_requests_carry_what_was_asked_for():
     with serving(lambda number, body: completion(["a"])) as seen:
-        where = endpoint(seen, headers={"X-Key": "k"}, body={"temperature": 0.5})
+        where = endpoint(seen, header=["X-Key=k"], extra_body='{"temperature": 0.5}')
         load(where, [BenchRequest((4, 5), 9)])
         load(where, [BenchRequest("p", 9, "expected")])
     assert seen.bodies == [
@@ -156,12 +156,12 @@ def test_token_ids_are_refused_by_chat_before_anything_is_sent():
 
 def test_the_model_is_the_servers_first_one_unless_it_is_named():
     with serving(lambda number, body: completion(["a"])) as seen:
-        asked = asyncio.run(with_model(Endpoint(seen.url, "/v1/completions", "")))
-        named = asyncio.run(with_model(Endpoint(seen.url, "/v1/completions", "mine")))
+        asked = asyncio.run(with_model(Endpoint(base_url=seen.url)))
+        named = asyncio.run(with_model(Endpoint(base_url=seen.url, model="mine")))
         url = seen.url
     assert (asked.model, named.model) == ("scripted", "mine")
     with pytest.raises(ConfigError, match="is the server up"):
-        asyncio.run(with_model(Endpoint(url, "/v1/completions", "")))
+        asyncio.run(with_model(Endpoint(base_url=url)))
 
 
 @pytest.mark.parametrize("limit", [1, 3])
@@ -174,7 +174,7 @@ def test_no_more_requests_than_the_concurrency_are_under_way(limit):
 
 
 def test_requests_under_way_have_clients_of_their_own_which_are_used_again():
-    clients = Clients("http://127.0.0.1:1", {})
+    clients = Clients(Endpoint(port=1))
     with clients.lend() as first, clients.lend() as second:
         assert first is not second
     with clients.lend() as third, clients.lend() as fourth:
@@ -202,7 +202,7 @@ def test_in_an_open_loop_latency_counts_from_the_scheduled_arrival():
             traffic = TrafficPlan(request_rate=50.0, max_concurrency=limit)
             run = load(endpoint(seen), PROMPTS[:6], traffic)
         due = [sample.due_s for sample in run.samples]
-        assert due == arrival_times(6, 50.0, 1.0, np.random.default_rng(0))
+        assert due == arrival_times(6, TrafficPlan(request_rate=50.0))
         assert max(sample.e2el_s for sample in run.samples) >= 0.6 - due[-1]
         ends = [sample.due_s + sample.e2el_s for sample in run.samples]
         overlaps = any(

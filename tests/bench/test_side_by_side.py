@@ -6,19 +6,17 @@ from outdraft.bench import side_by_side
 from outdraft.bench.driver import EngineRun, complete_alone
 from outdraft.bench.side_by_side import (
     PLAIN,
-    Sample,
-    acceptance_length,
     complete_in_turn,
-    median_ratio,
-    median_tokens_per_s,
+    median_speed,
     method_configs,
     ms_per_step,
     share_target,
+    sum_of_drafts,
 )
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine
 from outdraft.engine.stats import StatsTotal
-from tests.cli.pair import PROMPTS, pair
+from tests.cli.pair import PROMPTS, completed, pair
 
 MAX_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -54,11 +52,11 @@ def test_a_sample_is_what_the_engine_generates_and_its_steps_without_the_prompts
         assert [one.token_ids for one in own] == [one.token_ids for one in samples[PLAIN]]
         for one in own:
             assert len(one.token_ids) == MAX_TOKENS
-            assert one.num_decoded == one.stats.num_emitted == MAX_TOKENS - 1
-            assert one.decode_s > one.stats.verify_s > 0
+            assert one.num_decoded == one.decode_stats.num_emitted == MAX_TOKENS - 1
+            assert one.decode_s > one.decode_stats.verify_s > 0
     for one in samples[PLAIN]:
-        assert (one.stats.num_steps, one.stats.num_drafts) == (MAX_TOKENS - 1, 0)
-    assert all(one.stats.num_drafts > 0 for one in samples["draft_model"])
+        assert (one.decode_stats.num_steps, one.decode_stats.num_drafts) == (MAX_TOKENS - 1, 0)
+    assert all(one.decode_stats.num_drafts > 0 for one in samples["draft_model"])
     assert all(engine.on_step is None for engine in engines.values())
 
 
@@ -99,23 +97,22 @@ def sample(num_decoded, decode_s, *, steps=1, drafts=0, accepted=0, draft_s=0.0)
     stats = StatsTotal(
         num_steps=steps, num_drafts=drafts, num_accepted_tokens=accepted, draft_s=draft_s
     )
-    return Sample([], num_decoded, decode_s, stats)
+    return completed([], num_decoded, decode_s, stats)
 
 
 def test_speeds_are_medians_and_ratios_are_taken_prompt_by_prompt():
     own = [sample(10, 1.0), sample(10, 0.1), sample(10, 2.0)]
     base = [sample(10, 2.0), sample(10, 0.2), sample(10, 0.5)]
-    assert median_tokens_per_s(own) == pytest.approx(10.0)
-    assert median_ratio(own, base) == pytest.approx(2.0)
-    assert median_ratio([sample(0, 0.0)], [sample(0, 0.0)]) == 0.0
+    assert median_speed(own, base) == pytest.approx((10.0, 2.0))
+    assert median_speed([sample(0, 0.0)], [sample(0, 0.0)]) == (0.0, 0.0)
 
 
 def test_acceptance_length_is_over_all_drafts_and_one_without_any():
     own = [sample(9, 1.0, drafts=1, accepted=4), sample(9, 1.0, drafts=3, accepted=0)]
-    assert acceptance_length(own) == pytest.approx(2.0)
-    assert acceptance_length([sample(9, 1.0)]) == 1.0
+    assert sum_of_drafts(own).acceptance_length == pytest.approx(2.0)
+    assert sum_of_drafts([sample(9, 1.0)]).acceptance_length == 1.0
 
 
 def test_a_phase_is_milliseconds_a_step():
     own = [sample(9, 1.0, steps=n, draft_s=s) for n, s in ((2, 0.004), (4, 0.004), (1, 0.5))]
-    assert ms_per_step(own, lambda stats: stats.draft_s) == pytest.approx(2.0)
+    assert ms_per_step(own, "draft") == pytest.approx(2.0)

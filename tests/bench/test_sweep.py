@@ -14,14 +14,11 @@ from outdraft.bench.side_by_side import PLAIN, share_target
 from outdraft.bench.sweep import (
     CHOSEN,
     LevelResult,
-    SweepPlan,
+    Sweep,
     SyntheticVerifier,
-    level_engines,
     level_report,
     median_interval,
-    run_round,
     split_half_ratio,
-    sweep,
     unequal,
 )
 from outdraft.bench.workloads import BenchRequest
@@ -38,7 +35,6 @@ from tests.cli.pair import pair
 from tests.sampling_batches import batch_of_params
 
 VOCAB = 11
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 def synthetic_verdict(chances, lengths, seeds):
@@ -91,7 +87,7 @@ def test_an_interval_of_a_median_covers_it_as_often_as_it_says():
 def test_the_best_of_the_others_is_what_choosing_is_measured_by():
     rates = {PLAIN: [10.0, 11.0, 12.0], "3": [20.0, 22.0, 10.0], CHOSEN: [19.0, 22.0, 12.0]}
     stats = {name: StatsTotal() for name in rates}
-    report = level_report(LevelResult(4, rates, stats), SweepPlan(levels=(4,)))
+    report = level_report(LevelResult(4, rates, stats), 0.02)
     assert report["best"] == "3"
     assert report["ratio_to_best"]["median"] == 1.0
     assert report["ratio_to_plain"]["median"] == 1.9
@@ -101,13 +97,12 @@ def test_the_best_of_the_others_is_what_choosing_is_measured_by():
 def test_halves_of_the_rounds_do_not_overstate_the_best_of_many_equals():
     generator = torch.Generator().manual_seed(0)
     names = [PLAIN, "1", "2", "3", "5", "7", CHOSEN]
-    plan = SweepPlan(levels=(1,))
     best, halves = list[float](), list[float]()
     for _ in range(40):
         drawn = torch.randn(len(names), 12, generator=generator).mul(0.1).exp()
         rates = dict(zip(names, drawn.tolist(), strict=True))
         stats = {name: StatsTotal() for name in names}
-        report = level_report(LevelResult(1, rates, stats), plan)
+        report = level_report(LevelResult(1, rates, stats), 0.02)
         best.append(report["ratio_to_best"]["median"])
         halves.append(report["split_half_ratio"])
     assert sum(best) / len(best) < 0.98
@@ -127,18 +122,21 @@ def configs():
     return variants(base, given, [2])
 
 
+def sweep(configs, **options):
+    return Sweep(configs=configs, models=share_target(configs), temperature=0.0, **options)
+
+
 def requests(plan):
     return [BenchRequest((5, 6, 7 + number), 9) for number in range(plan.num_prompts)]
 
 
 def test_all_variants_complete_the_same_prompts_and_each_level_others(configs, monkeypatch):
-    plan = SweepPlan(levels=(1, 3), min_rounds=2, max_rounds=2)
     seen: dict[tuple[int, str], list[tuple[int, ...]]] = {}
     runs: list[str] = []
-    models = share_target(configs)
+    plan = sweep(configs, levels=(1, 3), min_rounds=2, max_rounds=2, on_run=runs.append)
     all_requests = requests(plan)
     results = []
-    for result in sweep(configs, models, all_requests, plan, GREEDY, runs.append):
+    for result in plan.measure(all_requests):
         results.append(result)
         for name, total in result.stats.items():
             seen[result.concurrency, name] = [total.num_emitted, total.num_drafts]
@@ -159,9 +157,9 @@ def test_all_variants_complete_the_same_prompts_and_each_level_others(configs, m
 @pytest.mark.slow
 def test_variants_take_turns_within_a_round_and_each_follows_every_other_one(configs, monkeypatch):
     monkeypatch.setattr(driver, "TURN_S", 1e-9)  # a turn is a step
-    plan = SweepPlan(levels=(2,))
-    engines = level_engines(configs, share_target(configs), plan, [2])[0]
-    result = next(plan.parts(requests(plan), list(configs)))
+    plan = sweep(configs, levels=(2,))
+    engines = plan.engines([2])[0]
+    result = next(plan.parts(requests(plan)))
     order: list[str] = []
     for name, total in result.stats.items():
         log = create_autospec(total, instance=True)
@@ -170,7 +168,7 @@ def test_variants_take_turns_within_a_round_and_each_follows_every_other_one(con
     names, firsts, follows = list(configs), set[str](), Counter[tuple[str, str]]()
     for number in range(40):
         order.clear()
-        run_round(engines, result, GREEDY, number)
+        plan.run_round(engines, result, number)
         firsts.add(order[0])
         for start in range(0, 9, 3):  # while all of them run
             assert sorted(order[start : start + 3]) == sorted(names)
@@ -186,23 +184,26 @@ def test_the_engines_of_a_level_are_gone_before_the_next_ones_are_built(configs)
     def living():
         return sum(type(one) is Engine for one in gc.get_objects())
 
-    plan = SweepPlan(levels=(1, 2), min_rounds=1, max_rounds=1)
-    models, counts = share_target(configs), list[int]()
+    counts = list[int]()
+    on_run = lambda name: counts.append(living() - before)  # noqa: E731
+    plan = sweep(configs, levels=(1, 2), min_rounds=1, max_rounds=1, on_run=on_run)
     gc.collect()
     before = living()
     gc.disable()  # they are gone at once, not when somebody looks for cycles
     try:
-        on_run = lambda name: counts.append(living() - before)  # noqa: E731
-        list(sweep(configs, models, requests(plan), plan, GREEDY, on_run))
+        list(plan.measure(requests(plan)))
     finally:
         gc.enable()
     assert set(counts) == {len(configs)}
 
 
 def test_a_plot_and_strict_json_come_of_a_result(configs, tmp_path):
-    plan = SweepPlan(levels=(2,), min_rounds=1, max_rounds=1)
-    level = next(sweep(configs, share_target(configs), requests(plan), plan, GREEDY))
-    result = {"levels": [level_report(level, plan)], "acceptance": "decided by the target"}
+    plan = sweep(configs, levels=(2,), min_rounds=1, max_rounds=1)
+    level = next(plan.measure(requests(plan)))
+    result = {
+        "levels": [level_report(level, plan.tolerance)],
+        "acceptance": "decided by the target",
+    }
     json.dumps(result, allow_nan=False)
     plot(result, tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").stat().st_size > 1000

@@ -5,12 +5,11 @@ import tomllib
 
 import pytest
 
-from outdraft.bench.side_by_side import PLAIN
+from outdraft.bench.side_by_side import PLAIN, share_target
 from outdraft.bench.sweep import LevelResult
 from outdraft.bench.tune import (
     Balance,
     balance,
-    buildable,
     config_file,
     gain,
     level_gain,
@@ -147,7 +146,8 @@ def test_what_cannot_be_built_is_left_out_with_its_reason():
         "eagle3": speculative({"method": "eagle3", "model": "/no/such/folder"}),
         "medusa": speculative(heads),
     }
-    models, left_out = buildable(configs)
+    left_out: dict[str, str] = {}
+    models = share_target(configs, left_out)
     assert list(models) == [PLAIN, "medusa"]
     assert models["medusa"].target is models[PLAIN].target
     assert list(left_out) == ["medusa, tree", "eagle3"]
@@ -157,4 +157,4 @@ def test_what_cannot_be_built_is_left_out_with_its_reason():
 
 def test_without_plain_decoding_there_is_nothing_to_compare_with():
     with pytest.raises(ConfigError, match="/no/such/model"):
-        buildable({PLAIN: speculative(None, "/no/such/model")})
+        share_target({PLAIN: speculative(None, "/no/such/model")}, {})

@@ -13,6 +13,7 @@ from outdraft import assets
 from outdraft.bench.workloads import (
     BenchRequest,
     Dataset,
+    TrafficPlan,
     arrival_times,
     load_requests,
     load_tokenizer,
@@ -28,7 +29,7 @@ def tokenizer():
 
 
 def arrivals(count, rate, burstiness=1.0, seed=0):
-    return arrival_times(count, rate, burstiness, np.random.default_rng(seed))
+    return arrival_times(count, TrafficPlan(request_rate=rate, burstiness=burstiness, seed=seed))
 
 
 @given(st.integers(1, 60), st.floats(0.01, 1e4), st.floats(0.001, 50) | st.just(math.inf))
@@ -100,10 +101,10 @@ def test_a_jsonl_line_is_a_request(tmp_path):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ('{"prompt": "a"}\n{"prompt": 3}', "line 2: wanted an object"),
-        ("nonsense", "line 1: not valid JSON"),
-        ('{"prompt": "a", "max_tokens": 0}', "line 1: max_tokens"),
-        ('{"prompt": "a", "prediction": 1}', "line 1: prediction"),
+        ('{"prompt": "a"}\n{"prompt": 3}', r"line 2: Expected `str.* got `int`.*\.prompt"),
+        ("nonsense", "line 1: JSON is malformed"),
+        ('{"prompt": "a", "max_tokens": 0}', r"line 1: Expected `int` >= 1.*\.max_tokens"),
+        ('{"prompt": "a", "prediction": 1}', r"line 1: Expected `str.*\.prediction"),
         ("", "holds no prompts"),
     ],
 )

@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -12,6 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 from outdraft import assets
+from outdraft.engine.stats import StatsTotal
 from tests.folders import new_folder
 from tests.models.checkpoints import llama, randomised, save
 from tests.oracle.heads import random_head
@@ -55,6 +57,17 @@ def pair() -> Pair:
     (paths[2] / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
     heads = {kind: random_head(kind, paths[0], folder / kind) for kind in assets.HEADS}
     return Pair(*paths, heads)
+
+
+def completed(token_ids, num_decoded=0, decode_s=0.0, decode_stats=None):
+    """Stands for an EngineRun of one request, which is over."""
+    return SimpleNamespace(
+        token_ids=token_ids,
+        num_decoded=num_decoded,
+        decode_s=decode_s,
+        decode_stats=decode_stats or StatsTotal(),
+        origins=[],
+    )
 
 
 def _tokenizer() -> Tokenizer:

@@ -1,12 +1,12 @@
 """`outdraft bench methods` as a shell sees it."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
 from outdraft import assets
 from outdraft.bench import side_by_side
+from tests.cli.pair import completed
 from tests.cli.test_commands import run
 
 SHORT = ["--prompts", "2", "--max-tokens", "6", "--device", "cpu"]
@@ -74,7 +74,10 @@ def test_a_changed_token_is_exit_code_1_and_names_the_method(command, monkeypatc
     def changing(engines, *rest):
         samples = complete(engines, *rest)
         last = samples["ngram"][-1]
-        samples["ngram"][-1] = replace(last, token_ids=[*last.token_ids[:-1], -1])
+        changed = [*last.token_ids[:-1], -1]
+        samples["ngram"][-1] = completed(
+            changed, last.num_decoded, last.decode_s, last.decode_stats
+        )
         return samples
 
     monkeypatch.setattr(side_by_side, "complete_in_turn", changing)

@@ -8,7 +8,6 @@ import pytest
 from outdraft.bench.side_by_side import (
     NUM_DRAFTS,
     PLAIN,
-    Sample,
     are_identical,
     as_json,
     complete_in_turn,
@@ -18,7 +17,7 @@ from outdraft.cli.demo import load
 from outdraft.core.outputs import TokenOrigin
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.stats import StatsTotal
-from tests.cli.pair import PROMPTS
+from tests.cli.pair import PROMPTS, completed
 
 MAX_TOKENS = 14
 
@@ -114,10 +113,10 @@ def test_the_time_that_watching_takes_is_not_counted(llms):
 
 def test_drafted_and_accepted_tokens_add_up_to_the_origins(compared):
     by_method, _ = compared
-    assert all(one.stats.num_draft_tokens == 0 for one in by_method[PLAIN])
+    assert all(one.decode_stats.num_draft_tokens == 0 for one in by_method[PLAIN])
     assert {origin for one in by_method[PLAIN] for origin in one.origins} == {TokenOrigin.PLAIN}
     model = by_method["draft_model"]
-    stats = [one.stats for one in model]
+    stats = [one.decode_stats for one in model]
     num_accepted = sum(one.num_accepted_tokens for one in stats)
     assert num_accepted == sum(one.origins.count(TokenOrigin.MODEL) for one in model)
     num_drafts = sum(one.num_drafts for one in stats)
@@ -138,7 +137,7 @@ def sample(num_decoded, decode_s, *steps):
         num_draft_tokens=sum(drafted for drafted, _ in steps),
         num_accepted_tokens=sum(accepted for _, accepted in steps),
     )
-    return Sample([], num_decoded, decode_s, stats)
+    return completed([], num_decoded, decode_s, stats)
 
 
 def test_rates_are_aggregated_over_prompts_not_averaged():
@@ -152,7 +151,7 @@ def test_rates_are_aggregated_over_prompts_not_averaged():
 
 
 def of_ids(*token_ids):
-    return [Sample(ids, 0, 0.0, StatsTotal()) for ids in token_ids]
+    return [completed(ids) for ids in token_ids]
 
 
 def test_a_single_different_token_is_reported():

@@ -7,11 +7,10 @@ from rich.console import Console
 from typer.main import get_command
 
 from outdraft import LLM, assets
-from outdraft.bench.side_by_side import PLAIN, Sample
+from outdraft.bench.side_by_side import PLAIN
 from outdraft.cli.app import app
 from outdraft.cli.demo import DemoView
-from outdraft.engine.stats import StatsTotal
-from tests.cli.pair import pair
+from tests.cli.pair import completed, pair
 
 
 def commands() -> dict[tuple[str, ...], object]:
@@ -113,7 +112,7 @@ def test_the_demos_table_fits_into_80_columns():
     llm = LLM(str(pair().target), dtype="float32", device="cpu", num_blocks=64)
     written = io.StringIO()
     names = [PLAIN, "draft_model", *assets.HEADS, "suffix", "ngram", "combined"]
-    compared = {name: [Sample([], 12345, 1.23, StatsTotal())] for name in names}
+    compared = {name: [completed([], 12345, 1.23)] for name in names}
     DemoView(Console(file=written, width=80), llm, ()).footer(compared, 0.7, 1.0)
     shown = written.getvalue()
     assert "…" not in shown

@@ -14,7 +14,6 @@ from outdraft.cli.options import (
     documented,
     engine_config,
     sampling_params,
-    serving_config,
     speculative_config,
 )
 from outdraft.config.engine import DTYPES, LOAD_FORMATS, MODEL_IMPLS, POLICIES, EngineConfig
@@ -26,7 +25,7 @@ from outdraft.core.weights import QUANTIZATIONS
 
 
 def serving_of(model, options):
-    return serving_config(model, options, SchedulerOptions())
+    return engine_config(model, options, SchedulerOptions())
 
 
 def test_flags_that_are_not_given_leave_the_defaults_alone():
@@ -91,11 +90,11 @@ def test_every_engine_flag_reaches_the_configuration():
         (EngineOptions, "model_impl", MODEL_IMPLS),
         (EngineOptions, "dtype", DTYPES),
         (EngineOptions, "quantization", QUANTIZATIONS),
-        (SchedulerOptions, "policy", POLICIES),
+        (SchedulerOptions, "scheduling_policy", POLICIES),
     ],
 )
 def test_help_names_all_choices(group, name, choices):
-    assert ", ".join(choices) in documented(group)[name]
+    assert ", ".join(choices) in documented(group)[name][1]
 
 
 def test_every_flag_of_an_engine_has_a_help():

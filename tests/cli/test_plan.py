@@ -107,4 +107,4 @@ def test_points_that_are_no_text_are_one_line(command, tmp_path):
     (tmp_path / "points").write_bytes(b"\xff")
     result = run(command, "plan", *PAIR, "--measured", str(tmp_path / "points"))
     assert result.exit_code == 2
-    assert "cannot read" in result.stderr
+    assert "cannot be read" in result.stderr

@@ -22,11 +22,10 @@ def plan(*, has_gpus: bool = False, environ: dict[str, str] | None = None, **fla
     engine = {name: flags.pop(name) for name in ("device", "tensor_parallel_size") if name in flags}
     return replica_plan(
         ReplicasOptions(**flags),
+        ServerOptions(),
         EngineConfig.from_options(model="m", **engine),
         environ or {},
-        has_gpus=has_gpus,
-        log_level="INFO",
-        drain_timeout_s=30.0,
+        has_gpus,
     )
 
 

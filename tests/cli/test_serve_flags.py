@@ -8,7 +8,7 @@ import pytest
 
 from outdraft.cli import serving
 from outdraft.cli.app import app
-from outdraft.cli.options import EngineOptions, SchedulerOptions, serving_config
+from outdraft.cli.options import EngineOptions, SchedulerOptions, engine_config
 from outdraft.cli.serve import ServerOptions, api_key, listed, profiler_dir
 from outdraft.config.engine import EngineConfig
 from outdraft.core.draft import DraftSource
@@ -29,15 +29,15 @@ def started(monkeypatch) -> list:
 
 
 def test_a_model_is_served_with_suffix_decoding_unless_told_otherwise():
-    assert serving_config("m", EngineOptions(), SchedulerOptions()) == EngineConfig.from_options(
+    assert engine_config("m", EngineOptions(), SchedulerOptions()) == EngineConfig.from_options(
         model="m", speculative_config={"method": "suffix"}
     )
-    plain = serving_config("m", EngineOptions(speculative_config="null"), SchedulerOptions())
+    plain = engine_config("m", EngineOptions(speculative_config="null"), SchedulerOptions())
     assert plain.speculation.sources == ()
 
 
 def test_the_embedded_pair_is_served_with_all_it_has(embedded):
-    config = serving_config(None, EngineOptions(), SchedulerOptions())
+    config = engine_config(None, EngineOptions(), SchedulerOptions())
     assert DraftSource.MODEL in config.speculation.methods
     assert DraftSource.SUFFIX in config.speculation.methods
 
@@ -47,27 +47,27 @@ def test_flags_of_the_scheduler_reach_it():
         max_num_seqs=3,
         max_num_batched_tokens=99,
         max_waiting=5,
-        policy="priority",
+        scheduling_policy="priority",
         speculative_disable_queue_size=2,
     )
-    config = serving_config("m", EngineOptions(), options)
+    config = engine_config("m", EngineOptions(), options)
     assert config.scheduler.max_num_seqs == 3
     assert config.scheduler.max_num_batched_tokens == 99
     assert config.scheduler.max_waiting == 5
-    assert config.scheduler.policy == "priority"
+    assert config.scheduler.scheduling_policy == "priority"
     assert config.speculation.disable_by_batch_size == 2
 
 
 def test_no_queue_disables_what_is_off_already():
     options = SchedulerOptions(speculative_disable_queue_size=2)
     with pytest.raises(ConfigError, match="without speculation"):
-        serving_config("m", EngineOptions(speculative_config="null"), options)
+        engine_config("m", EngineOptions(speculative_config="null"), options)
 
 
 def test_a_limit_of_the_queue_that_is_none_is_refused_by_the_flags_name():
     options = SchedulerOptions(speculative_disable_queue_size=0)
     with pytest.raises(ConfigError, match="--speculative-disable-queue-size"):
-        serving_config("m", EngineOptions(), options)
+        engine_config("m", EngineOptions(), options)
 
 
 def test_two_limits_of_the_queue_are_refused():
@@ -75,10 +75,10 @@ def test_two_limits_of_the_queue_are_refused():
     for limit in (1, "many"):
         given = json.dumps({"method": "suffix", "disable_by_batch_size": limit})
         with pytest.raises(ConfigError, match="the same limit"):
-            serving_config("m", EngineOptions(speculative_config=given), options)
+            engine_config("m", EngineOptions(speculative_config=given), options)
     for limit in (2, None):
         given = json.dumps({"method": "suffix", "disable_by_batch_size": limit})
-        config = serving_config("m", EngineOptions(speculative_config=given), options)
+        config = engine_config("m", EngineOptions(speculative_config=given), options)
         assert config.speculation.disable_by_batch_size == 2
 
 

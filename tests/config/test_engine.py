@@ -18,7 +18,7 @@ def test_options_go_to_the_part_that_owns_them():
         block_size=8,
         enable_prefix_caching=False,
         max_num_seqs=3,
-        policy="priority",
+        scheduling_policy="priority",
         tensor_parallel_size=4,
         speculative_config={"method": "ngram"},
     )
@@ -26,17 +26,10 @@ def test_options_go_to_the_part_that_owns_them():
         model="m",
         seed=5,
         cache=CacheConfig(block_size=8, enable_prefix_caching=False),
-        scheduler=SchedulerConfig(max_num_seqs=3, policy="priority"),
+        scheduler=SchedulerConfig(max_num_seqs=3, scheduling_policy="priority"),
         parallel=ParallelConfig(tensor_parallel_size=4),
         speculation=parse_speculative_config({"method": "ngram"}),
     )
-
-
-def test_the_policy_has_vllms_name_too():
-    config = EngineConfig.from_options(model="m", scheduling_policy="priority")
-    assert config.scheduler.policy == "priority"
-    with pytest.raises(ConfigError, match="'policy' has two names"):
-        EngineConfig.from_options(model="m", scheduling_policy="priority", policy="fcfs")
 
 
 def test_no_options_are_the_defaults():

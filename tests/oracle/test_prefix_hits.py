@@ -106,7 +106,7 @@ def test_acceptance_is_the_same_behind_a_prefix_that_a_request_without_drafts_ha
     reads_prompts, adds, monkeypatch
 ):
     monkeypatch.setattr(DraftPolicy, "reads_prompts", lambda *_: reads_prompts)
-    text = assets.prompts()[0].text
+    text = assets.prompts()[0][1]
     plain = SamplingParams(temperature=0, max_tokens=4, speculation={"enabled": False})
     drafting = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     counts = list[tuple[str, int, int]]()

@@ -68,9 +68,9 @@ def setup_of(setting: str, card: str = "h100") -> Setup:
             find_network("llama-3.3-70b"),
             find_hardware(f"2x{card}", "pcie-no-p2p"),
         )
-        return Setup(target, find_drafter("llama-3.2-1b", target), machine, 2, 2)
+        return Setup(target, *find_drafter("llama-3.2-1b", target), machine, 2, 2)
     target = find_network("qwen3-1.7b" if setting.startswith("qwen3-1.7b") else "qwen3-32b")
-    return Setup(target, find_drafter("qwen3-1.7b", target), find_hardware(card))
+    return Setup(target, *find_drafter("qwen3-1.7b", target), find_hardware(card))
 
 
 def errors(predictor: Predictor, points: Iterable[Point]) -> Errors:
@@ -114,7 +114,7 @@ def other_points() -> Iterator[tuple[str, Predictor, Point]]:
             target, tp = find_network(row["target"], row["dtype"]), int(row["tp"])
             work = int(row["prompt_tokens"]), int(row["output_tokens"])
             machine = find_hardware(f"{tp}x{row['card']}")
-            setup = Setup(target, find_drafter(row["draft"], target), machine, tp, tp, *work)
+            setup = Setup(target, *find_drafter(row["draft"], target), machine, tp, tp, *work)
             tpot_s, tokens = float(row["tpot_ms"]) / 1e3, float(row["acceptance_length"])
             point = Point(int(row["concurrency"]), int(row["k"]), tpot_s, tokens)
             yield row["setting"], RooflinePredictor(setup), point

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outdraft.core.errors import ConfigError
-from outdraft.planning.hardware import Hardware, find_hardware
+from outdraft.planning.hardware import find_hardware
 from outdraft.planning.planner import (
     best_length,
     break_even_acceptance,
@@ -37,7 +37,7 @@ DRAFTS = ["qwen3-0.6b", "eagle3", "medusa", "suffix"]
 
 def setup(target="llama-3.1-8b", draft="llama-3.2-1b", hardware="h100", **more) -> Setup:
     network = find_network(target)
-    return Setup(network, find_drafter(draft, network), find_hardware(hardware), **more)
+    return Setup(network, *find_drafter(draft, network), find_hardware(hardware), **more)
 
 
 @pytest.mark.parametrize(
@@ -114,22 +114,21 @@ def test_ranks_of_one_memory_read_as_fast_as_those_that_read_at_once_leave_them(
     """A rank reads at most 60 GB/s, and all of them together 80: two have 40 each."""
     still = {"prompt_tokens": 100, "output_tokens": 10**9}
     one = setup(hardware="laptop", **still)
-    card, link = one.hardware.card, find_hardware("2xh100").link
-    full, half = replace(card, bandwidth=60e9), replace(card, bandwidth=40e9)
-    own = Hardware(half, 2, link)
-    shared = Hardware(full, 2, link, shared_bandwidth=80e9)
+    names = ("num_cards", "link", "link_bandwidth", "link_latency_s", "link_latency_s_per_card")
+    linked = {name: getattr(find_hardware("2xh100"), name) for name in names}
+    full, half = (replace(one.hardware, bandwidth=bandwidth) for bandwidth in (60e9, 40e9))
+    own, shared = replace(half, **linked), replace(full, **linked, shared_bandwidth=80e9)
     for requests, of_a_lone_rank in ((1, full), (2, half), (6, half)):
         step = step_time(replace(one, hardware=shared, tp=2), requests, 3, 1.0)
         like = step_time(replace(one, hardware=own, tp=2), requests, 3, 1.0)
         assert (step.target_s, step.communication_s) == (like.target_s, like.communication_s)
-        lone = replace(one, hardware=Hardware(of_a_lone_rank, 1, None))
+        lone = replace(one, hardware=of_a_lone_rank)
         expected = step_time(lone, -(-requests // 2), 3, 1.0)
         assert step.draft_s == pytest.approx(expected.draft_s)
 
 
 def test_passes_of_a_drafter_are_as_many_as_its_kind_needs():
-    target = find_network("llama-3.1-8b")
-    passes = {name: find_drafter(name, target).num_passes(5) for name in DRAFTS}
+    passes = {name: setup(draft=name).num_passes(5) for name in DRAFTS}
     assert passes == {"qwen3-0.6b": 5, "eagle3": 5, "medusa": 1, "suffix": 0}
 
 
@@ -247,8 +246,7 @@ def test_steps_grow_with_requests_and_lengths_and_shrink_with_bandwidth(
     assert step.total_s < step_time(one, requests, length + 1, tokens[length + 1]).total_s * (
         1 + 1e-12
     )
-    card_ = one.hardware.card
-    faster = replace(one.hardware, card=replace(card_, bandwidth=2 * card_.bandwidth))
+    faster = replace(one.hardware, bandwidth=2 * one.hardware.bandwidth)
     assert step_time(replace(one, hardware=faster), requests, length, 1.0).total_s <= step.total_s
 
 
@@ -303,7 +301,7 @@ def test_memory_is_weights_and_what_is_left_for_tokens():
     assert memory["target_weights_gib"] == pytest.approx(weights, rel=1e-3)
     kv_bytes = 2 * 2 * (32 * 8 * 128 + 16 * 8 * 64)
     assert memory["kv_bytes_per_token"] == kv_bytes
-    room = 0.9 * 24 * 2**30 - one.target.weight_bytes - one.drafter.network.weight_bytes
+    room = 0.9 * 24 * 2**30 - one.target.weight_bytes - one.drafter.weight_bytes
     assert memory["max_tokens"] == int(room / kv_bytes)
     assert memory["max_requests"] == memory["max_tokens"] // 512
 
@@ -419,18 +417,18 @@ def test_configs_of_checkpoints_are_read(tmp_path):
         "draft_vocab_size": 32000,
     }
     (tmp_path / "config.json").write_text(json.dumps(head))
-    drafter = find_drafter(str(tmp_path), network)
-    assert drafter.method == "eagle3"
-    assert drafter.network.num_layers == 1
-    assert drafter.network.head_parameters == 32000 * 4096
-    assert drafter.network.attention_parameters == 4096 * (2 * 4096 + 2 * 2 * 1024 + 4096)
+    method, drafter = find_drafter(str(tmp_path), network)
+    assert method == "eagle3"
+    assert drafter.num_layers == 1
+    assert drafter.head_parameters == 32000 * 4096
+    assert drafter.attention_parameters == 4096 * (2 * 4096 + 2 * 2 * 1024 + 4096)
 
 
 def test_a_card_can_be_described_by_a_file(tmp_path):
     card = {"kind": "gpu", "memory_gb_s": 100, "memory_gib": 8, "tflops": {"bf16": 10}}
     path = tmp_path / "card.json"
     path.write_text(json.dumps(card))
-    assert find_hardware(str(path)).card.bandwidth == 100e9
+    assert find_hardware(str(path)).bandwidth == 100e9
     path.write_text(json.dumps({"kind": "gpu"}))
     with pytest.raises(ConfigError, match="no description of a card"):
         find_hardware(str(path))

@@ -78,7 +78,7 @@ def test_points_left_out_one_by_one_are_predicted_too():
 def test_no_constant_alone_decides(setting):
     """Each is put to both ends of its range; only messages without a link count for more."""
     setup = setup_of(setting, "h100-94gb" if "70b" in setting else "h100")
-    names = [name for name, ends in setup.hardware.card.ranges.items() if ends[0] != ends[1]]
+    names = [name for name, ends in setup.hardware.ranges.items() if ends[0] != ends[1]]
     for name, pair in zip(names, setup.variants(), strict=True):
         for one in pair:
             found = errors(RooflinePredictor(one), points_of(setting)).mean
@@ -116,7 +116,7 @@ def test_bands_reach_as_far_as_the_kinds_that_are_missed_were_measured():
 def test_the_band_of_a_drafter_of_4_bits_is_wider_by_its_drafting_alone():
     target, machine = find_network("qwen3-32b"), find_hardware("h100")
     wide, usual = (
-        RooflinePredictor(Setup(target, find_drafter("qwen3-1.7b", target, dtype), machine))
+        RooflinePredictor(Setup(target, *find_drafter("qwen3-1.7b", target, dtype), machine))
         for dtype in ("int4", "bf16")
     )
     assert "with int4 took up to" in wide.basis

@@ -5,8 +5,8 @@ import pytest
 from outdraft.core.draft import DraftSource
 from outdraft.core.recorded import RecordedStep
 from outdraft.planning.recorded_acceptance import (
-    LevelCounts,
     RecordedAcceptance,
+    level_chances,
     network_drafts,
     recorded_networks,
 )
@@ -26,19 +26,13 @@ def request(*drafts: tuple[int, int], source: str = "eagle3", tree: tuple[int, .
 
 
 def test_a_level_counts_where_the_levels_above_were_accepted():
-    counts = LevelCounts()
-    for draft in [(3, 0), (3, 2), (2, 2), (1, 1)]:
-        counts.add(*draft)
-    assert counts.reached == [4, 2, 1]
-    assert counts.accepted == [3, 2, 0]
+    chances, labels = level_chances([(3, 0), (3, 2), (2, 2), (1, 1)] * 1000)
+    assert labels == [4000, 2000, 1000]
+    assert chances == pytest.approx([3 / 4, 1, 0], abs=0.01)
 
 
 def test_many_labels_make_a_chance_and_few_lean_on_the_level_above():
-    counts = LevelCounts()
-    for number in range(1000):
-        counts.add(1, number % 4 != 0)
-    counts.add(2, 2)
-    first, second = counts.chances
+    (first, second), _ = level_chances([*((1, number % 4 != 0) for number in range(1000)), (2, 2)])
     assert first == pytest.approx(0.75, abs=0.01)
     assert second == pytest.approx(first, abs=0.03)
 

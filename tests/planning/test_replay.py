@@ -14,7 +14,7 @@ from outdraft.core.recorded import RecordedRequest, RecordedStep
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
 from outdraft.loading.methods import host_proposers
-from outdraft.planning.replay import RecordedTraffic, Replay, replay, with_length
+from outdraft.planning.replay import Replay, with_length
 from outdraft.planning.replay_scores import plain_run, recorded_score, score
 from tests.oracle.engines import engine, greedy, greedy_oracle, prompts_of
 from tests.planning.recording import drafted_by_network, made_up, record
@@ -42,7 +42,7 @@ def network(length: int | str = 7, **changes) -> SpeculationConfig:
 def replayed(llm: LLM, requests: list[RecordedRequest], concurrency: int = 1) -> Replay:
     config = llm.config.speculation
     proposers = host_proposers(config.sources, llm.models.kernels)
-    return replay(RecordedTraffic(requests, concurrency), config, proposers)
+    return Replay(requests, concurrency, config, proposers).run()
 
 
 def assert_same_steps(run: Replay, requests: list[RecordedRequest]) -> None:
@@ -130,14 +130,14 @@ def test_a_request_that_was_aborted_before_its_first_token_only_reads_its_prompt
         made_up([], [], finish_reason="abort"),
         made_up([5, 6], [RecordedStep(1)] * 2),
     ]
-    run = replay(RecordedTraffic(requests, 1), SpeculationConfig(), ())
+    run = Replay(requests, 1, SpeculationConfig(), ()).run()
     assert [text.request.num_output for text in run.texts] == [0, 2]
     assert run.stats.num_steps == 3
 
 
 def test_plain_decoding_takes_what_the_table_says():
     texts = [made_up([9] * 5, [RecordedStep(1)] * 5), made_up([8] * 3, [RecordedStep(1)] * 3)]
-    run = plain_run(RecordedTraffic(texts, 2), TABLE)
+    run = plain_run(texts, 2, TABLE)
 
     def step_s(rows: int, context: int, count: int) -> float:
         target_s = 1.0 + 0.1 * (rows - 1) + 0.001 * context + 0.01 * (count - 1)
@@ -153,7 +153,7 @@ def test_plain_decoding_takes_what_the_table_says():
 def test_drafts_of_a_network_take_its_passes_and_their_rows():
     rng = np.random.default_rng(1)
     request = drafted_by_network(rng, 60, 3, 0.6)
-    run = replay(RecordedTraffic([request], 1), with_length(network(), 3), (), TABLE)
+    run = Replay([request], 1, with_length(network(), 3), (), TABLE).run()
     [text] = run.texts
     seconds, length = 1.3 + 0.004 + 0.02, 4
     for _, drafted, accepted in text.steps[1:]:
@@ -170,7 +170,7 @@ def test_networks_are_as_lucky_as_they_were(chance: float):
     requests = [drafted_by_network(rng, 400, 4, chance) for _ in range(8)]
     recorded = recorded_score(requests)
     assert recorded["level_chances"]["draft_model"][0] == pytest.approx(chance, abs=0.05)
-    run = replay(RecordedTraffic(requests, 4), with_length(network(), 4), ())
+    run = Replay(requests, 4, with_length(network(), 4), ()).run()
     expected = 1 + sum(chance**level for level in range(1, 5))
     assert run.stats.acceptance_length == pytest.approx(expected, rel=0.06)
 
@@ -181,7 +181,7 @@ def test_requests_come_when_they_came_and_idle_time_is_not_busy():
         made_up([8] * 3, [RecordedStep(1)] * 3, arrival_s=51.5),
         made_up([7] * 2, [RecordedStep(1)] * 2, arrival_s=150.0),
     ]
-    run = plain_run(RecordedTraffic(texts), CostTable(CostCurve((1,), (1.0,))))
+    run = plain_run(texts, None, CostTable(CostCurve((1,), (1.0,))))
     first, second, third = run.texts
     assert (first.first_s, first.end_s) == (1.0, 3.0)
     assert (second.first_s, second.end_s) == (3.0, 5.0)
@@ -198,8 +198,7 @@ def test_the_controller_is_never_far_below_the_best_fixed_length():
         requests = [drafted_by_network(rng, 700, 5, chance) for _ in range(12)]
         cost = DrafterCost(CostCurve((1,), (pass_s,)), CostCurve((1,), (0.0,)))
         table = CostTable(CostCurve((1, 16), (1.0, 1.6)), drafters={"draft_model": cost})
-        traffic = RecordedTraffic(requests, 4)
-        runs = score(traffic, network(7), lambda chosen: (), table, FIXED)["runs"]
+        runs = score(requests, 4, network(7), lambda chosen: (), table, FIXED)["runs"]
         assert [run["name"] for run in runs] == [
             "plain", "fixed 1", "fixed 2", "fixed 3", "fixed 5", "fixed 7", "adaptive",
         ]  # fmt: skip
@@ -213,19 +212,18 @@ def test_heads_have_no_more_lengths_than_the_trace_has_levels():
     requests = [drafted_by_network(rng, 200, 4, 0.5, DraftSource.MEDUSA) for _ in range(2)]
     cost = DrafterCost(CostCurve((1,), (0.1,)), CostCurve((1,), (0.0,)), max_passes=1)
     table = CostTable(CostCurve((1, 16), (1.0, 1.6)), drafters={"medusa": cost})
-    traffic = RecordedTraffic(requests, 1)
-    runs = score(traffic, network(method="medusa"), lambda chosen: (), table, FIXED)["runs"]
+    runs = score(requests, 1, network(method="medusa"), lambda chosen: (), table, FIXED)["runs"]
     assert [run["length"] for run in runs] == [0, 1, 2, 3, 4, None]
 
 
 def test_two_replays_say_the_same_even_where_deciding_takes_as_long_as_a_step():
     rng = np.random.default_rng(4)
-    traffic = RecordedTraffic([drafted_by_network(rng, 200, 5, 0.7) for _ in range(4)], 2)
+    requests = [drafted_by_network(rng, 200, 5, 0.7) for _ in range(4)]
     cost = DrafterCost(CostCurve((1,), (1e-5,)), CostCurve((1,), (0.0,)))
     table = CostTable(CostCurve((1, 16), (1e-4, 1.6e-4)), drafters={"draft_model": cost})
 
     def told() -> str:
-        return json.dumps(score(traffic, network(), lambda _: (), table, FIXED))
+        return json.dumps(score(requests, 2, network(), lambda _: (), table, FIXED))
 
     assert told() == told()
 
@@ -234,10 +232,10 @@ def test_networks_that_nobody_recorded_or_measured_are_named():
     rng = np.random.default_rng(5)
     requests = [drafted_by_network(rng, 50, 3, 0.5)]
     with pytest.raises(ConfigError, match="no drafts of eagle3"):
-        replay(RecordedTraffic(requests), network(method="eagle3"), ())
+        Replay(requests, None, network(method="eagle3"), ())
     bare = CostTable(CostCurve((1,), (1.0,)))
     with pytest.raises(ConfigError, match="nothing of the passes of draft_model"):
-        replay(RecordedTraffic(requests), network(), (), bare)
+        Replay(requests, None, network(), (), bare)
 
 
 def test_a_tree_is_replayed_by_its_levels():
@@ -253,8 +251,7 @@ def test_a_tree_is_replayed_by_its_levels():
     config = parse_speculative_config(
         {"method": "eagle3", "model": "recorded", "tree_levels": [2, 3, 1]}
     )
-    traffic = RecordedTraffic([request] * 20, 1)
-    run = replay(traffic, with_length(config, 6), ())
+    run = Replay([request] * 20, 1, with_length(config, 6), ()).run()
     assert {drafted for text in run.texts for _, drafted, _ in text.steps} <= {0, 2, 5, 6}
     chances = recorded_score([request] * 20)["level_chances"]["eagle3"]
     assert min(chances[:2]) > 0.9

@@ -164,7 +164,7 @@ class Simulation:
             world.caching,
             max_num_seqs=world.max_num_seqs,
             max_num_batched_tokens=world.max_num_batched_tokens,
-            policy=world.policy,
+            scheduling_policy=world.policy,
             state_window=world.state_window,
             drafter_max_kept=world.drafting.max_kept,
             num_draft_groups=world.num_draft_groups,
@@ -638,7 +638,7 @@ def test_whoever_has_nothing_to_wait_for_starts_and_the_slots_of_the_others_are_
 
 @pytest.mark.parametrize(("priority", "starts"), [(0, True), (1, False), (2, False)])
 def test_nobody_waits_for_a_request_that_comes_later(priority, starts):
-    sched = scheduler(block_size=4, max_num_batched_tokens=8, policy="priority")
+    sched = scheduler(block_size=4, max_num_batched_tokens=8, scheduling_policy="priority")
     sched.add(request("a", [1] * 30, priority=1))
     run_plainly(sched, 3)
     sched.add(request("b", [1] * 30, priority=priority))
@@ -729,7 +729,7 @@ def test_a_cached_prefix_counts_for_the_drafter_up_to_the_first_block_it_did_not
 
 
 def test_priority_admits_the_lowest_number_first():
-    sched = scheduler(policy="priority", max_num_seqs=1)
+    sched = scheduler(scheduling_policy="priority", max_num_seqs=1)
     for name, priority in (("a", 2), ("b", 0), ("c", 1)):
         sched.add(request(name, [1], 1, priority=priority))
     order = []

@@ -5,7 +5,6 @@ and the prompts, recipes/draft_heads the heads.
 """
 
 import json
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
@@ -14,14 +13,6 @@ from outdraft.core.errors import ConfigError
 # By the method that drafts with each.
 HEADS = ("eagle3", "medusa", "mlp_speculator", "dspark")
 _PAIR_RECIPE, _HEADS_RECIPE = "recipes/embedded_pair", "recipes/draft_heads"
-
-
-@dataclass(frozen=True, slots=True)
-class HeldOutPrompt:
-    """Text to complete, and the file it was cut from, which neither model was trained on."""
-
-    path: str
-    text: str
 
 
 def target_path() -> Path:
@@ -49,10 +40,11 @@ def available_heads() -> tuple[str, ...]:
     return tuple(method for method in HEADS if _place(method).exists())
 
 
-def prompts() -> list[HeldOutPrompt]:
-    """Held-out prompts, in a fixed order."""
-    entries = json.loads(_asset("prompts.json", _PAIR_RECIPE).read_text(encoding="utf-8"))
-    return [HeldOutPrompt(entry["path"], entry["text"]) for entry in entries]
+def prompts() -> list[tuple[str, str]]:
+    """Texts to complete, in a fixed order, each after the path of the file that it was cut from;
+    neither model was trained on them."""
+    entries = json.loads(_asset("prompts.json", _PAIR_RECIPE).read_bytes())
+    return [(entry["path"], entry["text"]) for entry in entries]
 
 
 def _asset(name: str, recipe: str) -> Path:

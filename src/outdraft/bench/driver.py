@@ -1,8 +1,8 @@
 """Runs requests on an engine here: to their end, for a moment, or in turn with other engines."""
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from random import Random
 from time import perf_counter
@@ -10,12 +10,14 @@ from time import perf_counter
 from outdraft.bench.workloads import BenchRequest
 from outdraft.core.errors import GenerationError
 from outdraft.core.outputs import RequestOutput
+from outdraft.core.plan import StepStats
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembly import Assembler, Queued
 from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import Prompt
 from outdraft.engine.stats import StatsTotal
 
+PHASES = ("draft", "verify", "sample", "host")  # of a step
 TURN_S = 0.1  # of one run before the others have theirs
 
 
@@ -27,8 +29,9 @@ class EngineRun:
     Attributes:
         num_left: requests that have not finished.
         finished: outputs of the others, in the order of their ends.
-        elapsed_s: time inside of the steps, and
-        decode_s: inside of those after the step that brought the first tokens.
+        stats: of the steps, with those of other runs if they share it, and
+        elapsed_s: time inside of the steps.
+        decode_stats, decode_s: of the steps after the one that brought the first tokens.
     """
 
     def __init__(
@@ -38,11 +41,13 @@ class EngineRun:
         on_output: Callable[[RequestOutput], object] = lambda output: None,
         *,
         num_together: int = 1,
+        stats: StatsTotal | None = None,
     ) -> None:
         """
         Args:
             on_output: called with each output that grew; its time is not counted.
             num_together: the run is over when fewer requests are left.
+            stats: to which the steps are added.
         """
         queue = list(requests)
         self.num_left, self._num_together = len(queue), num_together
@@ -53,6 +58,8 @@ class EngineRun:
         self._on_output = on_output
         self._steps = Assembler(engine).run(queue)
         self._engine, self._emitted_before = engine, engine.stats.num_emitted
+        self.stats, self.decode_stats = stats or StatsTotal(), StatsTotal()
+        engine.on_step = self._count
 
     @property
     def is_over(self) -> bool:
@@ -65,9 +72,19 @@ class EngineRun:
         return self._newest
 
     @property
+    def token_ids(self) -> list[int]:
+        """Tokens of `output`."""
+        return self.output.outputs[0].token_ids
+
+    @property
+    def origins(self) -> Sequence[str]:
+        """Sources of `token_ids`."""
+        return self.output.outputs[0].origins
+
+    @property
     def num_decoded(self) -> int:
         """Tokens of `output` after its first ones."""
-        return len(self.output.outputs[0].token_ids) - self._num_first
+        return len(self.token_ids) - self._num_first
 
     @property
     def tokens_per_s(self) -> float:
@@ -104,7 +121,13 @@ class EngineRun:
 
     def close(self) -> None:
         """Abort what is left."""
+        self._engine.on_step = None
         self._steps.close()
+
+    def _count(self, step: StepStats) -> None:
+        self.stats.add(step)
+        if self._newest is not None:
+            self.decode_stats.add(step)
 
 
 def complete_alone(
@@ -155,13 +178,3 @@ def take_turns(
             if runs[name].is_over:
                 on_over(name)
         left = [name for name in left if not runs[name].is_over]
-
-
-@contextmanager
-def steps_added_to(total: StatsTotal, engine: Engine) -> Generator[None]:
-    """Meanwhile add every step of an engine to a total."""
-    engine.on_step = total.add
-    try:
-        yield
-    finally:
-        engine.on_step = None

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from outdraft.bench.driver import EngineRun, queued, steps_added_to
+from outdraft.bench.driver import PHASES, EngineRun, queued
 from outdraft.bench.metrics import acceptance_report, per_second
 from outdraft.bench.workloads import BenchRequest, num_distinct_prompts, repetition_notes
 from outdraft.config.benchmarks import LatencyPlan
@@ -27,12 +27,14 @@ def run_batch(
     params: SamplingParams,
     deadline_s: float,
     on_done: Callable[[RequestOutput], object] = lambda output: None,
+    stats: StatsTotal | None = None,
 ) -> EngineRun:
     """Queue everything, as fast as there is room, and step until nothing is left to do.
 
     Args:
         params: of every request, but for its length and its prediction.
         deadline_s: of time.monotonic; what runs then is aborted.
+        stats: to which the steps are added.
 
     Raises:
         RequestError: a request could never run; found before the time is taken.
@@ -55,7 +57,7 @@ def run_batch(
         if output.finished:
             on_done(output)
 
-    with closing(EngineRun(engine, queue, note)) as run:
+    with closing(EngineRun(engine, queue, note, stats=stats)) as run:
         run.advance(deadline_s - time.monotonic())
     return run
 
@@ -67,10 +69,9 @@ def num_tokens(outputs: Iterable[RequestOutput]) -> int:
 
 def stats_report(total: StatsTotal) -> dict[str, Any]:
     """Acceptance, with the names of a load test, and where the time of the steps went."""
-    phases = ("draft", "verify", "sample", "host")
     result: dict[str, Any] = {
         "num_steps": total.num_steps,
-        "phase_seconds": {phase: getattr(total, f"{phase}_s") for phase in phases},
+        "phase_seconds": {phase: getattr(total, f"{phase}_s") for phase in PHASES},
     }
     if not total.num_drafts:
         return result
@@ -103,17 +104,14 @@ def measure_latency(
     batches = [requests[start : start + size] for start in range(0, len(requests), size)]
     for batch in batches[: plan.num_iters_warmup]:
         run_batch(engine, batch, params, deadline_s)
-    total = StatsTotal()
-    latencies: list[float] = []
-    num_output_tokens = 0
-    with steps_added_to(total, engine):
-        for batch in batches[plan.num_iters_warmup :]:
-            done = run_batch(engine, batch, params, deadline_s)
-            if done.num_left:
-                break
-            latencies.append(done.elapsed_s)
-            num_output_tokens += num_tokens(done.finished)
-            on_iteration(done.elapsed_s)
+    total, latencies, num_output_tokens = StatsTotal(), list[float](), 0
+    for batch in batches[plan.num_iters_warmup :]:
+        done = run_batch(engine, batch, params, deadline_s, stats=total)
+        if done.num_left:
+            break
+        latencies.append(done.elapsed_s)
+        num_output_tokens += num_tokens(done.finished)
+        on_iteration(done.elapsed_s)
     if not latencies:
         raise ConfigError("no iteration was over within --max-seconds")
     distinct, num_cut = num_distinct_prompts(requests), plan.num_iters - len(latencies)
@@ -154,9 +152,7 @@ def measure_throughput(
     other counts, so a run that was cut looks slower than it was, never faster.
     """
     run_batch(engine, [warm_up], params, deadline_s)
-    total = StatsTotal()
-    with steps_added_to(total, engine):
-        done = run_batch(engine, requests, params, deadline_s, on_done)
+    done = run_batch(engine, requests, params, deadline_s, on_done)
     num_input = sum(len(output.prompt_token_ids) for output in done.finished)
     num_output = num_tokens(done.finished)
     distinct = num_distinct_prompts(requests)
@@ -174,6 +170,6 @@ def measure_throughput(
         "requests_per_second": per_second(len(done.finished), done.elapsed_s),
         "tokens_per_second": per_second(num_input + num_output, done.elapsed_s),
         "output_throughput": per_second(num_output, done.elapsed_s),
-        **stats_report(total),
+        **stats_report(done.stats),
         "notes": notes,
     }

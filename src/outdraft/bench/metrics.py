@@ -97,14 +97,12 @@ def parse_spec_counters(exposition: str) -> StatsTotal | None:
     )
 
 
-def counted_between(before: StatsTotal, after: StatsTotal) -> StatsTotal:
-    """Subtract two readings of a server's counters."""
-    return StatsTotal(
-        num_drafts=after.num_drafts - before.num_drafts,
-        num_draft_tokens=after.num_draft_tokens - before.num_draft_tokens,
-        num_accepted_tokens=after.num_accepted_tokens - before.num_accepted_tokens,
-        accepted_at=after.accepted_at - before.accepted_at,
-    )
+def counted_between(before: StatsTotal | None, after: StatsTotal | None) -> StatsTotal | None:
+    """Subtract two readings of a server's counters; None without one of them."""
+    if before is None or after is None:
+        return None
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_at")
+    return StatsTotal(**{name: getattr(after, name) - getattr(before, name) for name in names})
 
 
 def acceptance_report(counters: StatsTotal) -> dict[str, Any]:
@@ -177,8 +175,8 @@ def describe(name: str, values_s: Sequence[float], percentiles: Sequence[float])
     words = ("mean", "median", "std", *(f"p{percentile:g}" for percentile in percentiles))
     numbers: list[Any] = [None] * len(words)
     if len(values_ms):
-        numbers = [np.mean(values_ms), np.median(values_ms), np.std(values_ms)]
-        numbers = [*map(float, numbers), *np.percentile(values_ms, percentiles).tolist()]
+        numbers = [float(one(values_ms)) for one in (np.mean, np.median, np.std)]
+        numbers += np.percentile(values_ms, percentiles).tolist()
     return {f"{word}_{name}_ms": number for word, number in zip(words, numbers, strict=True)}
 
 

@@ -71,13 +71,14 @@ _PANELS = (
 
 def as_table(title: str, result: dict[str, Any]) -> str:
     """A result for the terminal, in vLLM's order; what a result does not have is left out."""
-    lines = [f" {title} ".center(WIDTH, "=")]
-    lines += _rows(result, _COUNTS)
-    for percentage, value in result.get("percentiles", {}).items():
-        lines.append(_row(f"P{percentage} latency (s)", value))
+    lines = [f" {title} ".center(WIDTH, "="), *_rows(result, _COUNTS)]
+    percentiles = result.get("percentiles", {})
+    lines += [_row(f"P{share} latency (s)", value) for share, value in percentiles.items()]
     for name, heading in _TITLES.items():
-        if f"mean_{name}_ms" in result:
-            lines += [f" {heading} ".center(WIDTH, "-"), *_latency_rows(name, result)]
+        short, end = name.upper() if len(name) < 5 else "queue time", f"_{name}_ms"
+        words = [key.removesuffix(end) for key in result if key.endswith(end)]
+        lines += [f" {heading} ".center(WIDTH, "-")] if words else []
+        lines += [_row(f"{word.capitalize()} {short} (ms)", result[word + end]) for word in words]
     if "phase_seconds" in result:
         lines.append(" Seconds by phase ".center(WIDTH, "-"))
         lines += [_row(f"  {phase}", value) for phase, value in result["phase_seconds"].items()]
@@ -201,25 +202,13 @@ def sweep_plot(results: Sequence[dict[str, Any]]) -> str:
 
 def _curve(results: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
     """A metric over concurrency, where there is one."""
-    points = [
-        (result["max_concurrency"], result[name])
-        for result in results
-        if result.get(name) is not None
-    ]
-    return [x for x, _ in points], [y for _, y in points]
+    known = [result for result in results if result.get(name) is not None]
+    return [one["max_concurrency"] for one in known], [one[name] for one in known]
 
 
 def _rows(result: dict[str, Any], labels: dict[str, str]) -> list[str]:
     return [
         _row(label, result[name]) for name, label in labels.items() if result.get(name) is not None
-    ]
-
-
-def _latency_rows(name: str, result: dict[str, Any]) -> list[str]:
-    short = name.upper() if len(name) < 5 else "queue time"
-    words = [key.removesuffix(f"_{name}_ms") for key in result if key.endswith(f"_{name}_ms")]
-    return [
-        _row(f"{word.capitalize()} {short} (ms)", result[f"{word}_{name}_ms"]) for word in words
     ]
 
 

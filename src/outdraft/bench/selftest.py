@@ -16,12 +16,10 @@ from outdraft.bench.driver import complete_alone
 from outdraft.bench.in_process import run_batch
 from outdraft.bench.side_by_side import (
     PLAIN,
-    Sample,
-    acceptance_length,
-    acceptance_rate,
+    Samples,
     complete_in_turn,
-    median_ratio,
-    median_tokens_per_s,
+    median_speed,
+    sum_of_drafts,
 )
 from outdraft.bench.workloads import BenchRequest
 from outdraft.core.sampling import SamplingParams
@@ -45,7 +43,6 @@ Counts = tuple[NDArray[np.int64], NDArray[np.float64]]
 def self_test(
     engines: Mapping[str, Engine],
     prompts: Sequence[str],
-    *,
     max_tokens: int,
     num_samples: int,
     num_sampled_prompts: int,
@@ -78,6 +75,9 @@ def self_test(
         for one in counted(engines[PLAIN], engines[name], prompt, num_samples)
     ]
     p_value = fit(counts)
+    plain_tokens_per_s, _ = median_speed(samples[PLAIN], samples[PLAIN])
+    tokens_per_s, ratio = median_speed(samples[SPECULATIVE], samples[PLAIN])
+    drafts = sum_of_drafts(samples[ALWAYS])
     return {
         "num_prompts": len(measured),
         "max_tokens": max_tokens,
@@ -86,18 +86,18 @@ def self_test(
         "num_beginnings": len(counts),
         "p_value": p_value,
         "speed": {
-            "tokens_per_s": median_tokens_per_s(samples[SPECULATIVE]),
-            "plain_tokens_per_s": median_tokens_per_s(samples[PLAIN]),
-            "ratio_to_plain": median_ratio(samples[SPECULATIVE], samples[PLAIN]),
-            "acceptance_length": acceptance_length(samples[ALWAYS]),
-            "acceptance_rate": acceptance_rate(samples[ALWAYS]),
+            "tokens_per_s": tokens_per_s,
+            "plain_tokens_per_s": plain_tokens_per_s,
+            "ratio_to_plain": ratio,
+            "acceptance_length": drafts.acceptance_length,
+            "acceptance_rate": drafts.acceptance_rate,
         },
         "passed": not differences and p_value >= LEAST_P,
     }
 
 
 def first_difference(
-    plain: Engine, prompt: str, number: int, name: str, samples: Mapping[str, Sequence[Sample]]
+    plain: Engine, prompt: str, number: int, name: str, samples: Mapping[str, Samples]
 ) -> dict[str, Any] | None:
     """Find the first token at which an engine's text is not plain decoding's; None: they are equal.
 

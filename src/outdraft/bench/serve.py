@@ -10,13 +10,13 @@ import json
 import math
 import ssl
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import httpx
-import numpy as np
+import msgspec
 
 from outdraft.bench.metrics import (
     METRICS,
@@ -33,7 +33,8 @@ from outdraft.bench.workloads import (
     num_distinct_prompts,
     repetition_notes,
 )
-from outdraft.config.benchmarks import TrafficPlan
+from outdraft.config.benchmarks import Endpoint, TrafficPlan
+from outdraft.config.fields import json_object
 from outdraft.core.errors import ConfigError
 from outdraft.engine.stats import StatsTotal
 
@@ -46,55 +47,39 @@ MAX_ERROR_CHARS = 200  # of a server's message
 Clock = Callable[[], float]  # seconds since the start of the test
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """The route of a server that requests go to.
-
-    Attributes:
-        path: of the chat route if it ends in chat/completions, else of one for completions.
-        body: fields that every request carries beside its own.
-    """
-
-    base_url: str
-    path: str
-    model: str
-    headers: Mapping[str, str] = field(default_factory=dict[str, str])
-    body: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-    @property
-    def is_chat(self) -> bool:
-        return self.path.rstrip("/").endswith("chat/completions")
-
-    def request_body(self, request: BenchRequest) -> dict[str, Any]:
-        """Raises ConfigError for token ids on the chat route, which takes text only."""
-        body: dict[str, Any] = {
-            "model": self.model,
-            "max_tokens": request.max_tokens,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **self.body,
-        }
-        if request.prediction is not None:
-            body["prediction"] = {"type": "content", "content": request.prediction}
-        if not self.is_chat:
-            prompt = request.prompt
-            return body | {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
-        if not isinstance(request.prompt, str):
-            raise ConfigError("the chat endpoint takes no token ids: use /v1/completions")
-        return body | {"messages": [{"role": "user", "content": request.prompt}]}
+def request_body(endpoint: Endpoint, request: BenchRequest) -> dict[str, Any]:
+    """Raises ConfigError for token ids on the chat route, which takes text only."""
+    body: dict[str, Any] = {
+        "model": endpoint.model,
+        "max_tokens": request.max_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if endpoint.temperature is not None:
+        body["temperature"] = endpoint.temperature
+    if endpoint.ignore_eos:
+        body["ignore_eos"] = True
+    if endpoint.extra_body is not None:
+        body |= json_object(endpoint.extra_body, "--extra-body")
+    if request.prediction is not None:
+        body["prediction"] = {"type": "content", "content": request.prediction}
+    if not endpoint.endpoint.rstrip("/").endswith("chat/completions"):
+        prompt = request.prompt
+        return body | {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
+    if not isinstance(request.prompt, str):
+        raise ConfigError("the chat endpoint takes no token ids: use /v1/completions")
+    return body | {"messages": [{"role": "user", "content": request.prompt}]}
 
 
 class BadStreamError(Exception):
     """The server answered, but not with a whole completion."""
 
 
-def open_client(
-    base_url: str, headers: Mapping[str, str], verify: ssl.SSLContext | bool = True
-) -> httpx.AsyncClient:
+def open_client(endpoint: Endpoint, verify: ssl.SSLContext | bool = True) -> httpx.AsyncClient:
     """A client without a limit on the time of an answer; proxies of the shell are ignored."""
     return httpx.AsyncClient(
-        base_url=base_url,
-        headers=dict(headers),
+        base_url=endpoint.url,
+        headers=endpoint.headers,
         timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
         verify=verify,
         trust_env=False,
@@ -108,28 +93,23 @@ class Clients:
     where there are a thousand, that takes longer than the server does.
     """
 
-    def __init__(self, base_url: str, headers: Mapping[str, str]) -> None:
-        self._base_url = base_url
-        self._headers = headers
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
         self._verify = httpx.create_ssl_context()  # takes long, so all share it
-        self._all: list[httpx.AsyncClient] = []
         self._free: list[httpx.AsyncClient] = []
 
     @contextmanager
     def lend(self) -> Generator[httpx.AsyncClient]:
         """Lend a client that no other request uses; its connection may be open already."""
-        if not self._free:
-            self._free.append(open_client(self._base_url, self._headers, self._verify))
-            self._all.append(self._free[-1])
-        client = self._free.pop()
+        client = self._free.pop() if self._free else open_client(self._endpoint, self._verify)
         try:
             yield client
         finally:
             self._free.append(client)
 
     async def aclose(self) -> None:
-        """Close all connections."""
-        for client in self._all:
+        """Close all connections; none is lent."""
+        for client in self._free:
             await client.aclose()
 
 
@@ -170,9 +150,9 @@ async def run_load(
         ConfigError: the endpoint takes no such prompts.
     """
     for request in requests:
-        endpoint.request_body(request)  # refused before anything is sent
+        request_body(endpoint, request)  # refused before anything is sent
     warm_ups, measured = requests[: traffic.num_warmups], requests[traffic.num_warmups :]
-    async with aclosing(Clients(endpoint.base_url, endpoint.headers)) as clients:
+    async with aclosing(Clients(endpoint)) as clients:
         warming = replace(traffic, request_rate=math.inf)
         warmed = await _send_all(clients, endpoint, warm_ups, warming, deadline_s, lambda _: None)
         with clients.lend() as client:
@@ -182,9 +162,8 @@ async def run_load(
         duration_s = time.monotonic() - started_s
         with clients.lend() as client:
             after = await spec_counters(client)
-    speculation = counted_between(before, after) if before and after else None
     num_failed = sum(sample.error is not None for sample in warmed)
-    return LoadRun(samples, duration_s, speculation, num_failed)
+    return LoadRun(samples, duration_s, counted_between(before, after), num_failed)
 
 
 async def with_model(endpoint: Endpoint) -> Endpoint:
@@ -195,8 +174,15 @@ async def with_model(endpoint: Endpoint) -> Endpoint:
     """
     if endpoint.model:
         return endpoint
-    async with open_client(endpoint.base_url, endpoint.headers) as client:
-        return replace(endpoint, model=await first_model(client))
+    async with open_client(endpoint) as client:
+        try:
+            response = await client.get("/v1/models", timeout=CONNECT_TIMEOUT_S)
+            return replace(endpoint, model=response.raise_for_status().json()["data"][0]["id"])
+        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise ConfigError(
+                f"{client.base_url.join('/v1/models')} names no model ({type(error).__name__}: "
+                f"{error}); is the server up? does it want a key (--header)? else give --model"
+            ) from None
 
 
 def serve_report(
@@ -205,7 +191,6 @@ def serve_report(
     traffic: TrafficPlan,
     metrics: Sequence[str] = METRICS[:4],
     percentiles: Sequence[float] = (99.0,),
-    *,
     is_detailed: bool = False,
 ) -> dict[str, Any]:
     """The result of one run, and what a reader has to know about its numbers.
@@ -215,15 +200,11 @@ def serve_report(
         metrics, percentiles: to report; names as in vLLM.
         is_detailed: every request's own times and text, too.
     """
-    distinct = num_distinct_prompts(requests[traffic.num_warmups :])
     result: dict[str, Any] = {
         "num_prompts": len(run.samples),
-        "num_distinct_prompts": distinct,
+        "num_distinct_prompts": num_distinct_prompts(requests[traffic.num_warmups :]),
+        **asdict(traffic),
         "request_rate": "inf" if math.isinf(traffic.request_rate) else traffic.request_rate,
-        "burstiness": traffic.burstiness,
-        "max_concurrency": traffic.max_concurrency,
-        "num_warmups": traffic.num_warmups,
-        "seed": traffic.seed,
         **load_report(run.samples, run.duration_s, metrics, percentiles),
         **(detailed_report(run.samples) if is_detailed else {}),
     }
@@ -273,10 +254,7 @@ async def _send_all(
     deadline_s: float,
     on_done: OnDone,
 ) -> list[RequestSample]:
-    if not requests:
-        return []
-    rng = np.random.default_rng(traffic.seed)
-    times = arrival_times(len(requests), traffic.request_rate, traffic.burstiness, rng)
+    times = arrival_times(len(requests), traffic)
     room = asyncio.Semaphore(traffic.max_concurrency or len(requests))
     started_s = time.monotonic()
 
@@ -311,10 +289,10 @@ async def send(
     clock: Clock,
 ) -> None:
     """Send one request and book what comes back; a failure is booked, not raised."""
-    body = endpoint.request_body(request)
+    body = request_body(endpoint, request)
     sample.sent_s = clock()
     try:
-        async with client.stream("POST", endpoint.path, json=body) as response:
+        async with client.stream("POST", endpoint.endpoint, json=body) as response:
             if not response.is_success:
                 raise BadStreamError(await _refusal(response))
             await _read_events(response, sample, clock)
@@ -324,22 +302,6 @@ async def send(
         sample.error = f"{type(error).__name__}: {error}"
     if sample.error is not None or sample.ended_s is None:
         sample.ended_s = clock()
-
-
-async def first_model(client: httpx.AsyncClient) -> str:
-    """The name of the server's first model.
-
-    Raises:
-        ConfigError: the server cannot be reached or does not say.
-    """
-    try:
-        response = await client.get("/v1/models", timeout=CONNECT_TIMEOUT_S)
-        return response.raise_for_status().json()["data"][0]["id"]
-    except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise ConfigError(
-            f"{client.base_url.join('/v1/models')} names no model ({type(error).__name__}: "
-            f"{error}); is the server up? does it want a key (--header)? else give --model"
-        ) from None
 
 
 async def spec_counters(client: httpx.AsyncClient) -> StatsTotal | None:
@@ -372,11 +334,9 @@ async def _read_events(response: httpx.Response, sample: RequestSample, clock: C
             is_done = True
             continue  # reading to the end lets the connection be used again
         try:
-            event = json.loads(payload)
-        except ValueError:
-            raise BadStreamError("the stream held an event that is not JSON") from None
-        if not isinstance(event, dict):
-            raise BadStreamError("the stream held an event that is no object")
+            event = msgspec.json.decode(payload, type=dict[str, Any])
+        except msgspec.MsgspecError:
+            raise BadStreamError("the stream held an event that is no JSON object") from None
         if (error := event.get("error")) is not None:
             message = error.get("message", error) if isinstance(error, dict) else error
             raise BadStreamError(f"error in the stream: {str(message)[:MAX_ERROR_CHARS]}")

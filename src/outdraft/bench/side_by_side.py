@@ -7,26 +7,25 @@ alike; what is compared is compared prompt by prompt: what each method brings, c
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from outdraft.bench.driver import complete_alone
+from outdraft.bench.driver import PHASES, EngineRun, complete_alone
 from outdraft.config.engine import EngineConfig, SchedulerConfig
 from outdraft.config.speculation import SourceConfig, parse_speculative_config
 from outdraft.core.draft import Draft, DraftAsk
 from outdraft.core.errors import ConfigError
-from outdraft.core.outputs import RequestOutput, TokenOrigin
+from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine
 from outdraft.engine.engine import Engine
 from outdraft.engine.stats import StatsTotal
 from outdraft.kernels.ops import Kernels
-from outdraft.loading.memory import device_memory, plan_together
+from outdraft.loading.memory import device_memory, plan_memory, plan_together
 from outdraft.loading.methods import cache_bytes, host_proposers
 from outdraft.loading.models import LoadedModels, load_models, with_drafter
 from outdraft.models.modules import dtype_name
@@ -35,74 +34,62 @@ Name = TypeVar("Name", bound=Hashable)
 
 PLAIN = "plain"  # decoding without drafts, with which everything is compared
 NUM_DRAFTS = 4  # a step, of the methods that `method_configs` compares, but for suffix lookup
-TEMPERATURES = (0, 1)
+TEMPERATURES = (0, 1)  # of the comparison of methods
 TOKENS_OF_KV = 1000  # whose keys, values and features are counted
 HOST_DRAFT_TOKENS = 8  # of a draft of the host that is timed
 VOCABULARY = 32_000
 LONG_CONTEXT = 32_768
 HOST_STEPS = 100
 
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One prompt that one engine completed."""
-
-    token_ids: list[int]
-    num_decoded: int  # tokens after the first ones
-    decode_s: float  # time inside of the steps that made them
-    stats: StatsTotal  # of those steps; the prompt's own is left out
-    origins: Sequence[TokenOrigin] = ()
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_decoded / self.decode_s if self.decode_s else 0.0
+Samples = Sequence[EngineRun]  # the prompts that one engine completed, one by one
 
 
-Samples = Sequence[Sample]  # the prompts that one engine completed
+def share_target(
+    configs: Mapping[str, EngineConfig], left_out: dict[str, str] | None = None
+) -> dict[str, LoadedModels]:
+    """The models of each configuration: one target for all, and each network that drafts once.
 
+    left_out: gets the reason of each configuration but PLAIN that cannot be built, instead of an
+        error; it has no models.
 
-class SharedModels:
-    """One target for many configurations, and each network that drafts once."""
-
-    def __init__(self) -> None:
-        self._loaded: dict[tuple[object, ...], LoadedModels] = {}
-
-    def of(self, config: EngineConfig) -> LoadedModels:
-        """Models of a configuration; those that no other one needed are loaded.
-
-        Raises:
-            ConfigError: a model is missing or does not fit, or the target is another one, or one
-                of several ranks: these run one engine at a time.
-        """
-        if config.parallel.has_ranks:
-            raise ConfigError("engines that are compared need tensor_parallel_size=1")
+    Raises:
+        ConfigError: a model is missing or does not fit, or the target is another one, or one of
+            several ranks: these run one engine at a time.
+    """
+    loaded: dict[tuple[object, ...], LoadedModels] = {}
+    models: dict[str, LoadedModels] = {}
+    for name, config in configs.items():
         one, key = config.speculation.network, ()
         if one is not None:
             key = (one.source, one.model, one.parallel_drafting, one.quantization, one.kv_budget)
-        if key not in self._loaded:
-            others = list(self._loaded.values())
-            self._loaded[key] = with_drafter(others[0], config) if others else load_models(config)
-        return self._loaded[key]
+        try:
+            if config.parallel.has_ranks:
+                raise ConfigError("engines that are compared need tensor_parallel_size=1")
+            if key not in loaded:
+                others = list(loaded.values())
+                loaded[key] = with_drafter(others[0], config) if others else load_models(config)
+            if left_out is not None:
+                plan_memory(config, loaded[key])
+            models[name] = loaded[key]
+        except ConfigError as error:
+            if left_out is None or name == PLAIN:
+                raise
+            left_out[name] = str(error)
+    return models
 
 
-def share_target(configs: Mapping[str, EngineConfig]) -> dict[str, LoadedModels]:
-    """The models of each configuration, see SharedModels."""
-    shared = SharedModels()
-    return {name: shared.of(config) for name, config in configs.items()}
-
-
-def build_together(parts: Mapping[Name, tuple[EngineConfig, LoadedModels]]) -> dict[Name, Engine]:
+def build_together(
+    configs: Mapping[Name, EngineConfig], models: Mapping[Name, LoadedModels]
+) -> dict[Name, Engine]:
     """Build engines that live at once and share the memory, see `plan_together`.
 
     Raises:
         ConfigError: one of them cannot be built, or there is too little memory for them.
     """
-    own = list(parts.values())
-    plans = plan_together(own, device_memory(own[0][1].device))
-    return {
-        name: build_engine(*part, plan)[0]
-        for (name, part), plan in zip(parts.items(), plans, strict=True)
-    }
+    parts = [(config, models[name]) for name, config in configs.items()]
+    plans = plan_together(parts, device_memory(parts[0][1].device))
+    built = [build_engine(*part, plan)[0] for part, plan in zip(parts, plans, strict=True)]
+    return dict(zip(configs, built, strict=True))
 
 
 def variants(
@@ -126,7 +113,7 @@ def complete_in_turn(
     params: Sequence[SamplingParams],
     on_done: Callable[[], object] = lambda: None,
     on_step: Callable[[str, RequestOutput], object] = lambda name, output: None,
-) -> dict[str, list[Sample]]:
+) -> dict[str, list[EngineRun]]:
     """Complete every prompt with every engine, one request at a time.
 
     Args:
@@ -141,11 +128,11 @@ def complete_in_turn(
     for engine in engines.values():
         complete_alone(engine, "warm-up", warm_up, params[0])
         on_done()
-    samples: dict[str, list[Sample]] = {name: [] for name in engines}
+    samples: dict[str, list[EngineRun]] = {name: [] for name in engines}
     for number, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
         for name, engine in engines.items():
             shown = partial(on_step, name)
-            samples[name].append(_sample(engine, str(number), prompt, chosen, shown))
+            samples[name].append(complete_alone(engine, str(number), prompt, chosen, shown))
             on_done()
     return samples
 
@@ -155,56 +142,33 @@ def are_identical(samples: Samples, base: Samples) -> bool:
     return [one.token_ids for one in samples] == [one.token_ids for one in base]
 
 
-def median_tokens_per_s(samples: Samples) -> float:
-    """Tokens a second of the median prompt."""
-    return statistics.median(sample.tokens_per_s for sample in samples)
+def median_speed(samples: Samples, base: Samples) -> tuple[float, float]:
+    """Tokens a second of the median prompt, and the median ratio to those of another engine, prompt
+    by prompt."""
+    own, other = (
+        [one.num_decoded / one.decode_s if one.decode_s else 0.0 for one in runs]
+        for runs in (samples, base)
+    )
+    ratios = [a / b for a, b in zip(own, other, strict=True) if b]
+    return statistics.median(own), statistics.median(ratios) if ratios else 0.0
 
 
-def median_ratio(samples: Samples, base: Samples) -> float:
-    """Median ratio of tokens a second to those of another engine, prompt by prompt."""
-    pairs = zip(samples, base, strict=True)
-    ratios = [own.tokens_per_s / other.tokens_per_s for own, other in pairs if other.tokens_per_s]
-    return statistics.median(ratios) if ratios else 0.0
-
-
-def acceptance_length(samples: Samples) -> float:
-    """Tokens a verified draft brought, over all prompts; vLLM's formula."""
-    num_drafts = sum(sample.stats.num_drafts for sample in samples)
-    return 1 + sum(sample.stats.num_accepted_tokens for sample in samples) / max(1, num_drafts)
-
-
-def acceptance_rate(samples: Samples) -> float:
-    """Accepted per drafted token, over all prompts."""
-    num_drafted = sum(sample.stats.num_draft_tokens for sample in samples)
-    return sum(sample.stats.num_accepted_tokens for sample in samples) / max(1, num_drafted)
-
-
-def ms_per_step(samples: Samples, seconds: Callable[[StatsTotal], float]) -> float:
-    """Median over the prompts of one phase's time a step."""
-    return statistics.median(
-        1e3 * seconds(sample.stats) / max(1, sample.stats.num_steps) for sample in samples
+def sum_of_drafts(samples: Samples) -> StatsTotal:
+    """Drafts and their acceptance, over all prompts."""
+    stats = [sample.decode_stats for sample in samples]
+    return StatsTotal(
+        num_drafts=sum(one.num_drafts for one in stats),
+        num_draft_tokens=sum(one.num_draft_tokens for one in stats),
+        num_accepted_tokens=sum(one.num_accepted_tokens for one in stats),
     )
 
 
-def _sample(
-    engine: Engine,
-    request_id: str,
-    prompt: str,
-    params: SamplingParams,
-    shown: Callable[[RequestOutput], object],
-) -> Sample:
-    stats = StatsTotal()
-
-    def count_from_now(output: RequestOutput) -> None:
-        engine.on_step = stats.add
-        shown(output)
-
-    try:
-        done = complete_alone(engine, request_id, prompt, params, count_from_now)
-    finally:
-        engine.on_step = None
-    one = done.output.outputs[0]
-    return Sample(one.token_ids, done.num_decoded, done.decode_s, stats, one.origins)
+def ms_per_step(samples: Samples, phase: str) -> float:
+    """Median over the prompts of one phase's time a step."""
+    stats = [sample.decode_stats for sample in samples]
+    return statistics.median(
+        1e3 * getattr(one, f"{phase}_s") / max(1, one.num_steps) for one in stats
+    )
 
 
 def method_configs(
@@ -241,34 +205,23 @@ def as_json(compared: Mapping[str, Samples]) -> dict[str, Any]:
 
     Speeds are over all prompts, after their first tokens.
     """
-    speeds = {name: _speed(samples) for name, samples in compared.items()}
-    plain, base = compared[PLAIN], speeds[PLAIN]["tokens_per_s"]
-    methods = {
-        name: {
-            **speeds[name],
-            "acceptance_rate": acceptance_rate(samples),
-            "acceptance_length": acceptance_length(samples),
-            "speedup": speeds[name]["tokens_per_s"] / base if base else 0.0,
-            "identical": are_identical(samples, plain),
+    methods: dict[str, Any] = {}
+    for name, samples in compared.items():
+        decode_s = sum(sample.decode_s for sample in samples)
+        num_decoded = sum(sample.num_decoded for sample in samples)
+        methods[name] = {
+            "tokens_per_s": num_decoded / decode_s if decode_s else 0.0,
+            "tpot_ms": 1000 * decode_s / max(1, num_decoded),
         }
-        for name, samples in compared.items()
-        if name != PLAIN
-    }
-    return {PLAIN: speeds[PLAIN], "methods": methods}
-
-
-def _speed(samples: Samples) -> dict[str, float]:
-    decode_s = sum(sample.decode_s for sample in samples)
-    num_decoded = sum(sample.num_decoded for sample in samples)
-    return {
-        "tokens_per_s": num_decoded / decode_s if decode_s else 0.0,
-        "tpot_ms": 1000 * decode_s / max(1, num_decoded),
-    }
-
-
-def temperature_key(temperature: int) -> str:
-    """Under which a method's numbers at one temperature stand."""
-    return f"temperature_{temperature}"
+    plain = methods.pop(PLAIN)
+    base = plain["tokens_per_s"]
+    for name, found in methods.items():
+        drafts = sum_of_drafts(compared[name])
+        found["acceptance_rate"] = drafts.acceptance_rate
+        found["acceptance_length"] = drafts.acceptance_length
+        found["speedup"] = found["tokens_per_s"] / base if base else 0.0
+        found["identical"] = are_identical(compared[name], compared[PLAIN])
+    return {PLAIN: plain, "methods": methods}
 
 
 def measure_methods(
@@ -293,21 +246,19 @@ def measure_methods(
     models = share_target(configs)
     result = {name: _kept(configs[name], models[name]) for name in configs}
     for temperature in TEMPERATURES:
-        engines = build_together({name: (configs[name], models[name]) for name in configs})
+        engines = build_together(configs, models)
         one = SamplingParams(
             temperature=float(temperature), max_tokens=max_tokens, ignore_eos=True, detokenize=False
         )
         params = [one] * len(prompts)  # without seeds: verified as the configuration says
         samples = complete_in_turn(engines, warm_up, prompts, params, on_done)
         for name, own in samples.items():
-            result[name][temperature_key(temperature)] = {
-                "acceptance_length": acceptance_length(own),
-                **{
-                    f"{phase}_ms": ms_per_step(own, attrgetter(f"{phase}_s"))
-                    for phase in ("draft", "verify", "sample", "host")
-                },
-                "tokens_per_s": median_tokens_per_s(own),
-                "ratio_to_plain": median_ratio(own, samples[PLAIN]),
+            tokens_per_s, ratio = median_speed(own, samples[PLAIN])
+            result[name][f"temperature_{temperature}"] = {
+                "acceptance_length": sum_of_drafts(own).acceptance_length,
+                **{f"{phase}_ms": ms_per_step(own, phase) for phase in PHASES},
+                "tokens_per_s": tokens_per_s,
+                "ratio_to_plain": ratio,
             }
             if temperature == 0:
                 result[name]["identical"] = are_identical(own, samples[PLAIN])

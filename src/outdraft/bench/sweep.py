@@ -6,7 +6,7 @@ as the level says: a variant's part of a round ends when there is none left to b
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outdraft.bench.driver import EngineRun, queued, steps_added_to, take_turns
+from outdraft.bench.driver import EngineRun, queued, take_turns
 from outdraft.bench.side_by_side import PLAIN, build_together
 from outdraft.bench.workloads import BenchRequest
 from outdraft.config.engine import EngineConfig
@@ -42,24 +42,31 @@ GOLDEN = (5**0.5 - 1) / 2  # its multiples, whole parts left out, are spread eve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SweepPlan:
-    """Levels and rounds of a sweep.
+class Sweep:
+    """Variants that complete the same prompts side by side, level by level.
 
     Attributes:
+        configs: of the variants, PLAIN among them, and
+        models: of each.
         levels: requests that run at once.
         least_requests: that a round completes, also where few run at once: of a few texts, which
             all rounds share, some fixed length is the best by luck.
         tolerance: rounds are added until the ratio's interval is as narrow to either side.
         acceptance: chances that a synthetic draft's token is accepted, request by request in turn;
             None: the target decides.
+        on_run: called with a variant's name when it has completed its part of a round.
     """
 
+    configs: Mapping[str, EngineConfig]
+    models: Mapping[str, LoadedModels]
+    temperature: float
     levels: tuple[int, ...]
     least_requests: int = 24
     min_rounds: int = 3
     max_rounds: int = 12
     tolerance: float = 0.02
     acceptance: tuple[float, ...] | None = None
+    on_run: Callable[[str], object] = lambda variant: None
 
     def num_requests(self, level: int) -> int:
         """Requests of each round."""
@@ -74,20 +81,78 @@ class SweepPlan:
         """For all levels, warming up included."""
         return sum(self.num_warm_up(level) + self.num_requests(level) for level in self.levels)
 
-    def parts(
-        self, requests: Sequence[BenchRequest], names: Collection[str]
-    ) -> Iterator["LevelResult"]:
+    def parts(self, requests: Sequence[BenchRequest]) -> Iterator["LevelResult"]:
         """Each level without rounds yet, with requests that no other level has."""
         assert len(requests) == self.num_prompts
         left = iter(unequal(requests))
         for level in self.levels:
             yield LevelResult(
                 level,
-                {name: [] for name in names},
-                {name: StatsTotal() for name in names},
+                {name: [] for name in self.configs},
+                {name: StatsTotal() for name in self.configs},
                 list(islice(left, self.num_warm_up(level))),
                 list(islice(left, self.num_requests(level))),
             )
+
+    def measure(self, requests: Sequence[BenchRequest]) -> Iterator["LevelResult"]:
+        """Each level when it is measured. `requests`: `num_prompts` different ones."""
+        for result in self.parts(requests):
+            engines = self.engines([result.concurrency])[0]
+            self.warm_up(engines, result)
+            while result.num_rounds < self.max_rounds:
+                self.run_round(engines, result, result.num_rounds)
+                if result.num_rounds >= self.min_rounds and result.is_narrow(self.tolerance):
+                    break
+            del engines  # those of the next level need their memory
+            yield result
+
+    def engines(self, levels: Sequence[int]) -> list[dict[str, Engine]]:
+        """An engine for each variant at each level; all of them share the memory."""
+        configs = {
+            (level, name): replace(one, scheduler=replace(one.scheduler, max_num_seqs=level))
+            for level in levels
+            for name, one in self.configs.items()
+        }
+        engines = build_together(configs, {key: self.models[key[1]] for key in configs})
+        if self.acceptance is not None:
+            for (_, name), engine in engines.items():
+                runner, kernels = engine.runner, self.models[name].kernels
+                assert isinstance(runner, ModelRunner), "engines that are compared have one rank"
+                runner.verifier = SyntheticVerifier(
+                    kernels, runner.verifier.method, self.acceptance
+                )
+        return [{name: engines[level, name] for name in self.configs} for level in levels]
+
+    def warm_up(self, engines: Mapping[str, Engine], result: "LevelResult") -> None:
+        """Each engine in turn completes the level's first requests."""
+        for name, engine in engines.items():
+            with closing(self._run(engine, result.warm_up, result.concurrency)) as run:
+                run.advance()
+            self.on_run(name)
+
+    def run_round(self, engines: Mapping[str, Engine], result: "LevelResult", number: int) -> None:
+        """Each variant completes all requests of a round; they take turns, see `take_turns`."""
+        with ExitStack() as stack:
+            runs: dict[str, EngineRun] = {}
+            for name, engine in engines.items():
+                stats = result.stats[name]
+                run = self._run(engine, result.of_round, result.concurrency, stats)
+                runs[name] = stack.enter_context(closing(run))
+            take_turns(runs, number, self.on_run)
+            for name, run in runs.items():
+                result.rates[name].append(run.tokens_per_s)
+
+    def _run(
+        self,
+        engine: Engine,
+        requests: Sequence[BenchRequest],
+        level: int,
+        stats: StatsTotal | None = None,
+    ) -> EngineRun:
+        """The time counts in which `level` requests run; the rest of the last ones is left out."""
+        params = SamplingParams(temperature=self.temperature, ignore_eos=True, detokenize=False)
+        queue = queued(requests, params)
+        return EngineRun(engine, queue, num_together=level, stats=stats)
 
 
 def unequal(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
@@ -175,91 +240,7 @@ def split_half_ratio(rates: Mapping[str, Sequence[float]]) -> float | None:
     return float(np.mean(found))
 
 
-def sweep(
-    configs: Mapping[str, EngineConfig],
-    models: Mapping[str, LoadedModels],
-    requests: Sequence[BenchRequest],
-    plan: SweepPlan,
-    params: SamplingParams,
-    on_run: Callable[[str], object] = lambda variant: None,
-) -> Iterator[LevelResult]:
-    """Each level when it is measured. `requests`: `plan.num_prompts` different ones."""
-    for result in plan.parts(requests, list(configs)):
-        engines = level_engines(configs, models, plan, [result.concurrency])[0]
-        warm_up_level(engines, result, params, on_run)
-        while result.num_rounds < plan.max_rounds:
-            run_round(engines, result, params, result.num_rounds, on_run)
-            if result.num_rounds >= plan.min_rounds and result.is_narrow(plan.tolerance):
-                break
-        del engines  # those of the next level need their memory
-        yield result
-
-
-def level_engines(
-    configs: Mapping[str, EngineConfig],
-    models: Mapping[str, LoadedModels],
-    plan: SweepPlan,
-    levels: Sequence[int],
-) -> list[dict[str, Engine]]:
-    """An engine for each variant at each level; all of them share the memory."""
-    parts = {
-        (level, name): (
-            replace(config, scheduler=replace(config.scheduler, max_num_seqs=level)),
-            models[name],
-        )
-        for level in levels
-        for name, config in configs.items()
-    }
-    engines = build_together(parts)
-    if plan.acceptance is not None:
-        kernels = next(iter(models.values())).kernels
-        for engine in engines.values():
-            runner = engine.runner
-            assert isinstance(runner, ModelRunner), "engines that are compared have one rank"
-            runner.verifier = SyntheticVerifier(kernels, runner.verifier.method, plan.acceptance)
-    return [{name: engines[level, name] for name in configs} for level in levels]
-
-
-def warm_up_level(
-    engines: Mapping[str, Engine],
-    result: LevelResult,
-    params: SamplingParams,
-    on_run: Callable[[str], object] = lambda variant: None,
-) -> None:
-    """Each engine in turn completes the level's first requests."""
-    for name, engine in engines.items():
-        with closing(_run(engine, result.warm_up, result.concurrency, params)) as run:
-            run.advance()
-        on_run(name)
-
-
-def run_round(
-    engines: Mapping[str, Engine],
-    result: LevelResult,
-    params: SamplingParams,
-    number: int,
-    on_run: Callable[[str], object] = lambda variant: None,
-) -> None:
-    """Each variant completes all requests of a round; they take turns, see `take_turns`."""
-    with ExitStack() as stack:
-        runs: dict[str, EngineRun] = {}
-        for name, engine in engines.items():
-            stack.enter_context(steps_added_to(result.stats[name], engine))
-            run = _run(engine, result.of_round, result.concurrency, params)
-            runs[name] = stack.enter_context(closing(run))
-        take_turns(runs, number, on_run)
-        for name, run in runs.items():
-            result.rates[name].append(run.tokens_per_s)
-
-
-def _run(
-    engine: Engine, requests: Sequence[BenchRequest], level: int, params: SamplingParams
-) -> EngineRun:
-    """The time counts in which `level` requests run; the rest of the last ones is not generated."""
-    return EngineRun(engine, queued(requests, params), num_together=level)
-
-
-def level_report(result: LevelResult, plan: SweepPlan) -> dict[str, Any]:
+def level_report(result: LevelResult, tolerance: float) -> dict[str, Any]:
     """A level for tables and files."""
     return {
         "concurrency": result.concurrency,
@@ -268,7 +249,7 @@ def level_report(result: LevelResult, plan: SweepPlan) -> dict[str, Any]:
         "ratio_to_best": result.ratio_to(result.best),
         "split_half_ratio": split_half_ratio(result.rates),
         "ratio_to_plain": result.ratio_to(PLAIN),
-        "is_narrow": result.is_narrow(plan.tolerance),
+        "is_narrow": result.is_narrow(tolerance),
         "variants": {
             name: {
                 "tokens_per_s": median(rates),

@@ -7,21 +7,16 @@ explain why speculation does not pay where it does not.
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from outdraft.bench.side_by_side import PLAIN, SharedModels
-from outdraft.bench.sweep import LevelResult, SweepPlan, level_engines, run_round, warm_up_level
+from outdraft.bench.side_by_side import PLAIN
+from outdraft.bench.sweep import LevelResult, Sweep
 from outdraft.bench.workloads import BenchRequest
 from outdraft.config.benchmarks import PROBE_LENGTH
-from outdraft.config.engine import EngineConfig
-from outdraft.core.errors import ConfigError
-from outdraft.core.sampling import SamplingParams
 from outdraft.engine.stats import StatsTotal
-from outdraft.loading.memory import plan_memory
-from outdraft.loading.models import LoadedModels
 
 FAR_BEHIND = 0.10  # of the best speed
 WORTH_IT = 0.01  # gain over plain decoding, and of fixed lengths over those that adapt
@@ -88,48 +83,17 @@ class Balance:
         return f"acceptance is too low: a step brings {self.length:.2f} tokens{rare}"
 
 
-def buildable(
-    configs: Mapping[str, EngineConfig],
-) -> tuple[dict[str, LoadedModels], dict[str, str]]:
-    """The models of each candidate, and of those that cannot be built the reason.
-
-    Raises:
-        ConfigError: plain decoding cannot be built.
-    """
-    shared = SharedModels()
-    models: dict[str, LoadedModels] = {}
-    left_out: dict[str, str] = {}
-    for name, config in configs.items():
-        try:
-            own = shared.of(config)
-            plan_memory(config, own)
-            models[name] = own
-        except ConfigError as error:
-            if name == PLAIN:
-                raise
-            left_out[name] = str(error)
-    return models, left_out
-
-
-def race(
-    configs: Mapping[str, EngineConfig],
-    models: Mapping[str, LoadedModels],
-    requests: Sequence[BenchRequest],
-    plan: SweepPlan,
-    params: SamplingParams,
-    on_run: Callable[[str], object] = lambda name: None,
-) -> list[LevelResult]:
+def race(sweep: Sweep, requests: Sequence[BenchRequest]) -> list[LevelResult]:
     """Measure every level; slow candidates have fewer rounds than the others."""
-    results = list(plan.parts(requests, list(configs)))
-    engines = level_engines(configs, models, plan, plan.levels)
+    results, engines = list(sweep.parts(requests)), sweep.engines(sweep.levels)
     for result, own in zip(results, engines, strict=True):
-        warm_up_level(own, result, params, on_run)
-    running = list(configs)
-    for number in range(plan.max_rounds):
+        sweep.warm_up(own, result)
+    running = list(sweep.configs)
+    for number in range(sweep.max_rounds):
         for result, own in zip(results, engines, strict=True):
-            run_round({name: own[name] for name in running}, result, params, number, on_run)
+            sweep.run_round({name: own[name] for name in running}, result, number)
         running = survivors(results, running)
-        if number + 1 >= plan.min_rounds and len(running) <= 2:
+        if number + 1 >= sweep.min_rounds and len(running) <= 2:
             break
     return results
 

@@ -7,14 +7,18 @@ the prefix cache and in the memory of the suffix proposer, which would flatter b
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from tokenizers import Tokenizer
 
 from outdraft import assets
-from outdraft.config.benchmarks import DEFAULT_OUTPUT_LEN, Dataset, check_rates
+from outdraft.config.benchmarks import DEFAULT_OUTPUT_LEN, Dataset, TrafficPlan
+from outdraft.config.fields import read_text
 from outdraft.core.errors import ConfigError
 
 
@@ -23,7 +27,7 @@ class BenchRequest:
     """One prompt, as text or as token ids, and what is asked for."""
 
     prompt: str | tuple[int, ...]
-    max_tokens: int
+    max_tokens: Annotated[int, Meta(ge=1)] = DEFAULT_OUTPUT_LEN
     prediction: str | None = None  # sent as the expected output
 
 
@@ -43,11 +47,11 @@ def load_requests(
         return _random_requests(dataset, count, rng, tokenizer)
     if dataset.path is None:
         length = dataset.output_len or DEFAULT_OUTPUT_LEN
-        found = [BenchRequest(prompt.text, length) for prompt in assets.prompts()]
-    elif dataset.name == "custom":
-        found = list(_custom(_read(dataset.path), dataset))
+        found = [BenchRequest(text, length) for _, text in assets.prompts()]
     else:
-        found = list(_sharegpt(_read(dataset.path), dataset, tokenizer))
+        text = read_text(dataset.path, f"dataset {dataset.path}")
+        is_custom = dataset.name == "custom"
+        found = list(_custom(text, dataset) if is_custom else _sharegpt(text, dataset, tokenizer))
     if not found:
         raise ConfigError(f"dataset {dataset.path or dataset.name} holds no prompts")
     order = rng.permutation(len(found)).tolist()
@@ -78,16 +82,15 @@ def repetition_notes(num_distinct: int, num_prompts: int) -> list[str]:
     ]
 
 
-def arrival_times(
-    count: int, request_rate: float, burstiness: float, rng: np.random.Generator
-) -> list[float]:
+def arrival_times(count: int, traffic: TrafficPlan) -> list[float]:
     """Draw the times at which requests are due, in seconds from the start, ascending.
 
     Gaps are gamma distributed with shape `burstiness` and mean 1 / rate: a Poisson process for 1,
     bursts below, even gaps in the limit of infinity. They are scaled, as in vLLM, so that the last
     request is due at count / rate whatever the seed. An infinite rate is everything at once.
     """
-    check_rates(request_rate, burstiness)
+    request_rate, burstiness = traffic.request_rate, traffic.burstiness
+    rng = np.random.default_rng(traffic.seed)
     if math.isinf(request_rate):
         return [0.0] * count
     gaps = np.ones(count) if math.isinf(burstiness) else rng.gamma(burstiness, size=count)
@@ -122,21 +125,11 @@ def _custom(text: str, dataset: Dataset) -> Iterator[BenchRequest]:
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
-        where = f"{dataset.path}, line {number}"
         try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{where}: not valid JSON: {error}") from None
-        prompt = entry.get("prompt") if isinstance(entry, dict) else None
-        if not isinstance(prompt, str):
-            raise ConfigError(f"{where}: wanted an object with a text named prompt")
-        max_tokens = dataset.output_len or entry.get("max_tokens", DEFAULT_OUTPUT_LEN)
-        prediction = entry.get("prediction")
-        if not isinstance(max_tokens, int) or max_tokens < 1:
-            raise ConfigError(f"{where}: max_tokens must be a whole number above 0")
-        if prediction is not None and not isinstance(prediction, str):
-            raise ConfigError(f"{where}: prediction must be a text")
-        yield BenchRequest(prompt, max_tokens, prediction)
+            request = msgspec.json.decode(line, type=BenchRequest)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{dataset.path}, line {number}: {error}") from None
+        yield replace(request, max_tokens=dataset.output_len or request.max_tokens)
 
 
 def _sharegpt(text: str, dataset: Dataset, tokenizer: Tokenizer | None) -> Iterator[BenchRequest]:
@@ -156,10 +149,3 @@ def _sharegpt(text: str, dataset: Dataset, tokenizer: Tokenizer | None) -> Itera
             assert tokenizer is not None
             length = len(tokenizer.encode(answer, add_special_tokens=False).ids)
         yield BenchRequest(prompt, max(1, length))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the dataset {path}: {error}") from None

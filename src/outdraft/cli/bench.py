@@ -7,22 +7,21 @@ import time
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outdraft.cli.bench_methods import methods
 from outdraft.cli.bench_sweep import sweep
 from outdraft.cli.command import Command, check_output, progress, use_physical_cores
-from outdraft.cli.options import EngineOptions, engine_config, json_object, numbers, takes_options
-from outdraft.config.benchmarks import Dataset, LatencyPlan, TrafficPlan
+from outdraft.cli.options import EngineOptions, engine_config, numbers, takes_options
+from outdraft.config.benchmarks import Dataset, Endpoint, LatencyPlan, TrafficPlan
 from outdraft.config.engine import SchedulerConfig
 from outdraft.config.fields import flag
 from outdraft.core.errors import ConfigError
 from outdraft.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from outdraft.bench.serve import Endpoint
     from outdraft.engine.llm import LLM
 
 bench = typer.Typer(
@@ -36,47 +35,6 @@ bench.command(cls=Command)(sweep)
 ModelFlag = Annotated[
     str | None, typer.Option(help="Directory or hub name; default: the embedded model.")
 ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndpointOptions:
-    """The server that is asked; names as in vLLM.
-
-    Attributes:
-        base_url: Default: http://HOST:PORT.
-        endpoint: /v1/completions or /v1/chat/completions.
-        model: Default: the server's first one.
-        header: Sent along; repeatable.
-        temperature: 0 is greedy; default: the server's own.
-        ignore_eos: Go on after the end; random prompts always do.
-        extra_body: JSON object of more fields: '{"speculation": {"enabled": false}}'.
-    """
-
-    PANEL: ClassVar = "Server"  # of help
-    base_url: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    endpoint: str = "/v1/completions"
-    model: str | None = None
-    header: list[str] | None = flag(metavar="KEY=VALUE")
-    temperature: float | None = None
-    ignore_eos: bool = flag("--ignore-eos", default=False)
-    extra_body: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LengthOptions:
-    """Length of a load test; names as in vLLM.
-
-    Attributes:
-        num_prompts: Prompts of each run.
-        sweep: A run for each concurrency, and a plot.
-        max_seconds: For the whole measurement; what is not done then has failed.
-    """
-
-    num_prompts: int = flag(default=100, min=1)
-    sweep: str | None = flag(metavar="1,2,4")
-    max_seconds: float = flag(default=600, min=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +77,11 @@ class RunOptions:
 @takes_options
 def serve(
     *,
-    server: EndpointOptions,
+    server: Endpoint,
     dataset: Dataset,
-    length: LengthOptions,
+    num_prompts: Annotated[int, typer.Option(min=1)] = 100,
+    sweep: Annotated[str | None, typer.Option(metavar="1,2,4")] = None,
+    max_seconds: Annotated[float, typer.Option(min=1)] = 600,
     traffic: TrafficPlan,
     result: ResultOptions,
     tokenizer: str | None = None,
@@ -133,42 +93,46 @@ def serve(
 
     Args:
         tokenizer: The served model's; random and sharegpt need it.
+
+    Length:
+        num_prompts: Prompts of each run.
+        sweep: A run for each concurrency, and a plot.
+        max_seconds: For the whole measurement; what is not done then has failed.
     """
     from outdraft.bench.report import as_table, check_installed
 
-    check_installed("httpx", *(("matplotlib", "plotext") if length.sweep is not None else ()))
+    check_installed("httpx", *(("matplotlib", "plotext") if sweep is not None else ()))
     from outdraft.bench.serve import check_reporting, run_load, serve_report, with_model
     from outdraft.bench.workloads import load_requests, load_tokenizer
 
     metrics = result.percentile_metrics.split(",")
     percentiles = numbers(result.metric_percentiles, "--metric-percentiles", float)
     check_reporting(metrics, percentiles)
-    if result.save_result or length.sweep is not None:
+    if result.save_result or sweep is not None:
         name = result.result_filename or "result.json"  # else it has the model's name, and the date
         check_output(result.result_dir / name, "--result-dir")
-    endpoint = endpoint_of(server, ignores_eos=dataset.name == "random")
-    runs = traffics_of(traffic, length.sweep)
-    each = traffic.num_warmups + length.num_prompts
+    endpoint = replace(server, ignore_eos=server.ignore_eos or dataset.name == "random")
+    runs = traffics_of(traffic, sweep)
+    each = traffic.num_warmups + num_prompts
     vocabulary = load_tokenizer(tokenizer) if tokenizer is not None else None
     requests = load_requests(dataset, each * len(runs), traffic.seed, vocabulary)
-    deadline_s = time.monotonic() + length.max_seconds
+    deadline_s = time.monotonic() + max_seconds
     endpoint = asyncio.run(with_model(endpoint))
     results: list[dict[str, Any]] = []
     for place, one in enumerate(runs):
         part = requests[place * each : (place + 1) * each]
-        with progress("requests", length.num_prompts, "req") as bar:
+        with progress("requests", num_prompts, "req") as bar:
             run = asyncio.run(run_load(endpoint, part, one, deadline_s, lambda _: bar.update()))
-        detailed = result.save_detailed
-        report = serve_report(run, part, one, metrics, percentiles, is_detailed=detailed)
+        report = serve_report(run, part, one, metrics, percentiles, result.save_detailed)
         results.append(report)
         typer.echo(as_table("Serving Benchmark Result", report))
     where = {
-        "base_url": endpoint.base_url,
-        "endpoint": endpoint.path,
+        "base_url": endpoint.url,
+        "endpoint": endpoint.endpoint,
         "model_id": endpoint.model,
         "dataset_name": dataset.name,
     }
-    _keep(where, results, None if length.sweep is not None else traffic, result)
+    _keep(where, results, None if sweep is not None else traffic, result)
     if not any(one["completed"] for one in results):
         raise typer.Exit(1)
 
@@ -250,32 +214,6 @@ def throughput(
     _show_in_process("Throughput Benchmark Result", result, llm, dataset, run.output_json)
 
 
-def endpoint_of(options: EndpointOptions, *, ignores_eos: bool) -> "Endpoint":
-    """Make the endpoint that requests go to, with the fields that all of them carry."""
-    from outdraft.bench.serve import Endpoint
-
-    body: dict[str, Any] = {}
-    if options.temperature is not None:
-        body["temperature"] = options.temperature
-    if options.ignore_eos or ignores_eos:
-        body["ignore_eos"] = True
-    if options.extra_body is not None:
-        body |= json_object(options.extra_body, "--extra-body")
-    pairs = [text.partition("=") for text in options.header or ()]
-    if any(not separator for _, separator, _ in pairs):
-        raise ConfigError("--header must be KEY=VALUE")
-    if not options.endpoint.rstrip("/").endswith("completions"):
-        routes = "/v1/completions or /v1/chat/completions"
-        raise ConfigError(f"--endpoint must be {routes}, got {options.endpoint!r}")
-    return Endpoint(
-        base_url=(options.base_url or f"http://{options.host}:{options.port}").rstrip("/"),
-        path=options.endpoint,
-        model=options.model or "",
-        headers={key.strip(): value.strip() for key, _, value in pairs},
-        body=body,
-    )
-
-
 def traffics_of(traffic: TrafficPlan, sweep: str | None) -> list[TrafficPlan]:
     """One, or one for each concurrency of a sweep."""
     if sweep is None:
@@ -289,7 +227,7 @@ def traffics_of(traffic: TrafficPlan, sweep: str | None) -> list[TrafficPlan]:
 
 
 def _params(run: RunOptions) -> SamplingParams:
-    """Sampling of every request, but for its length."""
+    """Sampling of every request, but for its"""
     detokenize = not run.disable_detokenize
     return SamplingParams(temperature=run.temperature, ignore_eos=True, detokenize=detokenize)
 

@@ -74,7 +74,7 @@ def methods(
         device: auto, cpu or cuda.
         max_model_len: Longest prompt + output, in tokens.
     """
-    *texts, warm_up = [prompt.text for prompt in held_out(prompts)]
+    *texts, warm_up = [text for _, text in held_out(prompts)]
     selected = select(available(model, speculative_configs or ()), chosen)
     engine = EngineOptions(
         dtype=dtype, device=device, max_model_len=max_model_len, speculative_config="null"
@@ -150,7 +150,7 @@ def _name(values: dict[str, Any]) -> str:
 
 def show(result: dict[str, Any]) -> None:
     """The table, and below it what its columns mean."""
-    from outdraft.bench.side_by_side import PLAIN, TEMPERATURES, temperature_key
+    from outdraft.bench.side_by_side import PLAIN, TEMPERATURES
 
     console = wide_console(110)
     console.print(
@@ -158,7 +158,6 @@ def show(result: dict[str, Any]) -> None:
         f"{result['dtype']}, {result['device']}",
         style="bold",
     )
-    keys = [temperature_key(temperature) for temperature in TEMPERATURES]
     lengths, speeds = (
         [f"{what}\nT = {temperature}" for temperature in TEMPERATURES]
         for what in ("length", "tokens/s")
@@ -166,7 +165,7 @@ def show(result: dict[str, Any]) -> None:
     more = "weights\nMiB", "KV KiB\nper 1k", "same\nids"
     rows: list[tuple[str, ...]] = []
     for name, numbers in ({PLAIN: result[PLAIN]} | result["methods"]).items():
-        runs = [numbers[key] for key in keys]
+        runs = [numbers[f"temperature_{temperature}"] for temperature in TEMPERATURES]
         is_plain = name == PLAIN
         row = (
             name,

@@ -86,33 +86,33 @@ def sweep(
         raise ConfigError("a sweep needs --speculative-config: it says what drafts")
     configs = variants(base, speculation, numbers(options.lengths, "--lengths", int))
     use_physical_cores(os.environ)
-    from outdraft.bench.side_by_side import share_target
-    from outdraft.bench.sweep import SweepPlan, level_report
-    from outdraft.bench.sweep import sweep as measure
+    from outdraft.bench.side_by_side import PLAIN, share_target
+    from outdraft.bench.sweep import Sweep, level_report
     from outdraft.bench.workloads import load_requests, num_distinct_prompts, repetition_notes
-    from outdraft.core.sampling import SamplingParams
     from outdraft.models.modules import dtype_name
 
-    plan = SweepPlan(
-        levels=concurrencies(options.concurrency),
-        min_rounds=options.min_rounds,
-        max_rounds=options.max_rounds,
-        tolerance=options.tolerance,
-        acceptance=_chances(options.synthetic_acceptance),
-    )
-    models = share_target(configs)
-    first = next(iter(models.values()))
-    requests = load_requests(dataset, plan.num_prompts, engine.seed or 0, first.tokenizer)
-    params = SamplingParams(temperature=options.temperature, ignore_eos=True, detokenize=False)
+    levels, chances = concurrencies(options.concurrency), _chances(options.synthetic_acceptance)
     results: list[dict[str, Any]] = []
     with progress("runs", unit="run") as bar:
-        runs = measure(configs, models, requests, plan, params, lambda name: bar.update())
-        for level in runs:
-            results.append(level_report(level, plan))
+        plan = Sweep(
+            configs=configs,
+            models=share_target(configs),
+            temperature=options.temperature,
+            levels=levels,
+            min_rounds=options.min_rounds,
+            max_rounds=options.max_rounds,
+            tolerance=options.tolerance,
+            acceptance=chances,
+            on_run=lambda name: bar.update(),
+        )
+        first = plan.models[PLAIN]
+        requests = load_requests(dataset, plan.num_prompts, engine.seed or 0, first.tokenizer)
+        for level in plan.measure(requests):
+            results.append(level_report(level, plan.tolerance))
             bar.write(line(results[-1]))
     whole = {
-        "acceptance": "decided by coins" if plan.acceptance else "decided by the target",
-        "synthetic_acceptance": plan.acceptance,
+        "acceptance": "decided by coins" if chances else "decided by the target",
+        "synthetic_acceptance": chances,
         "temperature": options.temperature,
         "speculation": {name: repr(config.speculation) for name, config in configs.items()},
         "levels": results,

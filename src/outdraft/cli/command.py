@@ -15,7 +15,6 @@ from tqdm import tqdm
 from typer.core import TyperCommand
 
 from outdraft import assets
-from outdraft.assets import HeldOutPrompt
 from outdraft.core.errors import ConfigError
 from outdraft.core.process import prepare_openmp
 
@@ -91,8 +90,8 @@ def shown_log(is_wanted: bool) -> Generator[None]:
         logger.setLevel(level)
 
 
-def held_out(count: int) -> list[HeldOutPrompt]:
-    """Take `count` of the package's prompts, and one more to warm up with.
+def held_out(count: int) -> list[tuple[str, str]]:
+    """Take `count` of the package's prompts, (path, text) each, and one more to warm up with.
 
     Raises:
         ConfigError: there are fewer.

@@ -18,7 +18,6 @@ from rich.table import Table
 from rich.text import Text
 
 from outdraft import assets
-from outdraft.assets import HeldOutPrompt
 from outdraft.cli.command import Json, cells_of, held_out, table_of, use_physical_cores
 from outdraft.cli.options import takes_options
 from outdraft.core.outputs import RequestOutput, TokenOrigin
@@ -77,22 +76,22 @@ def demo(
         temperature: 0 is greedy, which a small model answers by repeating itself.
         dtype: What to compute in: float32 or bfloat16.
     """
-    *texts, warm_up = held_out(prompts)
+    *chosen, (_, warm_up) = held_out(prompts)
     use_physical_cores(os.environ)
     from outdraft.bench.side_by_side import as_json, complete_in_turn, method_configs
 
     started_s = time.monotonic()
     heads = {method: assets.head_path(method) for method in assets.available_heads()}
     llms = load(method_configs(assets.target_path(), assets.drafter_path(), heads, dtype))
-    view = None if json_ else DemoView(Console(highlight=False), llms[SHOWN], texts)
+    view = None if json_ else DemoView(Console(highlight=False), llms[SHOWN], chosen)
     if view is not None:
         view.header()
     # Each prompt has a seed, so every engine has to give the same tokens at any temperature.
     base = SamplingParams(temperature=temperature, max_tokens=max_tokens)
     compared = complete_in_turn(
         {name: llm.engine for name, llm in llms.items()},
-        warm_up.text,
-        [text.text for text in texts],
+        warm_up,
+        [text for _, text in chosen],
         [replace(base, seed=number) for number in range(prompts)],
         on_step=lambda name, output: view.show(output) if view and name == SHOWN else None,
     )
@@ -117,7 +116,7 @@ def load(configs: Mapping[str, "EngineConfig"]) -> dict[str, "LLM"]:
 class DemoView:
     """Prints one engine's texts while they grow, then the comparison."""
 
-    def __init__(self, console: Console, llm: "LLM", prompts: Sequence[HeldOutPrompt]) -> None:
+    def __init__(self, console: Console, llm: "LLM", prompts: Sequence[tuple[str, str]]) -> None:
         self._console = console
         self._llm = llm
         self._sources = [TokenOrigin(str(name)) for name in llm.config.speculation.methods]
@@ -196,15 +195,15 @@ class DemoView:
         self._console.print(f"{elapsed_s:.0f} s in all, loading and warming up included.")
 
     def _begin(self, output: RequestOutput) -> None:
-        prompt = next(self._coming)
+        path, prompt = next(self._coming)
         from outdraft.text.detokenizer import Detokenizer
 
         tokenizer = self._llm.models.tokenizer
         assert tokenizer is not None
         self._current, self._num_shown = output, 0
         self._detokenizer = Detokenizer(tokenizer, ())
-        self._console.print(Text(f"\n\n# {prompt.path}", "bold"))
-        end = prompt.text.splitlines()[-PROMPT_LINES:]
+        self._console.print(Text(f"\n\n# {path}", "bold"))
+        end = prompt.splitlines()[-PROMPT_LINES:]
         self._console.print(Text("\n".join(end), "dim"), end="", soft_wrap=True)
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from outdraft import assets
 from outdraft.cli.command import Model, num_physical_cores, pairs_of, table_of, use_physical_cores
-from outdraft.cli.options import EngineOptions, SchedulerOptions, serving_config, takes_options
+from outdraft.cli.options import EngineOptions, SchedulerOptions, engine_config, takes_options
 from outdraft.core.errors import ConfigError
 from outdraft.core.weights import QUANTIZATIONS, WeightFormat
 
@@ -58,7 +58,7 @@ def doctor(
     """
     console = Console(highlight=False)
     if cost:
-        config = serving_config(model, engine, scheduler)
+        config = engine_config(model, engine, scheduler)
         use_physical_cores(os.environ)
         show_costs(console, config)
         return
@@ -66,7 +66,7 @@ def doctor(
     if model is not None:
         from outdraft.loading.report import report
 
-        config = serving_config(model, engine, scheduler)
+        config = engine_config(model, engine, scheduler)
         sections = {f"Weights of {model}": report(config)} | sections
     for title, rows in sections.items():
         console.print(pairs_of(rows.items(), title), "")
@@ -129,11 +129,11 @@ def _gpu() -> Section:
     if not torch.cuda.is_available():
         build = torch.version.cuda
         return {"none": f"torch is built for CUDA {build}" if build else "torch is built for CPUs"}
-    found: Section = {}
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / _GIB:.0f} GiB"
-    return found
+    cards = [torch.cuda.get_device_properties(at) for at in range(torch.cuda.device_count())]
+    return {
+        f"cuda:{at}": f"{card.name}, {card.total_memory / _GIB:.0f} GiB"
+        for at, card in enumerate(cards)
+    }
 
 
 def _ranks(size: int, num_threads: int, device: "torch.device") -> Section:
@@ -217,13 +217,11 @@ def _embedded() -> tuple[Section, list[str]]:
         "drafter": assets.drafter_path,
         "prompts": lambda: f"{len(assets.prompts())} held out",
     }
-    found: Section = {}
-    missing: list[str] = []
+    found, missing = dict.fromkeys(finders, "missing"), list[str]()
     for name, find in finders.items():
         try:
             found[name] = str(find())
         except ConfigError as error:
-            found[name] = "missing"
             missing.append(str(error))
     return found, missing
 
@@ -286,19 +284,19 @@ def _show_curve(console: Console, title: str, measured: "CostCurve", limit: "Cos
 
 def _beside_rows(table: "CostTable", limits: "CostTable") -> dict[str, str]:
     context, least = table.context_s * 1e6, limits.context_s * 1e6
-    host = {
-        "the host, a step": (table.host_s, limits.host_s),
-        "each further request of it": (table.host_request_s, limits.host_request_s),
-        "a step with drafts, more": (table.host_draft_s, limits.host_draft_s),
-    }
-    return {
+    rows = {
         "each token of a context": f"{context:.2f} us (roofline {least:.2f})",
         "each further request": f"{table.request_s * 1e6:.0f} us",
-        **{
-            name: f"{own_s * 1e6:.0f} us (prior {prior_s * 1e6:.0f})"
-            for name, (own_s, prior_s) in host.items()
-        },
     }
+    names = {
+        "the host, a step": "host_s",
+        "each further request of it": "host_request_s",
+        "a step with drafts, more": "host_draft_s",
+    }
+    for title, name in names.items():
+        own_us, prior_us = (getattr(one, name) * 1e6 for one in (table, limits))
+        rows[title] = f"{own_us:.0f} us (prior {prior_us:.0f})"
+    return rows
 
 
 def _ms(seconds: float) -> str:

@@ -17,7 +17,7 @@ import typer
 
 from outdraft import assets
 from outdraft.config.engine import EngineConfig
-from outdraft.config.fields import check_whole, flag
+from outdraft.config.fields import check_whole, flag, json_object
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.core.sampling import SamplingParams
 
@@ -104,14 +104,14 @@ class SchedulerOptions:
         max_num_seqs: Requests that run together.
         max_num_batched_tokens: Rows of one step: prompts, newest tokens and drafts.
         max_waiting: Requests that may queue; more are refused with 429.
-        policy: One of fcfs, priority.
+        scheduling_policy: One of fcfs, priority.
         speculative_disable_queue_size: No drafts while more requests than this run.
     """
 
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_waiting: int | None = None
-    policy: str | None = flag("--scheduling-policy")
+    scheduling_policy: str | None = None
     speculative_disable_queue_size: int | None = None
 
 
@@ -141,7 +141,8 @@ class SamplingOptions:
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Make the command that typer runs of a function: its docstring says what its flags are.
+    """Make the command that typer runs of a function: its docstring says what its flags are;
+    sections other than `Args` are panels of help.
 
     Each parameter that is a dataclass is replaced by its fields, as flags with a panel of help.
     """
@@ -154,7 +155,8 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
             if parameter.name in helps:
                 kind, *given = get_args(group) if get_origin(group) is Annotated else (group,)
                 info = given[0] if given else typer.Option()
-                info.help = helps[parameter.name]
+                section, info.help = helps[parameter.name]
+                info.rich_help_panel = None if section == "Args" else section
                 parameter = parameter.replace(annotation=Annotated[kind, info])
             parameters.append(parameter)
             continue
@@ -176,34 +178,27 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
             values[name] = group(**{f.name: values.pop(f.name) for f in fields(group)})
         command(**values)
 
-    flat.__doc__ = (inspect.getdoc(command) or "").partition("\n\nArgs:\n")[0]
+    flat.__doc__ = re.split(r"\n\n\w+:\n", inspect.getdoc(command) or "")[0]
     flat.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return flat
 
 
-def engine_config(model: str | None, options: EngineOptions) -> EngineConfig:
-    """The configuration for one conversation at a time; no model means the embedded pair.
+def engine_config(
+    model: str | None, options: EngineOptions, scheduling: SchedulerOptions | None = None
+) -> EngineConfig:
+    """The configuration of an engine; no model means the embedded pair.
+
+    scheduling: of a server; None: one conversation at a time.
 
     Raises:
         ConfigError: a value is wrong, or there is no embedded pair.
     """
-    return _config(model, _given(options) | {"max_num_seqs": 1}, without_flag=None)
-
-
-def serving_config(
-    model: str | None, options: EngineOptions, scheduling: SchedulerOptions
-) -> EngineConfig:
-    """The configuration of a server; else as `engine_config`."""
-    given = _given(options) | _given(scheduling)
-    return _config(model, given, without_flag={"method": "suffix"})
-
-
-def _config(
-    model: str | None, given: dict[str, Any], without_flag: dict[str, Any] | None
-) -> EngineConfig:
-    """`without_flag`: the speculative_config of a model that is named."""
-    default = {"method": "combined"} if model is None else without_flag
+    given: dict[str, Any] = {"max_num_seqs": 1} if scheduling is None else _given(scheduling)
+    given |= _given(options)
+    default = None if scheduling is None else {"method": "suffix"}
+    if model is None:
+        default = {"method": "combined"}
     speculation = speculative_config(given.pop("speculative_config", None), model, default)
     if (queue_size := given.pop("speculative_disable_queue_size", None)) is not None:
         if speculation is None:
@@ -228,21 +223,6 @@ def sampling_params(
         RequestError: a value is out of its range.
     """
     return replace(defaults or SamplingParams(), **_given(options))
-
-
-def json_object(text: str, name: str, what: str = "a JSON object") -> dict[str, Any]:
-    """The value of a flag.
-
-    Raises:
-        ConfigError: it is none; `what` it must be is said then.
-    """
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{name} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{name} must be {what}, got {text}")
-    return value
 
 
 def speculative_config(
@@ -280,19 +260,26 @@ def numbers(text: str, flag: str, kind: Callable[[str], _Number]) -> list[_Numbe
         raise ConfigError(f"{flag} must be numbers between commas, got {text!r}") from None
 
 
-def documented(described: Callable[..., Any]) -> dict[str, str]:
-    """Texts about the `Attributes` of a class or the `Args` of a function, by their names."""
-    text = inspect.getdoc(described) or ""
-    entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", text, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}
+def documented(described: Callable[..., Any]) -> dict[str, tuple[str, str]]:
+    """Section and text of each name that the docstring of a class or a function lists."""
+    section, found = "", dict[str, tuple[str, str]]()
+    entries = r"^(?:(\w+):$| {4}(\w+): (.+(?:\n {8}.+)*))"
+    for title, name, text in re.findall(entries, inspect.getdoc(described) or "", re.MULTILINE):
+        section = title or section
+        if name:
+            found[name] = section, " ".join(text.split())
+    return found
 
 
 def _in_panel(one: Field[Any], group: type) -> Any:
-    """The annotation of a flag, which help lists under the name of its group, or its PANEL."""
-    settings: dict[str, Any] = {"spellings": (), "help": documented(group).get(one.name)}
-    settings |= one.metadata
-    name = group.__name__.removesuffix("Options").removesuffix("Plan")
-    settings["rich_help_panel"] = getattr(group, "PANEL", name)
+    """The annotation of a flag, which help lists under the title of its section in the docstring;
+    for `Attributes` that is the name of its group, or its PANEL."""
+    section, text = documented(group).get(one.name, ("Attributes", None))
+    if section == "Attributes":
+        name = group.__name__.removesuffix("Options").removesuffix("Plan")
+        section = getattr(group, "PANEL", name)
+    settings: dict[str, Any] = {"spellings": (), "help": text, **one.metadata}
+    settings["rich_help_panel"] = section
     return Annotated[one.type, typer.Option(*settings.pop("spellings"), **settings)]
 
 

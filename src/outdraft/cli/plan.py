@@ -26,45 +26,23 @@ LEVELS = {  # columns of their table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
-    """Networks, and the dtypes of their weights.
+class PlanOptions:
+    """Networks, cards and requests.
 
-    Attributes:
+    Model:
         draft: As --target; or eagle3, medusa, ngram, suffix.
         quantization: The target's: bf16, fp8, int8 or int4. Default: as its config says.
         draft_quantization: The drafter's, likewise.
         kv_cache_dtype: For keys and values: bf16, fp8 or int8.
-    """
 
-    draft: str = "suffix"
-    quantization: str | None = None
-    draft_quantization: str | None = None
-    kv_cache_dtype: str = "bf16"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HardwareOptions:
-    """Cooperation of the cards.
-
-    Attributes:
+    Hardware:
         tp: Cards that share the target. Default: all.
         draft_tp: Cards that share the drafter. Default: as --tp.
         interconnect: nvlink, pcie, or pcie-no-p2p (through the host's memory). Default: the best
             that it has.
         graphs: CUDA graphs: full, piecewise (attention outside) or none.
-    """
 
-    tp: int | None = flag(min=1)
-    draft_tp: int | None = flag(min=1)
-    interconnect: str | None = None
-    graphs: str = "full"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrafficOptions:
-    """Requests, and the acceptance of drafts.
-
-    Attributes:
+    Traffic:
         concurrency: Running requests.
         acceptance: Chance that a draft is accepted, the same at every position; or a list: by
             position, the share of steps in which that position was accepted, as engines report it.
@@ -75,6 +53,14 @@ class TrafficOptions:
             repeatable.
     """
 
+    draft: str = "suffix"
+    quantization: str | None = None
+    draft_quantization: str | None = None
+    kv_cache_dtype: str = "bf16"
+    tp: int | None = flag(min=1)
+    draft_tp: int | None = flag(min=1)
+    interconnect: str | None = None
+    graphs: str = "full"
     concurrency: str = "1,8,16,64"
     acceptance: str = "0.7"
     max_length: int = flag(default=8, min=1, max=64)
@@ -90,9 +76,7 @@ def plan(
     hardware: str,
     json_: Json = False,
     plot: Path | None = None,
-    models: ModelOptions,
-    machine: HardwareOptions,
-    traffic: TrafficOptions,
+    options: PlanOptions,
 ) -> None:
     """Predict TPOT, the best length of drafts and the memory before anything runs.
 
@@ -115,22 +99,24 @@ def plan(
         if plot.suffix.lower() not in (".png", ".svg"):
             raise ConfigError(f"--plot must be a file that ends in .png or .svg, got {str(plot)!r}")
         check_output(plot, "--plot")
-    chances = numbers(traffic.acceptance, "--acceptance", float)
-    tokens_of = tokens_by_length(chances, traffic.max_length)
-    points = read_points(traffic.measured or (), tokens_of)
-    network = find_network(target, models.quantization, models.kv_cache_dtype)
-    cards = find_hardware(hardware, machine.interconnect, machine.graphs)
-    tp = machine.tp or cards.num_cards
+    chances = numbers(options.acceptance, "--acceptance", float)
+    tokens_of = tokens_by_length(chances, options.max_length)
+    points = read_points(options.measured or (), tokens_of)
+    network = find_network(target, options.quantization, options.kv_cache_dtype)
+    cards = find_hardware(hardware, options.interconnect, options.graphs)
+    tp = options.tp or cards.num_cards
+    method, drafter = find_drafter(options.draft, network, options.draft_quantization)
     setup = Setup(
         target=network,
-        drafter=find_drafter(models.draft, network, models.draft_quantization),
+        method=method,
+        drafter=drafter,
         hardware=cards,
         tp=tp,
-        draft_tp=machine.draft_tp or tp,
-        prompt_tokens=traffic.input_len,
-        output_tokens=traffic.output_len,
+        draft_tp=options.draft_tp or tp,
+        prompt_tokens=options.input_len,
+        output_tokens=options.output_len,
     )
-    concurrencies = numbers(traffic.concurrency, "--concurrency", int)
+    concurrencies = numbers(options.concurrency, "--concurrency", int)
     result = make_plan(choose_predictor(setup, points), tokens_of, concurrencies)
     if json_:
         typer.echo(strict_json(result))

@@ -8,13 +8,12 @@ import typer
 
 from outdraft.cli.command import Json, cells_of, table_of, wide_console
 from outdraft.cli.options import (
-    json_object,
     numbers,
     takes_options,
     with_embedded_network,
     with_networks,
 )
-from outdraft.config.fields import check_whole, flag
+from outdraft.config.fields import check_whole, flag, json_object
 from outdraft.core.draft import MAX_DRAFTS
 from outdraft.core.errors import ConfigError
 
@@ -45,30 +44,23 @@ RUNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
-    """Configurations to try.
+    """Configurations to try, and costs of steps; without any, acceptance alone is shown.
 
-    Attributes:
+    Replay:
         speculative_config: JSON as for serve; repeatable. Networks need no model unless --model
             measures them. Default: suffix, ngram, and the networks of the trace.
         concurrency: Texts that run at once. Default: they come as they came.
         lengths: Fixed lengths beside the greatest.
-    """
 
-    speculative_config: list[str] | None = None
-    concurrency: int | None = flag(min=1)
-    lengths: str = "1,2,3,5,7"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostOptions:
-    """Costs of steps; without any, acceptance alone is shown.
-
-    Attributes:
+    Cost:
         costs: File with a table of costs.
         model: Directory or hub name of a checkpoint, or embedded: its table is measured on this
             machine, or was before.
     """
 
+    speculative_config: list[str] | None = None
+    concurrency: int | None = flag(min=1)
+    lengths: str = "1,2,3,5,7"
     costs: Path | None = flag(exists=True, dir_okay=False)
     model: str | None = None
 
@@ -78,8 +70,7 @@ def replay(
     trace: Annotated[Path, typer.Argument()],
     *,
     json_: Json = False,
-    ways: ReplayOptions,
-    prices: CostOptions,
+    options: ReplayOptions,
 ) -> None:
     """Score ways to speculate on requests that a server recorded, without its model.
 
@@ -97,31 +88,30 @@ def replay(
     from outdraft.costs.table import read_table
     from outdraft.kernels.choose import AUTO, choose_kernels
     from outdraft.loading.methods import host_proposers
-    from outdraft.planning.replay import RecordedTraffic
     from outdraft.planning.replay_scores import plain_run, recorded_score, score
 
-    if prices.costs is not None and prices.model is not None:
+    if options.costs is not None and options.model is not None:
         raise ConfigError("--costs and --model exclude each other")
     requests, is_whole = read_requests(trace)
     if not is_whole:
         typer.echo(f"note: the last line of {trace} is cut short and left out", err=True)
     kernels = choose_kernels(AUTO, torch.device("cpu"), torch.float32)
-    traffic = RecordedTraffic(requests, ways.concurrency)
-    lengths = numbers(ways.lengths, "--lengths", int)
+    lengths = numbers(options.lengths, "--lengths", int)
     for length in lengths:
         check_whole("--lengths", length, 1, MAX_DRAFTS)
-    table = None if prices.costs is None else read_table(prices.costs, f"--costs {prices.costs}")
-    configs = _configs(requests, ways, prices)  # refused before anything is run
+    table = None if options.costs is None else read_table(options.costs, f"--costs {options.costs}")
+    configs = _configs(requests, options)  # refused before anything is run
     report = {
         "recorded": recorded_score(requests),
-        "concurrency": ways.concurrency,
-        "replayed_cached_tokens": plain_run(traffic, None).cached_tokens,
+        "concurrency": options.concurrency,
+        "replayed_cached_tokens": plain_run(requests, options.concurrency, None).cached_tokens,
         "scores": [
             score(
-                traffic,
+                requests,
+                options.concurrency,
                 config,
                 lambda chosen: host_proposers(chosen.sources, kernels),
-                table if prices.model is None else _measured(prices.model, given),
+                table if options.model is None else _measured(options.model, given),
                 lengths,
             )
             for given, config in configs
@@ -134,7 +124,7 @@ def replay(
 
 
 def _configs(
-    requests: "list[RecordedRequest]", ways: ReplayOptions, prices: CostOptions
+    requests: "list[RecordedRequest]", options: ReplayOptions
 ) -> "list[tuple[dict[str, Any], SpeculationConfig]]":
     """Configurations that were asked for, each as JSON and parsed."""
     from outdraft.config.speculation import NETWORK_SOURCES, OWN_SOURCES, parse_speculative_config
@@ -145,19 +135,19 @@ def _configs(
         return "recorded" if is_named else None
 
     given = [
-        json_object(text, "--speculative-config") for text in ways.speculative_config or ()
-    ] or _defaults(requests, prices)
-    if prices.model == EMBEDDED:
+        json_object(text, "--speculative-config") for text in options.speculative_config or ()
+    ] or _defaults(requests, options)
+    if options.model == EMBEDDED:
         given = [with_embedded_network(one) for one in given]
-    elif prices.model is None:
+    elif options.model is None:
         given = [with_networks(one, any_network) for one in given]
     return [(one, parse_speculative_config(one)) for one in given]
 
 
-def _defaults(requests: "list[RecordedRequest]", prices: CostOptions) -> list[dict[str, Any]]:
+def _defaults(requests: "list[RecordedRequest]", options: ReplayOptions) -> list[dict[str, Any]]:
     from outdraft.planning.recorded_acceptance import recorded_networks
 
-    sources = recorded_networks(requests) if prices.model in (None, EMBEDDED) else []
+    sources = recorded_networks(requests) if options.model in (None, EMBEDDED) else []
     tree = next((one.tree for one in requests if one.tree), None)
     shape = {} if tree is None else {"tree_levels": tree}
     networks = [{"method": str(source), **shape} for source in sources]

@@ -2,8 +2,8 @@
 
 import json
 import os
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,16 +12,29 @@ from tqdm import tqdm
 from outdraft.cli.command import Model, held_out, use_physical_cores
 from outdraft.cli.options import EngineOptions, engine_config, takes_options
 from outdraft.config.engine import SchedulerConfig
-from outdraft.config.fields import check_whole, flag
+from outdraft.config.fields import check_whole
 from outdraft.config.speculation import SpeculationConfig
 from outdraft.core.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SelfTestOptions:
-    """Numbers of texts and of their tokens.
+@takes_options
+def selftest(
+    model: Model = None,
+    *,
+    prompts: int = 8,
+    max_tokens: int = 64,
+    samples: int = 512,
+    sampled_prompts: int | None = None,
+    json_: Annotated[bool, typer.Option("--json")] = False,
+    engine: EngineOptions,
+) -> None:
+    """Check that drafts change nothing but the speed, with your models on your machine.
 
-    Attributes:
+    Greedy texts must be plain decoding's, token by token, and drawn tokens must have the target's
+    distribution. Exits with 1 if not, and says how undecided the target was at the first
+    difference.
+
+    SelfTest:
         prompts: Prompts of the package that are completed greedily.
         max_tokens: Tokens to complete each of them by.
         samples: Texts that are drawn for each of --sampled-prompts, with lengths as configured and
@@ -30,28 +43,11 @@ class SelfTestOptions:
             one.
         json_: Print one JSON object and nothing else.
     """
-
-    prompts: int = 8
-    max_tokens: int = 64
-    samples: int = 512
-    sampled_prompts: int | None = None
-    json_: bool = flag("--json", default=False)
-
-    def __post_init__(self) -> None:
-        check_whole("prompts", self.prompts, 1, 300)
-        check_whole("max_tokens", self.max_tokens, 2)
-        check_whole("samples", self.samples, 100)
-        check_whole("sampled_prompts", self.sampled_prompts, 1, self.prompts, optional=True)
-
-
-@takes_options
-def selftest(model: Model = None, *, options: SelfTestOptions, engine: EngineOptions) -> None:
-    """Check that drafts change nothing but the speed, with your models on your machine.
-
-    Greedy texts must be plain decoding's, token by token, and drawn tokens must have the target's
-    distribution. Exits with 1 if not, and says how undecided the target was at the first
-    difference.
-    """
+    check_whole("prompts", prompts, 1, 300)
+    check_whole("max_tokens", max_tokens, 2)
+    check_whole("samples", samples, 100)
+    num_sampled = min(2, prompts) if sampled_prompts is None else sampled_prompts
+    check_whole("sampled_prompts", num_sampled, 1, prompts)
     config = engine_config(model, engine)
     if not config.speculation.sources:
         raise ConfigError("a self-test needs --speculative-config: it says what drafts")
@@ -59,7 +55,7 @@ def selftest(model: Model = None, *, options: SelfTestOptions, engine: EngineOpt
         raise ConfigError(
             "rejection_sample_method 'lossy_typical' does not promise the target's distribution"
         )
-    texts = [prompt.text for prompt in held_out(options.prompts)]
+    texts = [text for _, text in held_out(prompts)]
     use_physical_cores(os.environ)
     from outdraft.bench.selftest import ALWAYS, SPECULATIVE, self_test
     from outdraft.bench.side_by_side import PLAIN, build_together, share_target
@@ -71,18 +67,10 @@ def selftest(model: Model = None, *, options: SelfTestOptions, engine: EngineOpt
         SPECULATIVE: config,
         ALWAYS: replace(config, speculation=always, seed=config.seed + 1),
     }
-    models = share_target(configs)
-    engines = build_together({name: (configs[name], models[name]) for name in configs})
-    with tqdm(desc="texts", leave=False, disable=True if options.json_ else None) as bar:
-        result = self_test(
-            engines,
-            texts,
-            max_tokens=options.max_tokens,
-            num_samples=options.samples,
-            num_sampled_prompts=options.sampled_prompts or min(2, options.prompts),
-            on_done=bar.update,
-        )
-    if options.json_:
+    engines = build_together(configs, share_target(configs))
+    with tqdm(desc="texts", leave=False, disable=True if json_ else None) as bar:
+        result = self_test(engines, texts, max_tokens, samples, num_sampled, bar.update)
+    if json_:
         typer.echo(json.dumps(result))
     else:
         show(result)

@@ -1,25 +1,24 @@
 """`outdraft serve`: an HTTP server with OpenAI's API, and its flags that are not the engine's."""
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from outdraft.cli.command import Model, engine_environment, num_physical_cores
 from outdraft.cli.options import (
     EngineOptions,
     SchedulerOptions,
-    json_object,
+    engine_config,
     read_config_file,
-    serving_config,
     takes_options,
 )
 from outdraft.config.engine import EngineConfig
-from outdraft.config.fields import flag
+from outdraft.config.fields import flag, json_object, read_text
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.core.process import prepare_openmp
 from outdraft.server.replicas.router import ReplicaPlan
@@ -149,7 +148,7 @@ def serve(
     Args:
         config: TOML file whose keys are names of flags; the command line wins.
     """
-    chosen = serving_config(model, engine, scheduler)
+    chosen = engine_config(model, engine, scheduler)
     from outdraft.cli.serving import run
 
     environ = engine_environment(os.environ)
@@ -158,12 +157,10 @@ def serve(
 
 def replica_plan(
     options: ReplicasOptions,
+    server: ServerOptions,
     config: EngineConfig,
     environ: Mapping[str, str],
-    *,
     has_gpus: bool,
-    log_level: str,
-    drain_timeout_s: float,
 ) -> ReplicaPlan:
     """Make the deployment that Ray Serve is asked for.
 
@@ -197,8 +194,8 @@ def replica_plan(
         num_cpus=num_cpus,
         num_gpus=config.parallel.tensor_parallel_size if on_gpus else 0,
         environ=chosen,
-        log_level=log_level,
-        drain_timeout_s=drain_timeout_s,
+        log_level=server.log_level.upper(),
+        drain_timeout_s=server.drain_timeout,
     )
 
 
@@ -215,10 +212,7 @@ def api_key(options: ServerOptions, environ: Mapping[str, str]) -> str | None:
         source, key = "--api-key", options.api_key
     elif options.api_key_file is not None:
         source = f"--api-key-file {options.api_key_file}"
-        try:
-            key = options.api_key_file.read_text("utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{source} cannot be read: {error}") from None
+        key = read_text(options.api_key_file, source).strip()
     if key == "":
         raise ConfigError(f"{source} is empty: give a key, or none")
     return key
@@ -232,16 +226,12 @@ def listed(values: Iterable[str] | None, flag: str) -> tuple[str, ...]:
     """
     found: list[str] = []
     for value in values or ():
-        if not value.startswith("["):
-            found.append(value)
-            continue
         try:
-            parts: Any = json.loads(value)
-        except ValueError:
-            parts = None
-        if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-            raise ConfigError(f"{flag} must be a text or a JSON list of texts, got {value!r}")
-        found += parts
+            found += msgspec.json.decode(value, type=list[str]) if value[:1] == "[" else [value]
+        except msgspec.MsgspecError:
+            raise ConfigError(
+                f"{flag} must be a text or a JSON list of texts, got {value!r}"
+            ) from None
     return tuple(found)
 
 

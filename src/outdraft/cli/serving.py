@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from socket import socket
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 import msgspec
@@ -122,18 +123,7 @@ def run(
                 )
                 template = _chat_template(info, options, given_template, is_embedded=is_embedded)
                 console.print(f"\nserving {name} at {scheme}://{shown}", style="bold", markup=False)
-                feed, client = live_feed(started, name), started.client
-                launcher = Launcher(
-                    client,
-                    listener,
-                    options.drain_timeout,
-                    feed.close,
-                    options.ssl_certfile,
-                    options.ssl_keyfile,
-                    options.header_timeout,
-                    options.body_timeout,
-                )
-                return await _serve(started, launcher, feed, complete, template)
+                return await _serve(started, listener, options, complete, template)
 
     path = options.record_trace  # refused before anything is loaded
     with nullcontext() if path is None else TraceFile(path, config.speculation) as trace:
@@ -142,12 +132,22 @@ def run(
 
 async def _serve(
     started: Started,
-    launcher: Launcher,
-    feed: LiveFeed,
+    listener: socket,
+    options: ServerOptions,
     settings: ApiSettings,
     template: ChatTemplate | None,
 ) -> int:
-    client = started.client
+    client, feed = started.client, live_feed(started, settings.served_model_names[0])
+    launcher = Launcher(
+        client,
+        listener,
+        options.drain_timeout,
+        feed.close,
+        options.ssl_certfile,
+        options.ssl_keyfile,
+        options.header_timeout,
+        options.body_timeout,
+    )
     context = ApiContext(client, client.inputs, template, settings, lambda: launcher.is_draining)
     app = create_app(context, [metrics_router(started.total.registry), dashboard_router(feed)])
     traffic = asyncio.create_task(TrafficLog(started.each).run())
@@ -205,14 +205,7 @@ async def several_engines(
     from outdraft.server.replicas.switchboard import Switchboard
 
     host = connect(replicas.ray_address)
-    plan = replica_plan(
-        replicas,
-        config,
-        environ,
-        has_gpus=has_gpus(),
-        log_level=options.log_level.upper(),
-        drain_timeout_s=options.drain_timeout,
-    )
+    plan = replica_plan(replicas, options, config, environ, has_gpus())
     metrics = ReplicaMetrics(name)
     board = Switchboard(host, replicas.replica_port, replicas.replica_timeout)
 

@@ -20,7 +20,7 @@ from outdraft.cli.options import (
     with_embedded_network,
 )
 from outdraft.config.benchmarks import PROBE_LENGTH, Dataset
-from outdraft.config.fields import check_whole, flag
+from outdraft.config.fields import check_choice, check_whole, flag
 from outdraft.config.speculation import NETWORK_SOURCES
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
@@ -73,28 +73,29 @@ def tune(
     tried = candidates(drafters(model, options.draft or ()))
     complete = with_embedded_network if model is None else dict[str, Any]
     use_physical_cores(os.environ)
-    from outdraft.bench.side_by_side import PLAIN, variants
-    from outdraft.bench.sweep import SweepPlan
-    from outdraft.bench.tune import buildable, race
+    from outdraft.bench.side_by_side import PLAIN, share_target, variants
+    from outdraft.bench.sweep import Sweep
+    from outdraft.bench.tune import race
     from outdraft.bench.workloads import load_requests
-    from outdraft.core.sampling import SamplingParams
     from outdraft.kernels.choose import machine_limits
 
-    plan = SweepPlan(
-        levels=levels,
-        least_requests=REQUESTS,
-        min_rounds=min(2, options.rounds),
-        max_rounds=options.rounds,
-    )
     speculation = {name: complete(values) for name, values in tried.items()}
     configs = variants(base, {PLAIN: None} | speculation)
-    models, left_out = buildable(configs)
-    configs = {name: configs[name] for name in models}
-    tokenizer = models[PLAIN].tokenizer
-    requests = load_requests(dataset, plan.num_prompts, engine.seed or 0, tokenizer)
-    params = SamplingParams(temperature=options.temperature, ignore_eos=True, detokenize=False)
+    left_out: dict[str, str] = {}
+    models = share_target(configs, left_out)
     with progress("runs", unit="run") as bar:
-        results = race(configs, models, requests, plan, params, lambda name: bar.update())
+        plan = Sweep(
+            configs={name: configs[name] for name in models},
+            models=models,
+            temperature=options.temperature,
+            levels=levels,
+            least_requests=REQUESTS,
+            min_rounds=min(2, options.rounds),
+            max_rounds=options.rounds,
+            on_run=lambda name: bar.update(),
+        )
+        tokenizer = models[PLAIN].tokenizer
+        results = race(plan, load_requests(dataset, plan.num_prompts, engine.seed or 0, tokenizer))
     target = models[PLAIN].target
     limits = machine_limits(target.dtype) if target.device.type == "cpu" else None
     ridge = limits[1] / limits[0] if limits is not None else None
@@ -119,10 +120,7 @@ def drafters(model: str | None, given: Sequence[str]) -> dict[str, str | None]:
         method, path = (before, after) if separator else ("draft_model", text)
         if text == DraftSource.MTP:
             method, path = text, None
-        if method not in methods:
-            raise ConfigError(
-                f"--draft METHOD= must be one of {', '.join(methods)}, got {method!r}"
-            )
+        check_choice("--draft METHOD=", method, methods)
         if method in found:
             raise ConfigError(f"--draft names two drafters of method {method!r}")
         found[method] = path

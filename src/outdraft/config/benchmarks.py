@@ -3,8 +3,9 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, ClassVar
 
-from outdraft.config.fields import check_choice, flag
+from outdraft.config.fields import check_choice, check_fields, flag, json_object
 from outdraft.core.errors import ConfigError
 
 DATASETS = ("embedded", "custom", "sharegpt", "random")
@@ -26,11 +27,12 @@ class Dataset:
 
     name: str = flag("--dataset-name", default="embedded")
     path: Path | None = flag("--dataset-path")
-    input_len: int = 1024
-    output_len: int | None = None
+    input_len: Annotated[int, 1] = 1024
+    output_len: Annotated[int | None, 1] = None
     range_ratio: float = flag("--random-range-ratio", default=0.0)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_choice("dataset_name", self.name, DATASETS)
         needs_path = self.name in ("custom", "sharegpt")
         if needs_path != (self.path is not None):
@@ -38,8 +40,50 @@ class Dataset:
             raise ConfigError(f"dataset {self.name!r} {need} --dataset-path")
         if not 0 <= self.range_ratio < 1:
             raise ConfigError(f"range_ratio must be in [0, 1), got {self.range_ratio}")
-        if self.input_len < 1 or (self.output_len is not None and self.output_len < 1):
-            raise ConfigError("input_len and output_len must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """The server that is asked; names as in vLLM.
+
+    Attributes:
+        base_url: Default: http://HOST:PORT.
+        endpoint: /v1/completions or /v1/chat/completions.
+        model: Default: the server's first one.
+        header: Sent along; repeatable.
+        temperature: 0 is greedy; default: the server's own.
+        ignore_eos: Go on after the end; random prompts always do.
+        extra_body: JSON object of more fields: '{"speculation": {"enabled": false}}'.
+    """
+
+    PANEL: ClassVar = "Server"  # of help
+    base_url: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    endpoint: str = "/v1/completions"
+    model: str | None = None
+    header: list[str] | None = flag(metavar="KEY=VALUE")
+    temperature: float | None = None
+    ignore_eos: bool = flag("--ignore-eos", default=False)
+    extra_body: str | None = None
+
+    def __post_init__(self) -> None:
+        if any("=" not in text for text in self.header or ()):
+            raise ConfigError("--header must be KEY=VALUE")
+        if not self.endpoint.rstrip("/").endswith("completions"):
+            routes = "/v1/completions or /v1/chat/completions"
+            raise ConfigError(f"--endpoint must be {routes}, got {self.endpoint!r}")
+        if self.extra_body is not None:
+            json_object(self.extra_body, "--extra-body")
+
+    @property
+    def url(self) -> str:
+        return (self.base_url or f"http://{self.host}:{self.port}").rstrip("/")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        pairs = [text.partition("=") for text in self.header or ()]
+        return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,16 +100,17 @@ class TrafficPlan:
 
     request_rate: float = math.inf
     burstiness: float = 1.0
-    max_concurrency: int | None = None
-    num_warmups: int = 0
+    max_concurrency: Annotated[int | None, 1] = None
+    num_warmups: Annotated[int, 0] = 0
     seed: int = flag(default=0, min=0)
 
     def __post_init__(self) -> None:
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise ConfigError(f"max_concurrency must be at least 1, got {self.max_concurrency}")
-        if self.num_warmups < 0:
-            raise ConfigError(f"num_warmups must not be negative, got {self.num_warmups}")
-        check_rates(self.request_rate, self.burstiness)
+        check_fields(self)
+        if not self.request_rate > 0 or not self.burstiness > 0:  # also for NaN
+            raise ConfigError(
+                "request_rate and burstiness must be above 0, got "
+                f"{self.request_rate} and {self.burstiness}"
+            )
 
     @property
     def is_closed_loop(self) -> bool:
@@ -80,22 +125,13 @@ class LatencyPlan:
     again, and a user's next batch is another one.
     """
 
-    batch_size: int = 1
-    num_iters_warmup: int = 2
-    num_iters: int = 10
+    batch_size: Annotated[int, 1] = 1
+    num_iters_warmup: Annotated[int, 0] = 2
+    num_iters: Annotated[int, 1] = 10
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.num_iters < 1 or self.num_iters_warmup < 0:
-            raise ConfigError("batch_size and num_iters must be at least 1, num_iters_warmup 0")
+        check_fields(self)
 
     @property
     def num_requests(self) -> int:
         return self.batch_size * (self.num_iters_warmup + self.num_iters)
-
-
-def check_rates(request_rate: float, burstiness: float) -> None:
-    """Raise ConfigError unless requests can arrive like that."""
-    if not request_rate > 0 or not burstiness > 0:  # also for NaN
-        raise ConfigError(
-            f"request_rate and burstiness must be above 0, got {request_rate} and {burstiness}"
-        )

@@ -2,16 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Annotated, Any
 
-from outdraft.config.fields import (
-    check_choice,
-    check_number,
-    check_path,
-    check_truth,
-    check_whole,
-    parse_bytes,
-)
+from outdraft.config.fields import check_fields, check_path, parse_bytes
 from outdraft.config.speculation import SpeculationConfig, parse_speculative_config
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError, did_you_mean
@@ -41,21 +34,16 @@ class CacheConfig:
         num_blocks: overrides the memory settings.
     """
 
-    block_size: int = 16
-    kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float | None = None
-    num_blocks: int | None = None
+    block_size: Annotated[int, 1] = 16
+    kv_cache_memory_bytes: Annotated[int | None, 1] = None
+    gpu_memory_utilization: Annotated[float | None, 0, 1] = None
+    num_blocks: Annotated[int | None, 1] = None
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        check_whole("block_size", self.block_size, 1)
-        check_truth("enable_prefix_caching", self.enable_prefix_caching)
-        if self.gpu_memory_utilization is not None:
-            check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1)
-            if self.gpu_memory_utilization == 0:
-                raise ConfigError("gpu_memory_utilization must be above 0")
-        for name in ("kv_cache_memory_bytes", "num_blocks"):
-            check_whole(name, getattr(self, name), 1, optional=True)
+        check_fields(self)
+        if self.gpu_memory_utilization == 0:
+            raise ConfigError("gpu_memory_utilization must be above 0")
 
     @property
     def has_size(self) -> bool:
@@ -68,20 +56,19 @@ class CacheConfig:
 class SchedulerConfig:
     """Limits of requests and rows."""
 
-    max_num_seqs: int = 64  # running requests
-    max_num_batched_tokens: int = 2048  # rows of one step: prompt chunks, roots and drafts
-    max_waiting: int = 4096  # queued requests
-    policy: Literal["fcfs", "priority"] = "fcfs"
+    max_num_seqs: Annotated[int, 1] = 64  # running requests
+    # rows of one step: prompt chunks, roots and drafts
+    max_num_batched_tokens: Annotated[int, 1] = 2048
+    max_waiting: Annotated[int, 1] = 4096  # queued requests
+    scheduling_policy: Annotated[str, POLICIES] = "fcfs"
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting"):
-            check_whole(name, getattr(self, name), 1)
+        check_fields(self)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): every running request needs one row a step"
             )
-        check_choice("scheduling_policy", self.policy, POLICIES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,29 +87,23 @@ class ParallelConfig:
             Costs a few small messages and the overlap of steps; to find faults with.
     """
 
-    tensor_parallel_size: int = 1
-    distributed_executor_backend: str = "mp"
-    rank_timeout_s: float = 10.0
+    tensor_parallel_size: Annotated[int, 1, MOST_RANKS] = 1
+    distributed_executor_backend: Annotated[str, BACKENDS] = "mp"
+    rank_timeout_s: Annotated[float, 0.1, MOST_TIMEOUT_S] = 10.0
     check_ranks: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("distributed_executor_backend", self.distributed_executor_backend, BACKENDS)
-        check_whole("tensor_parallel_size", self.tensor_parallel_size, 1, MOST_RANKS)
+        check_fields(self)
         if self.distributed_executor_backend == "ray" and self.tensor_parallel_size == 1:
             raise ConfigError(
                 "distributed_executor_backend ray needs tensor_parallel_size above 1: there is no "
                 "other rank to start"
             )
-        check_number("rank_timeout_s", self.rank_timeout_s, 0.1, MOST_TIMEOUT_S)
-        check_truth("check_ranks", self.check_ranks)
 
     @property
     def has_ranks(self) -> bool:
         """True if other processes compute, too."""
         return self.tensor_parallel_size > 1
-
-
-_VLLM_NAMES = {"scheduling_policy": "policy"}  # of options that a part here calls by less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,18 +141,18 @@ class EngineConfig:
     model: str
     tokenizer: str | None = None
     revision: str | None = None
-    load_format: str = "auto"
-    model_impl: str = "auto"
+    load_format: Annotated[str, LOAD_FORMATS] = "auto"
+    model_impl: Annotated[str, MODEL_IMPLS] = "auto"
     generation_config: str = "auto"
     enforce_eager: bool = False
-    dtype: str = "auto"
+    dtype: Annotated[str, DTYPES] = "auto"
     device: str = "auto"
-    max_model_len: int | None = None
-    seed: int = 0
+    max_model_len: Annotated[int | None, 2] = None
+    seed: Annotated[int, 0] = 0
     kernels: str = "auto"
     cost_table: str = "auto"
-    quantization: str | None = None
-    activation_dtype: str = "auto"
+    quantization: Annotated[str | None, QUANTIZATIONS] = None
+    activation_dtype: Annotated[str, ACTIVATION_DTYPES] = "auto"
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
@@ -179,15 +160,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_path("model", self.model)
-        check_path("tokenizer", self.tokenizer, optional=True)
-        check_choice("dtype", self.dtype, DTYPES)
-        check_choice("load_format", self.load_format, LOAD_FORMATS)
-        check_choice("model_impl", self.model_impl, MODEL_IMPLS)
-        check_choice("quantization", self.quantization, QUANTIZATIONS, optional=True)
-        check_choice("activation_dtype", self.activation_dtype, ACTIVATION_DTYPES)
-        check_truth("enforce_eager", self.enforce_eager)
-        check_whole("max_model_len", self.max_model_len, 2, optional=True)
-        check_whole("seed", self.seed, 0)
+        if self.tokenizer is not None:
+            check_path("tokenizer", self.tokenizer)
+        check_fields(self)
         self._check_ranks()
 
     @property
@@ -212,16 +187,13 @@ class EngineConfig:
         own = {f.name for f in fields(cls)} - {*kinds, "speculation"}
         chosen: dict[str, Any] = {}
         parts: dict[str, dict[str, Any]] = {part: {} for part in kinds}
-        for given, value in options.items():
-            name = _VLLM_NAMES.get(given, given)
+        for name, value in options.items():
             if name not in own and name not in owner:
-                known = {*own, *owner, *_VLLM_NAMES, "speculative_config"}
+                known = {*own, *owner, "speculative_config"}
                 raise ConfigError(f"unknown option {name!r}: {did_you_mean(name, known)}")
             if name == "kv_cache_memory_bytes" and isinstance(value, str):
                 value = parse_bytes(value)
             values = chosen if name in own else parts[owner[name]]
-            if name in values:
-                raise ConfigError(f"{name!r} has two names, and both were given: use one of them")
             values[name] = value
         chosen |= {part: kind(**parts[part]) for part, kind in kinds.items()}
         return cls(**chosen, speculation=parse_speculative_config(speculative_config))

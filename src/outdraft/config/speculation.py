@@ -3,27 +3,17 @@
 Its JSON has vLLM's keys, so that a configuration can be carried over.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from outdraft.config.fields import check_choice, check_number, check_truth, check_whole
+from outdraft.config.fields import check_choice, check_fields, check_whole
 from outdraft.core.draft import MAX_DRAFTS, DraftSource, TreeShape
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.core.weights import QUANTIZATIONS
 
-NETWORK_SOURCES = (
-    DraftSource.MODEL,
-    DraftSource.EAGLE,
-    DraftSource.EAGLE3,
-    DraftSource.MEDUSA,
-    DraftSource.MLP,
-    DraftSource.DFLASH,
-    DraftSource.DSPARK,
-    DraftSource.MTP,
-    DraftSource.SELF,
-)
+HOST_SOURCES = (DraftSource.PREDICTION, DraftSource.SUFFIX, DraftSource.NGRAM)
+NETWORK_SOURCES = tuple(source for source in DraftSource if source not in HOST_SOURCES)
 OWN_SOURCES = (DraftSource.MTP, DraftSource.SELF)  # weights of the target's own checkpoint
 HEAD_SOURCES = (DraftSource.MEDUSA, DraftSource.MLP)
 BLOCK_SOURCES = (DraftSource.DFLASH, DraftSource.DSPARK)
@@ -33,23 +23,20 @@ MOST_OF_NETWORK, MOST_OF_NGRAM = 7, 10  # drafts a step, where "auto" chooses
 POSTERIOR_THRESHOLD, POSTERIOR_ALPHA = 0.09, 0.3  # Medusa's own
 
 RejectionMethod = Literal["block", "token", "drafter_invariant", "lossy_typical"]
-DraftSampleMethod = Literal["probabilistic", "greedy"]
-Control = Literal["adaptive", "fixed"]
+Branching = Annotated[int, 1, MAX_DRAFTS]  # most continuations of one context; 1: chains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NgramConfig:
     """Prompt lookup: copy what followed the last occurrence of the text's newest n tokens."""
 
-    prompt_lookup_min: int = 2  # tokens
-    prompt_lookup_max: int = 5  # tokens
-    branching: int = 1  # most continuations of one context; 1: chains
+    prompt_lookup_min: Annotated[int, 1] = 2  # tokens
+    prompt_lookup_max: Annotated[int, 1] = 5  # tokens
+    branching: Branching = 1
     source: DraftSource = field(default=DraftSource.NGRAM, init=False)
 
     def __post_init__(self) -> None:
-        for name in ("prompt_lookup_min", "prompt_lookup_max"):
-            check_whole(name, getattr(self, name), 1)
-        check_whole("branching", self.branching, 1, MAX_DRAFTS)
+        check_fields(self)
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 "prompt_lookup_min must not exceed prompt_lookup_max, got "
@@ -62,21 +49,15 @@ class NgramConfig:
 class SuffixConfig:
     """Suffix decoding (arXiv 2411.04975): frequent continuations in this and earlier texts."""
 
-    suffix_decoding_max_tree_depth: int = 24  # tokens
-    suffix_decoding_max_cached_requests: int = 1000  # finished requests, 0: none
-    suffix_decoding_max_spec_factor: float = 1.0  # drafts per matched token
-    suffix_decoding_min_token_prob: float = 0.1
-    branching: int = 1  # most continuations of one context; 1: chains
+    suffix_decoding_max_tree_depth: Annotated[int, 2] = 24  # tokens
+    suffix_decoding_max_cached_requests: Annotated[int, 0] = 1000  # finished requests, 0: none
+    suffix_decoding_max_spec_factor: Annotated[float, 0] = 1.0  # drafts per matched token
+    suffix_decoding_min_token_prob: Annotated[float, 0, 1] = 0.1
+    branching: Branching = 1
     source: DraftSource = field(default=DraftSource.SUFFIX, init=False)
 
     def __post_init__(self) -> None:
-        for name, low in (("max_tree_depth", 2), ("max_cached_requests", 0)):
-            option = f"suffix_decoding_{name}"
-            check_whole(option, getattr(self, option), low)
-        for name, high in (("max_spec_factor", math.inf), ("min_token_prob", 1)):
-            option = f"suffix_decoding_{name}"
-            check_number(option, getattr(self, option), 0, high)
-        check_whole("branching", self.branching, 1, MAX_DRAFTS)
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,27 +87,21 @@ class DraftNetworkConfig:
 
     model: str = ""
     source: DraftSource = DraftSource.MODEL
-    max_model_len: int | None = None
-    draft_sample_method: DraftSampleMethod = "probabilistic"
+    max_model_len: Annotated[int | None, 1] = None
+    draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
     parallel_drafting: bool = False
-    min_vocabulary_overlap: float = 0.1
-    quantization: str | None = None
-    kv_budget: int | None = None
-    draft_tensor_parallel_size: int = 1
+    min_vocabulary_overlap: Annotated[float, 0, 1] = 0.1
+    quantization: Annotated[str | None, QUANTIZATIONS] = None
+    kv_budget: Annotated[int | None, 1] = None
+    draft_tensor_parallel_size: Annotated[int, 1] = 1
     tree: TreeShape | None = None
 
     def __post_init__(self) -> None:
         check_choice("method", self.source, NETWORK_SOURCES)
-        check_whole("draft_tensor_parallel_size", self.draft_tensor_parallel_size, 1)
+        check_fields(self)
         if not isinstance(self.model, str):
             raise ConfigError(f"model must be a directory or a name, got {self.model!r}")
-        check_whole("kv_budget", self.kv_budget, 1, optional=True)
         self._check_who_drafts()
-        check_truth("parallel_drafting", self.parallel_drafting)
-        check_whole("max_model_len", self.max_model_len, 1, optional=True)
-        check_choice("quantization", self.quantization, QUANTIZATIONS, optional=True)
-        check_choice("draft_sample_method", self.draft_sample_method, get_args(DraftSampleMethod))
-        check_number("min_vocabulary_overlap", self.min_vocabulary_overlap, 0, 1)
         if self.parallel_drafting and self.source not in PARALLEL_SOURCES:
             raise ConfigError(
                 "parallel_drafting is for draft_model and eagle3; "
@@ -186,27 +161,22 @@ class SpeculationConfig:
 
     sources: tuple[SourceConfig, ...] = ()
     num_speculative_tokens: int | Literal["auto"] = AUTO
-    control: Control = "adaptive"
+    control: Literal["adaptive", "fixed"] = "adaptive"
     rejection_sample_method: RejectionMethod = "block"
-    posterior_threshold: float = POSTERIOR_THRESHOLD
-    posterior_alpha: float = POSTERIOR_ALPHA
-    disable_by_batch_size: int | None = None
+    posterior_threshold: Annotated[float, 1e-6, 1] = POSTERIOR_THRESHOLD
+    posterior_alpha: Annotated[float, 1e-6, 1] = POSTERIOR_ALPHA
+    disable_by_batch_size: Annotated[int | None, 1] = None
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens != AUTO:
             check_whole("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFTS)
-        check_choice("control", self.control, get_args(Control))
-        method, methods = self.rejection_sample_method, get_args(RejectionMethod)
-        check_choice("rejection_sample_method", method, methods)
-        for name in ("posterior_threshold", "posterior_alpha"):
-            check_number(name, getattr(self, name), 1e-6, 1)
+        check_fields(self)
         bounds = self.posterior_threshold, self.posterior_alpha
         if self.is_lossless and bounds != (POSTERIOR_THRESHOLD, POSTERIOR_ALPHA):
             raise ConfigError(
                 "posterior_threshold and posterior_alpha have a meaning for "
                 "rejection_sample_method='lossy_typical' only"
             )
-        check_whole("disable_by_batch_size", self.disable_by_batch_size, 1, optional=True)
         if twice := [source for source in self.methods if self.methods.count(source) > 1]:
             raise ConfigError(f"sources names {twice[0]} twice")
         networks = [s.source for s in self.sources if isinstance(s, DraftNetworkConfig)]
@@ -262,15 +232,9 @@ def _options(kind: type) -> tuple[str, ...]:
 
 _NGRAM_KEYS = _options(NgramConfig)
 _SUFFIX_KEYS = _options(SuffixConfig)
-_NETWORK_KEYS = (
-    "model",
-    "max_model_len",
-    "draft_sample_method",
-    "quantization",
-    "draft_tensor_parallel_size",
-    "tree_levels",
-)
 _MODEL_KEYS = (*_options(DraftNetworkConfig), "tree_levels")
+_OF_MODELS_ONLY = ("parallel_drafting", "min_vocabulary_overlap")
+_NETWORK_KEYS = tuple(key for key in _MODEL_KEYS if key not in _OF_MODELS_ONLY)
 _SELF_KEYS = ("quantization", "kv_budget", "max_model_len", "draft_sample_method", "tree_levels")
 _COMMON_KEYS = _options(SpeculationConfig)
 _KEYS_OF_METHOD = dict.fromkeys(METHODS, _NETWORK_KEYS) | {
@@ -297,16 +261,17 @@ def parse_speculative_config(values: Mapping[str, Any] | None) -> SpeculationCon
         return SpeculationConfig()
     if not isinstance(values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers'
         raise ConfigError(f"speculative_config must be an object or null, got {values!r:.80}")
-    given = _known(values)
-    method = _method(given)
-    _check_keys(given, method, (*_COMMON_KEYS, *_KEYS_OF_METHOD[method]))
+    method, given = _read(values, _COMMON_KEYS)
     common = _chosen(given, _COMMON_KEYS)
     sources = _listed(given) if "sources" in given else _sources(method, given)
     return SpeculationConfig(sources=sources, **common)
 
 
-def _known(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values by their names in Python; null stands for the default."""
+def _read(values: Mapping[str, Any], more: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
+    """The method, and the values by their names in Python; null stands for the default.
+
+    more: keys that are allowed beside those of the method.
+    """
     known = {"method", *_COMMON_KEYS, *_KEYS_OF_METHOD["combined"], *_SELF_KEYS}
     given: dict[str, Any] = {}
     for written, value in values.items():
@@ -315,11 +280,6 @@ def _known(values: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"unknown speculative_config key {key!r}: {did_you_mean(key, known)}")
         if value is not None:
             given[key] = value
-    return given
-
-
-def _method(given: dict[str, Any]) -> str:
-    """Taken out of `given`."""
     fallback = "draft_model" if "model" in given else "combined" if "sources" in given else None
     method = given.pop("method", fallback)
     if method is None:
@@ -327,7 +287,8 @@ def _method(given: dict[str, Any]) -> str:
     if isinstance(method, str):
         method = _OTHER_NAMES.get(method, method)
     check_choice("method", method, METHODS)
-    return method
+    _check_keys(given, method, (*more, *_KEYS_OF_METHOD[method]))
+    return method, given
 
 
 def _check_keys(given: Mapping[str, Any], method: str, allowed: Sequence[str]) -> None:
@@ -348,11 +309,9 @@ def _listed(given: Mapping[str, Any]) -> tuple[SourceConfig, ...]:
     for entry in listed:
         if not isinstance(entry, Mapping):
             raise ConfigError(f"sources must be a list of objects with a method, got {entry!r}")
-        own = _known(entry)
-        method = _method(own)
+        method, own = _read(entry)
         if method == "combined":
             raise ConfigError("sources must not hold another combination")
-        _check_keys(own, method, _KEYS_OF_METHOD[method])
         sources += _sources(method, own)
     return tuple(sources)
 

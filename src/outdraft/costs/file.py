@@ -54,14 +54,17 @@ class CostFile:
             return None
 
     def write(self, table: CostTable) -> None:
-        """Replace the file at once; readers see the old one or the new one."""
+        """Replace the file at once; readers see the old one or the new one. Of all files those stay
+        that were written last."""
         content = {"key": self._key, "table": json.loads(table.to_json())}
         temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
             temporary.replace(self.path)
-            _forget_old(self.path.parent)
+            files = self.path.parent.glob("costs-*.json")
+            for file in sorted(files, key=lambda file: file.stat().st_mtime_ns)[:-MOST_FILES]:
+                file.unlink(missing_ok=True)
         except OSError as error:
             _logger.warning("measured costs are not kept: %s", error)
 
@@ -74,13 +77,6 @@ class CostFile:
         )
         with contextlib.suppress(OSError):
             self.path.unlink()
-
-
-def _forget_old(folder: Path) -> None:
-    """Keep the files that were written last."""
-    files = sorted(folder.glob("costs-*.json"), key=lambda file: file.stat().st_mtime_ns)
-    for file in files[:-MOST_FILES]:
-        file.unlink(missing_ok=True)
 
 
 def default_folder() -> Path:
@@ -99,6 +95,7 @@ def digest(key: Mapping[str, Any]) -> str:
 
 def target_key(config: EngineConfig, models: LoadedModels, max_model_len: int) -> Key:
     """Everything that the costs of the target and the host depend on."""
+    device = models.device
     return {
         "format": FORMAT,
         "outdraft": installed_version("outdraft"),
@@ -108,7 +105,7 @@ def target_key(config: EngineConfig, models: LoadedModels, max_model_len: int) -
         "numbers": models.target.numbers,
         "kernels": models.kernels.name,
         "activation_dtype": config.activation_dtype,
-        "device": device_name(models.device),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
         "ranks": models.ranks.target.size,
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
@@ -137,9 +134,3 @@ def identity(path: Path) -> list[tuple[str, int, int]]:
         files = open_gguf(path).files
     stats = [(file.name, file.stat()) for file in files]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return processor()

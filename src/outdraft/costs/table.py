@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from outdraft.config.engine import EngineConfig
+from outdraft.config.fields import read_text
 from outdraft.control.costs import CostTable, DrafterCost
 from outdraft.control.roofline import ROWS, MachineLimits, PassSize, prior_table
 from outdraft.core.errors import ConfigError
@@ -103,14 +104,11 @@ def _measured(
         counts, share = request_counts(steps), 1 - DRAFTER_SHARE if prior.drafters else 1.0
         found = measure(steps, target_steps(counts), prior.target, share * budget_s)
         table = replace(fitted_target(found, counts, steps.num_long, prior), drafters={})
-    for name in prior.drafters:  # one at most
-        network = config.speculation.network
-        assert network is not None
+    proposer, loaded, network = runner.proposer, models.drafter, config.speculation.network
+    if proposer is not None and loaded is not None and network is not None:
+        name = str(proposer.drafter.source)
         kept_as = f"{name}-{digest(drafter_key(network))}"
         if kept_as not in table.drafters:
-            proposer, loaded = runner.proposer, models.drafter
-            assert proposer is not None
-            assert loaded is not None
             steps, depth = _dummy_steps(config, models, runner), min(DEPTH, proposer.max_chain)
             counts, reads_texts = request_counts(steps), loaded.layers is not None
             wanted = drafter_steps(
@@ -149,10 +147,9 @@ def read_table(path: Path, name: str) -> CostTable:
     Raises:
         ConfigError: the file cannot be read, or holds no table.
     """
+    text = read_text(path, name)
     try:
-        return CostTable.from_json(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name} cannot be read: {error}") from error
+        return CostTable.from_json(text)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
 

@@ -5,8 +5,9 @@ with a range and where it comes from. No constant belongs to a model or to a car
 """
 
 import json
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,22 +19,28 @@ _GB = 1e9
 _MEGA = 1e6
 
 
-@dataclass(frozen=True, slots=True)
-class Card:
-    """One card, or one socket.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Cards of one kind, or sockets, that compute together, and the link that all-reduces travel
+    over.
 
     Attributes:
+        bandwidth: bytes a second that a card reads.
+        memory_bytes: of a card.
         peaks: operations a second by dtype.
-        buses: bytes a second in one direction, by the name of the bus.
         ranges: (lowest, highest) of each constant by its name. The constants say what is reached of
             the peaks, and what no peak explains, in us; data/hardware.json explains each.
+        graphs: "full", "piecewise" (attention outside) or "none".
+        shared_bandwidth: bytes a second, as a card's, of a memory that all cards share: ranks on
+            one CPU. None: each card has its own.
+        link: its name; None: there is one card.
+        link_bandwidth: bytes a second in one direction.
     """
 
     title: str
     bandwidth: float
     memory_bytes: float
     peaks: dict[str, float]
-    buses: dict[str, float]
     ranges: dict[str, tuple[float, float]]
     bandwidth_efficiency: float
     compute_efficiency: float
@@ -44,62 +51,40 @@ class Card:
     request_us: float
     draft_us: float
     communication_factor: float
-
-    def peak(self, dtype: str) -> float:
-        """Operations a second in a dtype of weights; those without one are computed in bf16."""
-        return self.peaks.get(dtype, self.peaks["bf16"])
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """A link between cards that all-reduces travel over; bandwidth in bytes a second."""
-
-    name: str
-    bandwidth: float
-    latency_s: float
-    latency_s_per_card: float
+    num_cards: int = 1
+    graphs: str = "full"
+    shared_bandwidth: float | None = None
+    link: str | None = None
+    link_bandwidth: float = 0.0
+    link_latency_s: float = 0.0
+    link_latency_s_per_card: float = 0.0
 
     def all_reduce_s(self, num_bytes: Any, num_cards: int) -> Any:
         """Seconds for `num_bytes` of each card, a ring's volume; `num_bytes` may be an array."""
-        latency_s = self.latency_s + (num_cards - 2) * self.latency_s_per_card
-        return latency_s + 2 * (num_cards - 1) / num_cards * num_bytes / self.bandwidth
+        latency_s = self.link_latency_s + (num_cards - 2) * self.link_latency_s_per_card
+        return latency_s + 2 * (num_cards - 1) / num_cards * num_bytes / self.link_bandwidth
 
+    def operations_per_s(self, dtype: str) -> float:
+        """Operations a second in a dtype of weights; those without one are computed in bf16."""
+        return self.peaks.get(dtype, self.peaks["bf16"]) * self.compute_efficiency
 
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """Cards of one kind that compute together; the link is None where there is one card.
-
-    Attributes:
-        graphs: "full", "piecewise" (attention outside) or "none".
-        shared_bandwidth: bytes a second, as a card's, of a memory that all cards share: ranks on
-            one CPU. None: each card has its own.
-    """
-
-    card: Card
-    num_cards: int
-    link: Link | None
-    graphs: str = "full"
-    shared_bandwidth: float | None = None
-
-    def bandwidth(self, num_busy: int) -> float:
+    def bytes_per_s(self, num_busy: int) -> float:
         """Bytes a second that each of `num_busy` cards reads while all of them read."""
-        reached = self.card.bandwidth_efficiency
-        if self.shared_bandwidth is None:
-            return self.card.bandwidth * reached
-        return min(self.card.bandwidth, self.shared_bandwidth / num_busy) * reached
+        shared = math.inf if self.shared_bandwidth is None else self.shared_bandwidth / num_busy
+        return min(self.bandwidth, shared) * self.bandwidth_efficiency
 
     @property
     def launch_s(self) -> float:
         """Seconds for the host to launch a layer: graphs are replayed without it."""
-        return self.card.launch_us / _MEGA if self.graphs == "none" else 0.0
+        return self.launch_us / _MEGA if self.graphs == "none" else 0.0
 
     @property
     def begin_s(self) -> float:
         """Seconds for the kernels of a layer of a graph to begin and to end."""
         if self.graphs == "none":
             return 0.0
-        broken_us = self.card.graph_break_us if self.graphs == "piecewise" else 0.0
-        return (self.card.layer_us + broken_us) / _MEGA
+        broken_us = self.graph_break_us if self.graphs == "piecewise" else 0.0
+        return (self.layer_us + broken_us) / _MEGA
 
 
 def find_hardware(text: str, interconnect: str | None = None, graphs: str = "full") -> Hardware:
@@ -128,13 +113,23 @@ def find_hardware(text: str, interconnect: str | None = None, graphs: str = "ful
         if name not in data["cards"]:
             raise ConfigError(f"unknown hardware {name!r}: {did_you_mean(name, data['cards'])}")
         raw = data["cards"][name]
-    card = _card(name, raw, data["constants"])
-    if interconnect is None:
-        usual = "pcie" if raw.get("has_peer_access", True) else "pcie-no-p2p"
-        interconnect = "nvlink" if "nvlink_gb_s" in card.buses else usual
-        if count == 1:
-            return Hardware(card, count, None, graphs)
-    return Hardware(card, count, _link(interconnect, card, data["links"]), graphs)
+    try:
+        ranges = data["constants"][raw["kind"]]
+        hardware = Hardware(
+            title=raw.get("title", name),
+            bandwidth=raw["memory_gb_s"] * _GB,
+            memory_bytes=raw["memory_gib"] * 2**30,
+            peaks={dtype: value * 1e12 for dtype, value in raw["tflops"].items()},
+            ranges={key: (one["low"], one["high"]) for key, one in ranges.items()},
+            **{key: one["value"] for key, one in ranges.items()},
+            num_cards=count,
+            graphs=graphs,
+        )
+        if interconnect is None and count == 1:
+            return hardware
+        return _linked(hardware, interconnect, raw, data["links"])
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{name}: no description of a card: {error!r}") from error
 
 
 def hardware_data() -> dict[str, Any]:
@@ -142,33 +137,23 @@ def hardware_data() -> dict[str, Any]:
     return json.loads(files("outdraft.planning").joinpath("data/hardware.json").read_text("utf-8"))
 
 
-def _card(name: str, raw: dict[str, Any], constants: dict[str, Any]) -> Card:
-    try:
-        ranges = constants[raw["kind"]]
-        return Card(
-            title=raw.get("title", name),
-            bandwidth=raw["memory_gb_s"] * _GB,
-            memory_bytes=raw["memory_gib"] * 2**30,
-            peaks={dtype: value * 1e12 for dtype, value in raw["tflops"].items()},
-            buses={bus: raw[bus] * _GB for bus in ("nvlink_gb_s", "pcie_gb_s") if bus in raw},
-            ranges={key: (one["low"], one["high"]) for key, one in ranges.items()},
-            **{key: one["value"] for key, one in ranges.items()},
-        )
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"{name}: no description of a card: {error!r}") from error
-
-
-def _link(name: str, card: Card, links: dict[str, Any]) -> Link:
+def _linked(
+    hardware: Hardware, name: str | None, card: dict[str, Any], links: dict[str, Any]
+) -> Hardware:
+    if name is None:
+        usual = "pcie" if card.get("has_peer_access", True) else "pcie-no-p2p"
+        name = "nvlink" if "nvlink_gb_s" in card else usual
     name = name.lower().replace("_", "-")
     if name not in links:
         raise ConfigError(f"unknown interconnect {name!r}: {did_you_mean(name, links)}")
     raw = links[name]
-    if raw["bus"] not in card.buses:
-        known = ", ".join(one for one, link in links.items() if link["bus"] in card.buses)
-        raise ConfigError(f"{card.title} has no {name}; it has {known or 'no link'}")
-    return Link(
-        name,
-        card.buses[raw["bus"]] * raw["share"],
-        raw["latency_us"] * 1e-6,
-        raw["latency_us_per_card"] * 1e-6,
+    if raw["bus"] not in card:
+        known = ", ".join(one for one, link in links.items() if link["bus"] in card)
+        raise ConfigError(f"{hardware.title} has no {name}; it has {known or 'no link'}")
+    return replace(
+        hardware,
+        link=name,
+        link_bandwidth=card[raw["bus"]] * _GB * raw["share"],
+        link_latency_s=raw["latency_us"] * 1e-6,
+        link_latency_s_per_card=raw["latency_us_per_card"] * 1e-6,
     )

@@ -166,18 +166,18 @@ def plan_memory(setup: Setup, max_length: int) -> dict[str, Any]:
         kv_gib: GiB beside the weights; below 0 where they do not fit.
         max_tokens, max_requests: that have room there.
     """
-    card, network = setup.hardware.card, setup.drafter.network
-    usable = MEMORY_SHARE * card.memory_bytes
+    card_bytes = setup.hardware.memory_bytes
+    usable = MEMORY_SHARE * card_bytes
     target = setup.target.weight_bytes / setup.tp
     target_kv = setup.target.kv_bytes_per_token / setup.tp
     drafter = drafter_kv = 0.0
-    if network is not None:
-        drafter = setup.drafter.shape(max_length).weight_bytes / setup.draft_tp
-        drafter_kv = network.kv_bytes_per_token / setup.draft_tp
+    if setup.drafter is not None:
+        drafter = setup.drafting_network(max_length).weight_bytes / setup.draft_tp
+        drafter_kv = setup.drafter.kv_bytes_per_token / setup.draft_tp
     room = usable - target - drafter
     max_tokens = max(0, int(room / (target_kv + drafter_kv)))
     return {
-        "card_gib": card.memory_bytes / 2**30,
+        "card_gib": card_bytes / 2**30,
         "usable_gib": usable / 2**30,
         "target_weights_gib": target / 2**30,
         "drafter_weights_gib": drafter / 2**30,
@@ -191,18 +191,18 @@ def plan_memory(setup: Setup, max_length: int) -> dict[str, Any]:
 
 def describe(setup: Setup) -> dict[str, Any]:
     """The setup in words and numbers, for people and files."""
-    network, link = setup.drafter.network, setup.hardware.link
+    drafter = setup.drafter
     return {
         "target": setup.target.name,
         "target_dtype": setup.target.dtype,
         "kv_dtype": setup.target.kv_dtype,
-        "method": setup.drafter.method,
-        "drafter": network.name if network is not None else None,
-        "drafter_dtype": network.dtype if network is not None else None,
-        "hardware": setup.hardware.card.title,
+        "method": setup.method,
+        "drafter": drafter.name if drafter is not None else None,
+        "drafter_dtype": drafter.dtype if drafter is not None else None,
+        "hardware": setup.hardware.title,
         "tp": setup.tp,
         "draft_tp": setup.draft_tp,
-        "interconnect": link.name if link is not None and setup.tp > 1 else None,
+        "interconnect": setup.hardware.link if setup.tp > 1 else None,
         "graphs": setup.hardware.graphs,
         "prompt_tokens": setup.prompt_tokens,
         "output_tokens": setup.output_tokens,

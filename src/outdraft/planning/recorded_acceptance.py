@@ -7,8 +7,7 @@ curves: by level, and shifted for each request by how much easier than others it
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 
@@ -23,58 +22,38 @@ NEWTON_STEPS = 8
 BLOCK = 256  # places of a text
 
 
-@dataclass(slots=True)
-class LevelCounts:
-    """Drafts that reached a level, and those that were accepted there, by level."""
+def level_chances(drafts: Sequence[tuple[int, int]]) -> tuple[list[float], list[int]]:
+    """Chances by level, given that the levels above were accepted, and the drafts that reached it.
 
-    reached: list[int] = field(default_factory=list[int])
-    accepted: list[int] = field(default_factory=list[int])
-
-    def add(self, drafted: int, accepted: int) -> None:
-        """Count a draft of `drafted` levels."""
-        while len(self.reached) < drafted:
-            self.reached.append(0)
-            self.accepted.append(0)
-        for level in range(min(accepted + 1, drafted)):
-            self.reached[level] += 1
-            self.accepted[level] += level < accepted
-
-    @property
-    def chances(self) -> list[float]:
-        """By level, given that those above were accepted; few labels lean on the level above."""
-        above, chances = PRIOR_CHANCE, list[float]()
-        for reached, accepted in zip(self.reached, self.accepted, strict=True):
-            above = (accepted + LEANING * above) / (reached + LEANING)
-            chances.append(above)
-        return chances
+    Few drafts lean on the level above. `drafts`: (levels drafted, levels accepted) of each.
+    """
+    above, chances, labels = PRIOR_CHANCE, list[float](), list[int]()
+    for level in range(max((drafted for drafted, _ in drafts), default=0)):
+        found = [accepted > level for drafted, accepted in drafts if accepted >= level < drafted]
+        above = (sum(found) + LEANING * above) / (len(found) + LEANING)
+        chances.append(above)
+        labels.append(len(found))
+    return chances, labels
 
 
 class RecordedAcceptance:
     """The curves of one network by rule, and the luck of each request at each place of its text.
 
-    `counts` has the levels of all rules together. Luck is drawn from the request's number and
-    the place, so two policies meet the same.
+    Luck is drawn from the request's number and the place, so two policies meet the same.
+
+    Attributes:
+        chances, labels: of all rules together, see `level_chances`.
     """
 
     def __init__(self, source: DraftSource, requests: Sequence[RecordedRequest]) -> None:
         self.source = source
-        self.counts = LevelCounts()
-        by_rule: dict[str, LevelCounts] = defaultdict(LevelCounts)
+        by_rule: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for request in requests:
-            for drafted, accepted in network_drafts(source, request):
-                by_rule[request.rule].add(drafted, accepted)
-                self.counts.add(drafted, accepted)
-        self._curves = {rule: counts.chances for rule, counts in by_rule.items()}
+            by_rule[request.rule] += network_drafts(source, request)
+        self.chances, self.labels = level_chances([*chain.from_iterable(by_rule.values())])
+        self._curves = {rule: level_chances(drafts)[0] for rule, drafts in by_rule.items()}
         self._offsets = [self._offset(request) for request in requests]
         self._coins: dict[tuple[int, int], list[float]] = {}
-
-    @property
-    def num_drafts(self) -> int:
-        return self.counts.reached[0] if self.counts.reached else 0
-
-    @property
-    def max_levels(self) -> int:
-        return len(self.counts.reached)
 
     def accepted(self, index: int, rule: str, sequence: int, place: int, drafted: int) -> int:
         """Levels of a draft that are accepted.
@@ -93,7 +72,7 @@ class RecordedAcceptance:
         return drafted
 
     def _curve(self, rule: str) -> Sequence[float]:
-        return self._curves.get(rule) or self.counts.chances
+        return self._curves.get(rule) or self.chances
 
     def _coin(self, sequence: int, place: int) -> float:
         block, at = divmod(place, BLOCK)

@@ -8,7 +8,7 @@ Time is what a table of costs says; the next arrival is waited for when nothing 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import accumulate, pairwise, zip_longest
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.plan import (
     DraftChoice,
     PhaseTimes,
-    StepPlan,
     StepResult,
     Work,
     WorkResult,
@@ -83,45 +82,26 @@ class ReplayedText:
         return (self.end_s - self.first_s) / count
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedTraffic:
-    """Requests that are replayed, and their arrival.
-
-    Attributes:
-        requests: of a trace, by arrival.
-        concurrency: texts that run at once; each that ends makes room for the next. None: they
-            arrive as they did.
-    """
-
-    requests: Sequence[RecordedRequest]
-    concurrency: int | None = None
-
-    @property
-    def max_model_len(self) -> int:
-        return max(len(one.prompt_token_ids) + one.max_tokens for one in self.requests)
-
-    def texts(self) -> list[ReplayedText]:
-        """Every sequence of every request that was not refused; the number is its id."""
-        made = list[ReplayedText]()
-        first_s = self.requests[0].arrival_s
-        for index, request in enumerate(self.requests):
-            params = _params(request)
-            for output in request.outputs:
-                replayed = Request(
-                    str(len(made)),
-                    request.prompt_token_ids,
-                    params,
-                    seed=0,
-                    max_model_len=self.max_model_len,
-                    prediction_ids=request.prediction_token_ids,
-                )
-                arrival_s = request.arrival_s - first_s
-                made.append(ReplayedText(replayed, index, request.rule, output, arrival_s))
-        return made
+def texts_of(requests: Sequence[RecordedRequest], max_model_len: int) -> list[ReplayedText]:
+    """Every sequence of every request that was not refused; the number is its id."""
+    made = list[ReplayedText]()
+    for index, request in enumerate(requests):
+        for output in request.outputs:
+            replayed = Request(
+                str(len(made)),
+                request.prompt_token_ids,
+                _params(request),
+                seed=0,
+                max_model_len=max_model_len,
+                prediction_ids=request.prediction_token_ids,
+            )
+            arrival_s = request.arrival_s - requests[0].arrival_s
+            made.append(ReplayedText(replayed, index, request.rule, output, arrival_s))
+    return made
 
 
 class Replay:
-    """One run: the clock, and the engine's parts around a device that has none of its own.
+    """One run of a trace: the clock, and the engine's parts around a device that has none.
 
     Attributes:
         texts: all that came, by their numbers.
@@ -131,33 +111,42 @@ class Replay:
 
     def __init__(
         self,
-        traffic: RecordedTraffic,
+        requests: Sequence[RecordedRequest],
+        concurrency: int | None,
         config: SpeculationConfig,
         proposers: Sequence[HostProposer],
-        table: CostTable,
+        table: CostTable = NO_COSTS,
     ) -> None:
-        """Prepare a run, see `replay`."""
-        network = _network(traffic, config, table)
-        settings = SchedulerConfig()
-        if traffic.concurrency is not None:
-            rows = max(settings.max_num_batched_tokens, traffic.concurrency)
-            settings = SchedulerConfig(
-                max_num_seqs=traffic.concurrency, max_num_batched_tokens=rows
-            )
-        cache = CacheConfig()
-        most = settings.max_num_seqs * (traffic.max_model_len + MAX_DRAFTS)
-        blocks = -(-max(MAX_POOL_TOKENS, most) // cache.block_size)
+        """Prepare a run.
+
+        Args:
+            requests: of the trace, by arrival.
+            concurrency: texts that run at once; each that ends makes room for the next. None: they
+                arrive as they did.
+            proposers: new ones, of the configuration's sources on the host.
+
+        Raises:
+            ConfigError: the trace has no drafts of the configuration's network, or the table knows
+                nothing of its passes.
+        """
+        network = _network(requests, config, table)
+        max_model_len = max(len(one.prompt_token_ids) + one.max_tokens for one in requests)
+        settings, cache = SchedulerConfig(), CacheConfig()
+        if concurrency is not None:
+            rows = max(settings.max_num_batched_tokens, concurrency)
+            settings = SchedulerConfig(max_num_seqs=concurrency, max_num_batched_tokens=rows)
+        most = settings.max_num_seqs * (max_model_len + MAX_DRAFTS)
         self._scheduler = Scheduler(
             settings,
             cache,
-            BlockPool(blocks),
-            traffic.max_model_len,
+            BlockPool(-(-max(MAX_POOL_TOKENS, most) // cache.block_size)),
+            max_model_len,
             state_window=_state_window(network),
             drafter_max_kept=_max_kept(config.network),
         )
         is_fixed = config.control == "fixed" or not config.sources
         control = FixedLength(MAX_DRAFTS) if is_fixed else Controller(table, config.max_drafts)
-        limits = _drafter_limits(config.network, network, traffic.max_model_len, self._scheduler)
+        limits = _drafter_limits(config.network, network, max_model_len, self._scheduler)
         self._policy = DraftPolicy(
             config,
             proposers,
@@ -166,18 +155,19 @@ class Replay:
             settings.max_num_seqs,
             clock=lambda: 0.0,  # lengths must not depend on how busy this machine is
         )
-        self._device = ReplayedDevice(table, network, limits)
-        self._coming = deque(traffic.texts())
-        self._concurrency = traffic.concurrency
+        self._table, self._network, self._drafter = table, network, limits
+        self._coming = deque(texts_of(requests, max_model_len))
+        self._concurrency = concurrency
         self._by_id: dict[str, ReplayedText] = {}
         self.stats = StatsTotal()
         self.elapsed_s = self.busy_s = 0.0
 
-    def run(self) -> None:
+    def run(self) -> "Replay":
         """Step until every text has ended."""
         while self._coming or self._scheduler.has_work:
             self._admit()
             self._step()
+        return self
 
     @property
     def texts(self) -> list[ReplayedText]:
@@ -219,10 +209,11 @@ class Replay:
         """Take a step with the parts of Engine.step; the clock advances by its cost."""
         scheduler, policy = self._scheduler, self._policy
         step = plan_step(scheduler, policy)
-        result = self._device.execute(step, self._by_id)
+        result = self._execute(step)
         booked = scheduler.commit(step, result)
+        drafts = any(work.drafts is not None for work in step.works)
         step_s = result.times.draft_s + result.times.verify_s
-        step_s += self._device.host_s(step.plan)
+        step_s += self._table.booking_s(len(step.works), drafts=drafts)
         self.elapsed_s += step_s
         self.busy_s += step_s
         stats = step_stats(
@@ -256,122 +247,11 @@ class Replay:
                 request.finish_reason = FinishReason.ABORT  # it ended where it could go on no more
             self._policy.finish(request)
 
-
-def replay(
-    traffic: RecordedTraffic,
-    config: SpeculationConfig,
-    proposers: Sequence[HostProposer],
-    table: CostTable = NO_COSTS,
-) -> Replay:
-    """Run a trace with a configuration of speculation.
-
-    proposers: new ones, of the configuration's sources on the host.
-
-    Raises:
-        ConfigError: the trace has no drafts of the configuration's network, or the table knows
-            nothing of its passes.
-    """
-    run = Replay(traffic, config, proposers, table)
-    run.run()
-    return run
-
-
-def with_length(config: SpeculationConfig, num_drafts: int) -> SpeculationConfig:
-    """Have every request draft `num_drafts` tokens in every step; 0: plain decoding."""
-    if num_drafts == 0:
-        return SpeculationConfig()
-    return replace(config, num_speculative_tokens=num_drafts, control="fixed")
-
-
-def _params(request: RecordedRequest) -> SamplingParams:
-    """Parameters that scheduler and policy read."""
-    return SamplingParams(
-        temperature=request.temperature,
-        seed=0 if request.rule == "drafter_invariant" else None,
-        max_tokens=request.max_tokens,
-        ignore_eos=True,
-        speculation=SpeculationParams(
-            enabled=request.may_draft,
-            method=request.method,
-            num_speculative_tokens=request.num_speculative_tokens,
-        ),
-    )
-
-
-def _network(
-    traffic: RecordedTraffic, config: SpeculationConfig, table: CostTable
-) -> RecordedAcceptance | None:
-    if config.network is None:
-        return None
-    source = config.network.source
-    network = RecordedAcceptance(source, traffic.requests)
-    if network.num_drafts == 0:
-        raise ConfigError(
-            f"the trace has no drafts of {source}, so their acceptance is unknown: "
-            "record one while it drafts"
-        )
-    if table is not NO_COSTS and str(source) not in table.drafters:
-        raise ConfigError(f"the table of costs knows nothing of the passes of {source}")
-    return network
-
-
-def _drafter_limits(
-    config: DraftNetworkConfig | None,
-    network: RecordedAcceptance | None,
-    max_model_len: int,
-    scheduler: Scheduler,
-) -> DrafterLimits | None:
-    """Limits of the network, which the policy would have if it were loaded."""
-    if config is None or network is None:
-        return None
-    source = config.source
-    levels = config.tree.levels if config.tree is not None and not config.tree.is_chain else ()
-    in_one_pass = (*HEAD_SOURCES, *BLOCK_SOURCES)
-    most = sum(levels) if levels else network.max_levels if source in in_one_pass else MAX_DRAFTS
-    return DrafterLimits(
-        config.max_model_len or max_model_len + MAX_DRAFTS,
-        source,
-        (levels,),
-        max_drafts=most,
-        unread_tokens=scheduler.unread_tokens,
-    )
-
-
-def _max_kept(config: DraftNetworkConfig | None) -> int | None:
-    """Accepted drafts for which the network's cache stays valid: see DrafterBooks."""
-    if config is None:
-        return None
-    if config.source in READ_STATES:
-        return -1
-    return 0 if config.source in HEAD_SOURCES or config.parallel_drafting else None
-
-
-def _state_window(network: RecordedAcceptance | None) -> int:
-    """Tokens of each text whose states a network reads: see DrafterBooks."""
-    if network is None or network.source is DraftSource.MODEL:
-        return 0
-    return HEAD_WINDOW if network.source in HEAD_SOURCES else STATE_WINDOW
-
-
-class ReplayedDevice:
-    """Executes plans.
-
-    network: of the drafts that no host makes; None: there are none. drafter: what its passes are
-    like.
-    """
-
-    def __init__(
-        self, table: CostTable, network: RecordedAcceptance | None, drafter: DrafterLimits | None
-    ) -> None:
-        self._table = table
-        self._network, self._drafter = network, drafter
-        self._cost = None if network is None else table.drafters.get(str(network.source))
-
-    def execute(self, step: ScheduledStep, texts: dict[str, ReplayedText]) -> StepResult:
-        """Tokens of a step, and its times."""
+    def _execute(self, step: ScheduledStep) -> StepResult:
+        """Tokens of a step, and its times: what a device would do."""
         draft_s, plan = self._draft_s(step), step.plan
         results = tuple(
-            self._verify(work, texts[request.id])
+            self._verify(work, self._by_id[request.id])
             for request, work in zip(step.requests, step.works, strict=True)
         )
         table, count = self._table, len(plan.works)
@@ -380,14 +260,10 @@ class ReplayedDevice:
         target_s += table.request_s * (count - 1)
         return StepResult(results, plan.num_rows, PhaseTimes(draft_s, target_s, 0.0))
 
-    def host_s(self, plan: StepPlan) -> float:
-        """The host's part of a step."""
-        drafts = any(work.drafts is not None for work in plan.works)
-        return self._table.booking_s(len(plan.works), drafts=drafts)
-
     def _draft_s(self, step: ScheduledStep) -> float:
         """The network's passes and its catching up."""
-        cost, drafter = self._cost, self._drafter
+        network, drafter = self._network, self._drafter
+        cost = None if network is None else self._table.drafters.get(str(network.source))
         drafting = [
             (request, work.drafts)
             for request, work in zip(step.requests, step.works, strict=True)
@@ -443,6 +319,83 @@ class ReplayedDevice:
         return Draft(tuple(token_ids), tuple(parents)), tuple(firsts[:accepted])
 
 
+def with_length(config: SpeculationConfig, num_drafts: int) -> SpeculationConfig:
+    """Have every request draft `num_drafts` tokens in every step; 0: plain decoding."""
+    if num_drafts == 0:
+        return SpeculationConfig()
+    return replace(config, num_speculative_tokens=num_drafts, control="fixed")
+
+
+def _params(request: RecordedRequest) -> SamplingParams:
+    """Parameters that scheduler and policy read."""
+    return SamplingParams(
+        temperature=request.temperature,
+        seed=0 if request.rule == "drafter_invariant" else None,
+        max_tokens=request.max_tokens,
+        ignore_eos=True,
+        speculation=SpeculationParams(
+            enabled=request.may_draft,
+            method=request.method,
+            num_speculative_tokens=request.num_speculative_tokens,
+        ),
+    )
+
+
+def _network(
+    requests: Sequence[RecordedRequest], config: SpeculationConfig, table: CostTable
+) -> RecordedAcceptance | None:
+    if config.network is None:
+        return None
+    source = config.network.source
+    network = RecordedAcceptance(source, requests)
+    if not network.labels:
+        raise ConfigError(
+            f"the trace has no drafts of {source}, so their acceptance is unknown: "
+            "record one while it drafts"
+        )
+    if table is not NO_COSTS and str(source) not in table.drafters:
+        raise ConfigError(f"the table of costs knows nothing of the passes of {source}")
+    return network
+
+
+def _drafter_limits(
+    config: DraftNetworkConfig | None,
+    network: RecordedAcceptance | None,
+    max_model_len: int,
+    scheduler: Scheduler,
+) -> DrafterLimits | None:
+    """Limits of the network, which the policy would have if it were loaded."""
+    if config is None or network is None:
+        return None
+    source = config.source
+    levels = config.tree.levels if config.tree is not None and not config.tree.is_chain else ()
+    in_one_pass = (*HEAD_SOURCES, *BLOCK_SOURCES)
+    most = sum(levels) if levels else len(network.labels) if source in in_one_pass else MAX_DRAFTS
+    return DrafterLimits(
+        config.max_model_len or max_model_len + MAX_DRAFTS,
+        source,
+        (levels,),
+        max_drafts=most,
+        unread_tokens=scheduler.unread_tokens,
+    )
+
+
+def _max_kept(config: DraftNetworkConfig | None) -> int | None:
+    """Accepted drafts for which the network's cache stays valid: see DrafterBooks."""
+    if config is None:
+        return None
+    if config.source in READ_STATES:
+        return -1
+    return 0 if config.source in HEAD_SOURCES or config.parallel_drafting else None
+
+
+def _state_window(network: RecordedAcceptance | None) -> int:
+    """Tokens of each text whose states a network reads: see DrafterBooks."""
+    if network is None or network.source is DraftSource.MODEL:
+        return 0
+    return HEAD_WINDOW if network.source in HEAD_SOURCES else STATE_WINDOW
+
+
 def followed_rows(draft: Draft, future: list[int]) -> tuple[int, ...]:
     """Rows of the draft that the text went along, from the root down."""
     edges = list(zip(draft.parents, draft.token_ids, strict=True))
@@ -457,10 +410,6 @@ def followed_rows(draft: Draft, future: list[int]) -> tuple[int, ...]:
 
 def level_sizes(choice: DraftChoice) -> list[int]:
     """Rows of each level that a network drafts; the last one may be cut."""
-    left, sizes = choice.num_model_drafts, list[int]()
-    for size in choice.levels or (1,) * left:
-        if left <= 0:
-            break
-        sizes.append(min(size, left))
-        left -= sizes[-1]
-    return sizes
+    most = choice.num_model_drafts
+    ends = [min(end, most) for end in accumulate(choice.levels or (1,) * most)]
+    return [end - start for start, end in pairwise([0, *ends]) if end > start]

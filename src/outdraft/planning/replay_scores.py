@@ -9,8 +9,8 @@ from outdraft.control.costs import CostTable
 from outdraft.core.draft import DraftSource
 from outdraft.core.recorded import RecordedRequest
 from outdraft.drafting.host_sources import HostProposer
-from outdraft.planning.recorded_acceptance import LevelCounts, RecordedAcceptance, recorded_networks
-from outdraft.planning.replay import NO_COSTS, RecordedTraffic, Replay, replay, with_length
+from outdraft.planning.recorded_acceptance import RecordedAcceptance, recorded_networks
+from outdraft.planning.replay import NO_COSTS, Replay, with_length
 
 REPLAYED, FROM_TRACE = "replayed", "acceptance from the trace"
 
@@ -22,7 +22,7 @@ def recorded_score(requests: Sequence[RecordedRequest]) -> dict[str, Any]:
         cached_tokens: of prompts, that the server's prefix cache supplied.
         span_s: from the first arrival to the last end.
         sources: as the server's drafts fared, see `_source_score`.
-        level_chances: of networks' drafts, by source, see LevelCounts.
+        level_chances: of networks' drafts, by source, see RecordedAcceptance.
     """
     outputs = [output for request in requests for output in request.outputs]
     drafts, drafted, accepted = Counter[str](), Counter[str](), Counter[str]()
@@ -31,7 +31,7 @@ def recorded_score(requests: Sequence[RecordedRequest]) -> dict[str, Any]:
         drafted.update(step.drafted)
         accepted.update(step.accepted)
     curves = {
-        str(source): RecordedAcceptance(source, requests).counts.chances
+        str(source): RecordedAcceptance(source, requests).chances
         for source in recorded_networks(requests)
     }
     ends = [request.arrival_s + request.elapsed_s for request in requests]
@@ -51,13 +51,16 @@ def recorded_score(requests: Sequence[RecordedRequest]) -> dict[str, Any]:
     }
 
 
-def plain_run(traffic: RecordedTraffic, table: CostTable | None) -> Replay:
+def plain_run(
+    requests: Sequence[RecordedRequest], concurrency: int | None, table: CostTable | None
+) -> Replay:
     """The trace without drafts."""
-    return replay(traffic, SpeculationConfig(), (), table or NO_COSTS)
+    return Replay(requests, concurrency, SpeculationConfig(), (), table or NO_COSTS).run()
 
 
 def score(
-    traffic: RecordedTraffic,
+    requests: Sequence[RecordedRequest],
+    concurrency: int | None,
     config: SpeculationConfig,
     make_proposers: Callable[[SpeculationConfig], Sequence[HostProposer]],
     table: CostTable | None,
@@ -79,18 +82,21 @@ def score(
     """
 
     def run(chosen: SpeculationConfig) -> Replay:
-        return replay(traffic, chosen, make_proposers(chosen), table or NO_COSTS)
+        proposers = make_proposers(chosen)
+        return Replay(requests, concurrency, chosen, proposers, table or NO_COSTS).run()
 
-    counts = LevelCounts()
-    if config.network is not None:
-        source = config.network.source
-        counts = RecordedAcceptance(source, traffic.requests).counts
-    most = _greatest(config, counts)
+    chances, labels, most = list[float](), list[int](), config.max_drafts
+    if (network := config.network) is not None:
+        recorded = RecordedAcceptance(network.source, requests)
+        chances, labels = recorded.chances, recorded.labels
+        if network.source in HEAD_SOURCES and len(config.sources) == 1 and network.tree is None:
+            most = max(1, min(most, len(labels)))  # heads have no more levels than they are
     greatest = run(with_length(config, most))
     runs: list[tuple[str, int | None, Replay]] = []
     if table is not None:
-        runs.append(("plain", 0, plain_run(traffic, table)))
-        for length in _lengths(config, lengths, most):
+        runs.append(("plain", 0, plain_run(requests, concurrency, table)))
+        has_tree = network is not None and network.tree is not None  # which has one shape
+        for length in sorted({one for one in lengths if 0 < one < most and not has_tree}):
             runs.append((f"fixed {length}", length, run(with_length(config, length))))
         runs.append((f"fixed {most}", most, greatest))
         runs.append(("adaptive", None, run(config)))
@@ -108,27 +114,10 @@ def score(
             for source in DraftSource
             if stats.drafts_by_source[source]
         ],
-        "level_chances": counts.chances,
-        "level_labels": counts.reached,
+        "level_chances": chances,
+        "level_labels": labels,
         "runs": [_run_score(name, length, one, runs[0][2]) for name, length, one in runs],
     }
-
-
-def _greatest(config: SpeculationConfig, counts: LevelCounts) -> int:
-    """Most drafts of a step: heads alone have no more levels than they are."""
-    network = config.network
-    if network is None or len(config.sources) > 1 or network.tree is not None:
-        return config.max_drafts
-    if network.source in HEAD_SOURCES:
-        return max(1, min(config.max_drafts, len(counts.reached)))
-    return config.max_drafts
-
-
-def _lengths(config: SpeculationConfig, wanted: Sequence[int], most: int) -> list[int]:
-    """Those that are shorter than the greatest; a tree has one shape."""
-    if config.network is not None and config.network.tree is not None:
-        return []
-    return [length for length in sorted(set(wanted)) if 0 < length < most]
 
 
 def _run_score(name: str, length: int | None, run: Replay, plain: Replay) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class Network:
 
     Attributes:
         attention_inputs: what queries, keys and values are made of.
-        num_experts: a layer; 0 for networks without experts.
+        num_experts: a layer; 1 for networks without experts, whose block all rows meet.
         shared_intermediate_size: of the block beside the experts, which every row meets.
         num_dense_layers: those that have one block instead of experts,
         dense_intermediate_size: of this size.
@@ -52,8 +52,8 @@ class Network:
     attention_inputs: int
     head_parameters: int
     embedding_parameters: int
-    num_experts: int = 0
-    experts_per_token: int = 0
+    num_experts: int = 1
+    experts_per_token: int = 1
     shared_intermediate_size: int = 0
     num_dense_layers: int = 0
     dense_intermediate_size: int = 0
@@ -75,9 +75,7 @@ class Network:
 
     def layer_bytes(self, num_rows: np.ndarray) -> np.ndarray:
         """Bytes of weights that a pass of `num_rows` reads; experts count if a row hits them."""
-        mlps = np.ones_like(num_rows, dtype=float)
-        if self.num_experts:
-            mlps = distinct_experts(self.num_experts, self.experts_per_token, num_rows)
+        mlps = distinct_experts(self.num_experts, self.experts_per_token, num_rows)
         return self._layer_parameters(mlps) * BYTES[self.dtype]
 
     def _layer_parameters(self, mlps: Any) -> Any:
@@ -91,8 +89,7 @@ class Network:
     @property
     def row_operations(self) -> float:
         """Multiplications and additions of one row in the layers' products."""
-        mlps = self.experts_per_token if self.num_experts else 1
-        return 2.0 * self._layer_parameters(mlps)
+        return 2.0 * self._layer_parameters(self.experts_per_token)
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -102,33 +99,9 @@ class Network:
     @property
     def weight_bytes(self) -> float:
         """Bytes of memory for all weights."""
-        layers = self._layer_parameters(max(1, self.num_experts)) + self.extra_parameters
+        layers = self._layer_parameters(self.num_experts) + self.extra_parameters
         layers *= BYTES[self.dtype]
         return layers + (self.head_parameters + self.embedding_parameters) * BYTES["bf16"]
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedDrafter:
-    """A drafter to plan with: a small model, EAGLE-3's head, Medusa's heads, or a host's source.
-
-    Attributes:
-        network: None for sources of the host, whose drafts cost nothing.
-    """
-
-    method: str
-    network: Network | None
-
-    def num_passes(self, length: int) -> int:
-        if self.network is None or not length:
-            return 0
-        return 1 if self.method == "medusa" else length
-
-    def shape(self, length: int) -> Network:
-        """The network as a draft of this length reads it: Medusa has a head for each token."""
-        assert self.network is not None
-        if self.method != "medusa":
-            return self.network
-        return replace(self.network, head_parameters=length * self.network.head_parameters)
 
 
 def find_network(name: str, dtype: str | None = None, kv_dtype: str = "bf16") -> Network:
@@ -148,8 +121,12 @@ def find_network(name: str, dtype: str | None = None, kv_dtype: str = "bf16") ->
     return replace(network, dtype=dtype or _dtype(raw), kv_dtype=kv_dtype)
 
 
-def find_drafter(name: str, target: Network, dtype: str | None = None) -> PlannedDrafter:
-    """A network to draft with, or "eagle3", "medusa", "ngram", "suffix".
+def find_drafter(
+    name: str, target: Network, dtype: str | None = None
+) -> tuple[str, Network | None]:
+    """The method, and the network that drafts; None for sources of the host, which cost nothing.
+
+    name: of a network, or "eagle3", "medusa", "ngram", "suffix".
 
     The heads without a config have the target's sizes.
     The config.json of an EAGLE-3 head is known by its architecture.
@@ -158,15 +135,15 @@ def find_drafter(name: str, target: Network, dtype: str | None = None) -> Planne
         ConfigError: an unknown name, or a config that lacks a size.
     """
     if name in HOST_SOURCES:
-        return PlannedDrafter(name, None)
+        return name, None
     if name == "eagle3":
-        return PlannedDrafter(name, _eagle3(name, target, {}, dtype))
+        return name, _eagle3(name, target, {}, dtype)
     if name == "medusa":
-        return PlannedDrafter(name, _medusa(target))
+        return name, _medusa(target)
     label, raw = _find_config(name, HEADS + HOST_SOURCES)
     if "eagle3" in json.dumps(raw).lower():
-        return PlannedDrafter("eagle3", _eagle3(label, target, raw, dtype))
-    return PlannedDrafter("draft_model", find_network(name, dtype, target.kv_dtype))
+        return "eagle3", _eagle3(label, target, raw, dtype)
+    return "draft_model", find_network(name, dtype, target.kv_dtype)
 
 
 def _find_config(name: str, more: tuple[str, ...] = ()) -> tuple[str, Mapping[str, Any]]:
@@ -256,23 +233,23 @@ def _dtype(raw: Mapping[str, Any]) -> str:
 def _eagle3(label: str, target: Network, raw: Mapping[str, Any], dtype: str | None) -> Network:
     """One layer after a fusion of three of the target's states, with a head of its own."""
     raw = {**raw, **(raw.get("transformer_layer_config") or {})}
-    hidden = read_count(raw, "hidden_size", default=target.hidden_size)
-    num_heads = read_count(raw, "num_attention_heads", default=target.num_heads)
-    size = hidden // num_heads if "num_attention_heads" in raw else target.head_size
-    intermediate = target.intermediate_size * max(1, target.experts_per_token)
-    words = read_count(raw, "draft_vocab_size", default=EAGLE_VOCABULARY) * hidden
-    return Network(
-        name=label,
-        hidden_size=hidden,
-        num_layers=1,
-        num_heads=num_heads,
-        num_kv_heads=read_count(raw, "num_key_value_heads", default=target.num_kv_heads),
-        head_size=read_count(raw, "head_dim", default=size),
-        intermediate_size=read_count(raw, "intermediate_size", default=intermediate),
-        attention_inputs=2 * hidden,
-        head_parameters=words,
+    sizes = {
+        "hidden_size": target.hidden_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": target.num_heads,
+        "num_key_value_heads": target.num_kv_heads,
+        "intermediate_size": target.intermediate_size * target.experts_per_token,
+    }
+    if "num_attention_heads" not in raw:
+        sizes["head_dim"] = target.head_size
+    given = {key: raw[key] for key in (*sizes, "head_dim") if raw.get(key) is not None}
+    words = read_count(raw, "draft_vocab_size", default=EAGLE_VOCABULARY)
+    head = _network(label, {**sizes, **given, "num_hidden_layers": 1, "vocab_size": words})
+    return replace(
+        head,
+        attention_inputs=2 * head.hidden_size,
         embedding_parameters=0,
-        extra_parameters=3 * target.hidden_size * hidden,
+        extra_parameters=3 * target.hidden_size * head.hidden_size,
         dtype=dtype or "bf16",
         kv_dtype=target.kv_dtype,
     )
@@ -287,7 +264,5 @@ def _medusa(target: Network) -> Network:
         num_layers=0,
         head_parameters=words,
         embedding_parameters=0,
-        num_experts=0,
-        experts_per_token=0,
         num_dense_layers=0,
     )

@@ -17,19 +17,20 @@ Dimension key: P numbers of arriving prompts; in `_ridge` measured points.
 """
 
 import csv
-import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from outdraft.config.fields import read_text
 from outdraft.control.roofline import overlapped, pass_s
 from outdraft.core.errors import ConfigError
 from outdraft.planning.hardware import Hardware, hardware_data
-from outdraft.planning.shapes import BYTES, Network, PlannedDrafter
+from outdraft.planning.shapes import BYTES, Network
 
 _MEGA = 1e6
 # How far from (1, 1, 1, 0) the four numbers may well be, one standard deviation each. The last one
@@ -46,6 +47,7 @@ class Setup:
     """Networks, the cards that run them, and the requests.
 
     Attributes:
+        method: "draft_model", "eagle3", "medusa", or a source of the host, without a drafter.
         tp: cards that share the target, and
         draft_tp: a drafter. All cards of the target draft: groups of `draft_tp` cards, each with a
             drafter of its own, for a part of the requests.
@@ -53,7 +55,8 @@ class Setup:
     """
 
     target: Network
-    drafter: PlannedDrafter
+    method: str
+    drafter: Network | None
     hardware: Hardware
     tp: int = 1
     draft_tp: int = 1
@@ -83,14 +86,25 @@ class Setup:
         """With one constant of the machine at the ends of its range, for each constant."""
 
         def with_constant(name: str, value: float) -> Setup:
-            card = replace(self.hardware.card, **{name: value})
-            return replace(self, hardware=replace(self.hardware, card=card))
+            return replace(self, hardware=replace(self.hardware, **{name: value}))
 
         return [
             (with_constant(name, low), with_constant(name, high))
-            for name, (low, high) in self.hardware.card.ranges.items()
+            for name, (low, high) in self.hardware.ranges.items()
             if low != high
         ]
+
+    def drafting_network(self, length: int) -> Network:
+        """The drafter as a draft of this length reads it: Medusa has a head for each token."""
+        assert self.drafter is not None
+        heads = length if self.method == "medusa" else 1
+        return replace(self.drafter, head_parameters=heads * self.drafter.head_parameters)
+
+    def num_passes(self, length: int) -> int:
+        """Passes of the drafter for a draft of this length."""
+        if self.drafter is None:
+            return 0
+        return min(length, 1) if self.method == "medusa" else length
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,40 +141,18 @@ def step_time(setup: Setup, num_requests: int, length: int, tokens_a_step: float
         tokens_a_step: of a request, the bonus token included: what decides how soon the next
             prompt comes.
     """
-    card = setup.hardware.card
     shares_P = _arrivals((num_requests - 1) * tokens_a_step / setup.output_tokens)
     prompts_P = np.arange(len(shares_P))
-    rows = _PassRows(
-        num_requests * (1 + length) + prompts_P * setup.prompt_tokens,
-        num_requests * (1 + length) + prompts_P,
-        num_requests * setup.context_tokens,
-    )
-    target_P, messages_P = _pass(setup.target, setup.hardware, setup.tp, setup.tp, rows)
+    rows, context = num_requests * (1 + length), num_requests * setup.context_tokens
+    rows_P, picked_P = rows + prompts_P * setup.prompt_tokens, rows + prompts_P
+    place = setup.hardware, setup.tp, setup.tp
+    target_P, messages_P = _pass(setup.target, *place, rows_P, picked_P, context)
     draft_P, draft_messages_P = np.zeros_like(target_P), np.zeros_like(target_P)
-    if setup.drafter.num_passes(length):
+    if setup.num_passes(length):
         draft_P, draft_messages_P = _draft(setup, num_requests, prompts_P, length)
-    return StepTime(
-        target_s=float(shares_P @ target_P),
-        draft_s=float(shares_P @ draft_P),
-        target_communication_s=float(shares_P @ messages_P),
-        draft_communication_s=float(shares_P @ draft_messages_P),
-        host_s=(card.step_us + num_requests * card.request_us) / _MEGA,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _PassRows:
-    """Rows of a pass, by number of arriving prompts.
-
-    Attributes:
-        all_P: its rows, and
-        picked_P: those that logits are computed for.
-        context: tokens of all requests in the cache.
-    """
-
-    all_P: np.ndarray
-    picked_P: np.ndarray
-    context: float
+    times_P = target_P, draft_P, messages_P, draft_messages_P
+    host_us = setup.hardware.step_us + num_requests * setup.hardware.request_us
+    return StepTime(*(float(shares_P @ one_P) for one_P in times_P), host_s=host_us / _MEGA)
 
 
 def _draft(
@@ -170,27 +162,22 @@ def _draft(
 
     Groups draft at the same time, so the one counts that has the most requests and prompts.
     """
-    groups, place = setup.tp // setup.draft_tp, (setup.hardware, setup.draft_tp)
+    groups = setup.tp // setup.draft_tp
     busy = min(groups, num_requests) * setup.draft_tp
+    place = setup.hardware, setup.draft_tp, busy
     own, own_prompts_P = -(-num_requests // groups), -(-prompts_P // groups)
     context = own * setup.context_tokens
     one_each_P = np.full_like(prompts_P, own)
     # The first pass reads what the last step brought, too, and new prompts.
     read_P = own * (1 + length) + own_prompts_P * setup.prompt_tokens
-    network, num_passes = setup.drafter.shape(length), setup.drafter.num_passes(length)
-    first, first_messages = _pass(network, *place, busy, _PassRows(read_P, one_each_P, context))
-    later, later_messages = _pass(network, *place, busy, _PassRows(one_each_P, one_each_P, context))
+    network, num_passes = setup.drafting_network(length), setup.num_passes(length)
+    first, first_messages = _pass(network, *place, read_P, one_each_P, context)
+    later, later_messages = _pass(network, *place, one_each_P, one_each_P, context)
     extra_bytes = network.extra_parameters * BYTES[network.dtype] / setup.draft_tp
-    extra_s = extra_bytes / setup.hardware.bandwidth(busy)
-    host_s = num_passes * setup.hardware.card.draft_us / _MEGA
+    extra_s = extra_bytes / setup.hardware.bytes_per_s(busy)
+    host_s = num_passes * setup.hardware.draft_us / _MEGA
     seconds_P = first + (num_passes - 1) * later + extra_s + host_s
     return seconds_P, first_messages + (num_passes - 1) * later_messages
-
-
-def mean_rows(setup: Setup, num_requests: int, length: int, tokens_a_step: float) -> float:
-    """Rows of a mean step, prompts included."""
-    arrivals = (num_requests - 1) * tokens_a_step / setup.output_tokens
-    return num_requests * (1 + length) + arrivals * setup.prompt_tokens
 
 
 def _arrivals(mean: float) -> np.ndarray:
@@ -202,33 +189,39 @@ def _arrivals(mean: float) -> np.ndarray:
 
 
 def _pass(
-    network: Network, hardware: Hardware, num_cards: int, num_busy: int, rows: _PassRows
+    network: Network,
+    hardware: Hardware,
+    num_cards: int,
+    num_busy: int,
+    rows_P: np.ndarray,
+    picked_P: np.ndarray,
+    context: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of computing, and of messages.
 
     Args:
         num_cards: that share the network, of
         num_busy: that compute at the same time.
+        rows_P: of the pass, and
+        picked_P: those that logits are computed for.
+        context: tokens of all requests in the cache.
     """
-    card = hardware.card
-    bandwidth = hardware.bandwidth(num_busy) * num_cards
-    peak = card.peak(network.dtype) * card.compute_efficiency * num_cards
+    bandwidth = hardware.bytes_per_s(num_busy) * num_cards
+    peak = hardware.operations_per_s(network.dtype) * num_cards
     layers_P = overlapped(
-        network.layer_bytes(rows.all_P) / bandwidth, network.row_operations * rows.all_P / peak
+        network.layer_bytes(rows_P) / bandwidth, network.row_operations * rows_P / peak
     )
-    head_peak = card.peak("bf16") * card.compute_efficiency * num_cards
-    head_bytes = network.head_parameters * BYTES["bf16"]
-    head_operations = 2.0 * network.head_parameters
-    head_P = overlapped(head_bytes / bandwidth, head_operations * rows.picked_P / head_peak)
-    kv_s = rows.context * network.kv_bytes_per_token / bandwidth
-    computing_P = layers_P + head_P + kv_s
+    head_s = network.head_parameters * BYTES["bf16"] / bandwidth
+    head_operations_P = 2.0 * network.head_parameters * picked_P
+    head_P = overlapped(head_s, head_operations_P / (hardware.operations_per_s("bf16") * num_cards))
+    computing_P = layers_P + head_P + context * network.kv_bytes_per_token / bandwidth
     seconds_P = np.asarray(
         pass_s(computing_P, network.num_layers, hardware.launch_s, hardware.begin_s)
     )
     if num_cards == 1 or hardware.link is None:
         return seconds_P, np.zeros_like(seconds_P)
-    row_bytes_P = rows.all_P * network.hidden_size * BYTES["bf16"]
-    one_P = hardware.link.all_reduce_s(row_bytes_P, num_cards) * card.communication_factor
+    row_bytes_P = rows_P * network.hidden_size * BYTES["bf16"]
+    one_P = hardware.all_reduce_s(row_bytes_P, num_cards) * hardware.communication_factor
     return seconds_P, (2 * network.num_layers + 1) * one_P
 
 
@@ -258,9 +251,8 @@ class RooflinePredictor:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self._variants = setup.variants()
-        network = setup.drafter.network
-        drafter = network.dtype if network is not None else ""
-        kinds = setup.target.dtype, drafter, setup.drafter.method
+        drafter = setup.drafter.dtype if setup.drafter is not None else ""
+        kinds = setup.target.dtype, drafter, setup.method
         factors = {kind: 1 / (1 - one["share"]) for kind, one in hardware_data()["missed"].items()}
         self._missed = [factors.get(kind, 1.0) - 1 for kind in kinds]
         self.basis = "Published numbers of the hardware, nothing measured." + "".join(
@@ -319,13 +311,8 @@ class CalibratedPredictor:
         parts = self._parts(num_requests, length, tokens)
         verification_s = float(parts[[0, 1, 3]] @ self._scales[[0, 1, 3]])
         target, draft = verification_s / roofline.verification_s, float(self._scales[2])
-        return StepTime(
-            target_s=target * roofline.target_s,
-            draft_s=draft * roofline.draft_s,
-            target_communication_s=target * roofline.target_communication_s,
-            draft_communication_s=draft * roofline.draft_communication_s,
-            host_s=target * roofline.host_s,
-        )
+        scales = target, draft, target, draft, target
+        return StepTime(*(a * b for a, b in zip(scales, astuple(roofline), strict=True)))
 
     def predict(self, num_requests: int, length: int, tokens: float) -> PredictedStep:
         step = self.step(num_requests, length, tokens)
@@ -338,7 +325,8 @@ class CalibratedPredictor:
         """Seconds that the four numbers multiply."""
         lone_s = step_time(self.setup, 1, 0, 1.0).total_s
         step = step_time(self.setup, num_requests, length, tokens)
-        rows = mean_rows(self.setup, num_requests, length, tokens) - 1
+        arrivals = (num_requests - 1) * tokens / self.setup.output_tokens
+        rows = num_requests * (1 + length) + arrivals * self.setup.prompt_tokens - 1
         return np.array(
             [lone_s, step.verification_s - lone_s, step.drafting_s, rows * lone_s / _ROWS]
         )
@@ -374,8 +362,7 @@ def choose_predictor(setup: Setup, points: Sequence[Point]) -> Predictor:
     if not points:
         return RooflinePredictor(setup)
     predictor = CalibratedPredictor(setup, points)
-    errors = left_out_errors(setup, points)
-    if errors:
+    if errors := left_out_errors(setup, points):
         mean = sum(map(abs, errors)) / len(errors)
         predictor.basis += f"; each, left out, is predicted within {mean:.1%} on average"
     predictor.basis += "."
@@ -408,35 +395,27 @@ def read_points(values: Iterable[str], tokens_of: Sequence[float]) -> list[Point
     """
     rows: list[dict[str, Any]] = []
     for value in values:
-        path = Path(value)
-        rows += _read_file(path) if path.is_file() else [_read_word(value)]
+        parts = value.split(":")
+        if Path(value).is_file():
+            rows += _read_file(Path(value))
+        elif 3 <= len(parts) <= 4:
+            names = ("concurrency", "k", "tpot_ms", "acceptance_length")
+            rows.append(dict(zip(names, parts, strict=False)))
+        else:
+            raise ConfigError(
+                "a measured point is a file or concurrency:length:tpot_ms[:acceptance_length], "
+                f"got {value!r}"
+            )
     return [_point(row, tokens_of) for row in rows]
 
 
-def _read_word(value: str) -> dict[str, Any]:
-    names = ("concurrency", "k", "tpot_ms", "acceptance_length")
-    parts = value.split(":")
-    if not 3 <= len(parts) <= 4:
-        raise ConfigError(
-            f"a measured point is a file or concurrency:length:tpot_ms[:acceptance_length], "
-            f"got {value!r}"
-        )
-    return dict(zip(names, parts, strict=False))
-
-
 def _read_file(path: Path) -> list[dict[str, Any]]:
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+    text = read_text(path, str(path))
     if path.suffix == ".json":
         try:
-            rows: Any = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"{path} is not valid JSON: {error}") from error
-        if not isinstance(rows, list):
-            raise ConfigError(f"{path} must hold a list of points")
-        return rows
+            return msgspec.json.decode(text, type=list[dict[str, Any]])
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{path} must hold a JSON list of points: {error}") from error
     return list(csv.DictReader(text.splitlines(), delimiter="\t" if "\t" in text else ","))
 
 

@@ -67,7 +67,7 @@ class Scheduler:
             shares_cache=drafter_shares_cache,
         )
         self._num_draft_groups = num_draft_groups
-        self._order = _ORDERS[config.policy]
+        self._order = _ORDERS[config.scheduling_policy]
         self._tables: dict[str, BlockTable] = {}
         self._requests: dict[str, Request] = {}
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))

@@ -67,7 +67,7 @@ def params_of(number: int) -> dict:
 
 
 def test_two_hundred_streams_at_once_equal_the_offline_engine(server: Server, offline: LLM):
-    texts = [entry.text for entry in assets.prompts()]
+    texts = [text for _, text in assets.prompts()]
     jobs = [(texts[i % len(texts)][-60 - i :], params_of(i)) for i in range(200)]
 
     async def complete(client: openai.AsyncOpenAI, prompt: str, params: dict) -> list[str]:
@@ -101,7 +101,7 @@ def test_two_hundred_streams_at_once_equal_the_offline_engine(server: Server, of
 
 def test_clients_that_hang_up_leave_nothing_behind(server: Server):
     rng = random.Random(1)
-    prompt = assets.prompts()[0].text
+    prompt = assets.prompts()[0][1]
 
     async def leave_early(client: httpx.AsyncClient) -> None:
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 400, "stream": True, "n": 2}
@@ -124,7 +124,7 @@ def test_clients_that_hang_up_leave_nothing_behind(server: Server):
 
 
 def test_a_prediction_is_counted_and_changes_nothing(server: Server, client: openai.OpenAI):
-    prompt = assets.prompts()[2].text
+    prompt = assets.prompts()[2][1]
     asked = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "temperature": 0}
     plain = client.chat.completions.create(
         max_tokens=100, extra_body={"speculation": {"enabled": False}}, **asked
