@@ -32,13 +32,11 @@ def plan(*, has_gpus: bool = False, environ: dict[str, str] | None = None, **fla
 def test_without_autoscaling_there_are_as_many_as_asked_for():
     fixed = plan(data_parallel_size=3)
     assert (fixed.num_replicas, fixed.min_replicas, fixed.max_replicas) == (3, 3, 3)
-    assert not fixed.is_autoscaled
 
 
 def test_autoscaling_begins_with_the_size_and_stays_within_its_bounds():
     scaled = plan(data_parallel_size=2, min_replicas=1, max_replicas=5, target_requests=8.0)
     assert (scaled.num_replicas, scaled.min_replicas, scaled.max_replicas) == (2, 1, 5)
-    assert scaled.is_autoscaled
     assert scaled.target_requests == 8.0
     assert (scaled.upscale_delay_s, scaled.downscale_delay_s) == (30.0, 600.0)
     hasty = plan(max_replicas=2, upscale_delay=0.0, downscale_delay=1.5)

@@ -129,8 +129,8 @@ def _feed_with_history() -> LiveFeed:
     held = structs.replace(stats(emitted=0), decision=Decision(Reason.NO_GAIN))
     feed.record([step, held], 3, 2, 0.25)
     for ttft_s in (0.02, 0.03, 0.2):
-        feed.first_token(ttft_s)
+        feed.latency(ttft_s, True)
     for gap_s in [0.01] * 19 + [0.05]:
-        feed.more_tokens(gap_s)
+        feed.latency(gap_s, False)
     feed.without_speculation(16.0)
     return feed

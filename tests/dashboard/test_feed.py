@@ -96,10 +96,10 @@ def test_a_second_compares_its_speed_with_the_estimate_that_is_newest_in_it():
 def test_latencies_belong_to_the_second_in_which_they_were_told():
     clock = Clock()
     feed = LiveFeed(FACTS, clock=clock)
-    feed.first_token(0.2)
+    feed.latency(0.2, True)
     clock.now += 1
-    feed.more_tokens(0.01)
-    feed.more_tokens(0.04)
+    feed.latency(0.01, False)
+    feed.latency(0.04, False)
     clock.now += 1
 
     first, second = (each.to_json() for each in feed.since())

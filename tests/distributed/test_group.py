@@ -95,7 +95,7 @@ def test_what_a_rank_sends_is_counted(on_ranks: Callable[..., list[Any]]) -> Non
         group = ranks.target
         group.sum(torch.zeros(3, 8))
         group.turn(torch.zeros(6, 2), [1, 2, 0, 3])
-        return dict(group.traffic.sent_bytes)
+        return dict(group.sent_bytes)
 
     for rank, sent in enumerate(on_ranks(4, 1, work)):
         own = [1, 2, 0, 3][rank]

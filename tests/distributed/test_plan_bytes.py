@@ -3,7 +3,6 @@
 from types import UnionType
 from typing import get_args, get_origin, get_type_hints
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +12,6 @@ from msgspec import structs
 
 from outdraft.core.decision import LiveStop
 from outdraft.core.draft import Draft, DraftSource
-from outdraft.core.errors import RanksError
 from outdraft.core.grammar import AllowedTokens
 from outdraft.core.plan import (
     Admission,
@@ -176,9 +174,3 @@ def test_rows_that_allow_everything_are_not_written():
     masks_RW[17, 3] = 5
     allowed = AllowedTokens(masks_RW, np.zeros((2, 0), dtype=np.int64))
     assert len(written(Masks.of(allowed))) < 2 * masks_RW[0].nbytes
-
-
-def test_other_bytes_are_an_error_of_the_ranks():
-    for data in (b"", b"\x00", b"\x90", msgspec.msgpack.encode([1, 2, 3, 4])):
-        with pytest.raises(RanksError):
-            order_of_bytes(data)

@@ -201,12 +201,12 @@ def test_a_step_whose_masks_cannot_be_made_fails_alone(monkeypatch):
 
 @pytest.mark.slow
 def test_hosts_that_cannot_be_closed_do_not_hide_why_the_ranks_ended(monkeypatch):
-    class Jammed(launch.LocalHosts):
+    class Jammed(launch.RankHosts):
         def close(self) -> None:
             super().close()
             raise RuntimeError("the door is jammed")
 
-    monkeypatch.setattr(launch, "LocalHosts", Jammed)
+    monkeypatch.setattr(launch, "RankHosts", Jammed)
     with spread() as llm:
         in_step(llm, 5, lambda: lone_rank().send_signal(signal.SIGKILL))
         with pytest.raises(RanksError, match="rank 1 of 2: its process was ended by SIGKILL"):

@@ -107,10 +107,9 @@ def eagle_target(request: pytest.FixtureRequest, eagle_targets: dict[str, Path])
 
 def sent(group: RankGroup) -> tuple[dict[str, int], dict[str, int]]:
     """Calls and bytes since this was called last."""
-    traffic = group.traffic
-    found = dict(traffic.calls), dict(traffic.sent_bytes)
-    traffic.calls.clear()
-    traffic.sent_bytes.clear()
+    found = dict(group.calls), dict(group.sent_bytes)
+    group.calls.clear()
+    group.sent_bytes.clear()
     return found
 
 

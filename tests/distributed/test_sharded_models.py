@@ -218,7 +218,7 @@ def test_a_pass_costs_two_sums_a_layer_and_one_for_the_embedding(
 
     def traffic(ranks: Ranks) -> None:
         model = load(path, ranks)
-        calls, sent = ranks.target.traffic.calls, ranks.target.traffic.sent_bytes
+        calls, sent = ranks.target.calls, ranks.target.sent_bytes
         assert not calls  # so far
         chunked_logits(model, random_tokens(num_rows), [num_rows])
         assert calls == {"sum": 2 * layers + 1}

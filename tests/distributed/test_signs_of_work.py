@@ -4,7 +4,7 @@ import threading
 import time
 
 from outdraft.ranks import worker
-from outdraft.ranks.messages import Working, answer_of_bytes
+from outdraft.ranks.messages import WORKING
 from outdraft.ranks.worker import signs_of_work
 
 
@@ -12,11 +12,11 @@ class Ear:
     """Keeps what it is sent."""
 
     def __init__(self) -> None:
-        self.heard: list[object] = []
+        self.heard: list[bytes] = []
         self.has_heard = threading.Event()
 
     def send(self, message: bytes) -> None:
-        self.heard.append(answer_of_bytes(message))
+        self.heard.append(message)
         self.has_heard.set()
 
 
@@ -27,7 +27,7 @@ def test_a_process_that_computes_tells_it_until_it_is_done(monkeypatch):
         while not ear.has_heard.is_set():
             sum(range(10_000))
     told = len(ear.heard)
-    assert set(ear.heard) == {Working()}
+    assert set(ear.heard) == {WORKING}
     time.sleep(0.2)
     assert len(ear.heard) == told
 

@@ -145,8 +145,8 @@ def test_the_best_tokens_of_all_ranks_are_those_of_one(
 
     def best(ranks: Ranks) -> tuple[Tensor, Tensor]:
         found = load(path, ranks.target, dtype).checked_best_tokens(hidden_RD)
-        assert ranks.target.traffic.calls == {"gather": 1}
-        assert ranks.target.traffic.sent_bytes == {"gather": (size - 1) * num_rows * (8 + 8)}
+        assert ranks.target.calls == {"gather": 1}
+        assert ranks.target.sent_bytes == {"gather": (size - 1) * num_rows * (8 + 8)}
         return found
 
     for got_R, is_finite in on_ranks(size, 1, best):
@@ -177,12 +177,12 @@ def test_sums_inside_of_a_pass_are_counted(num_rows: int, checkpoint: Callable[[
 
     def traffic(ranks: Ranks) -> None:
         model = load(path, ranks.target, torch.bfloat16)
-        assert not ranks.target.traffic.calls
+        assert not ranks.target.calls
         run_pass(model, num_rows, wanted=[num_rows - 1])
         sums, in_last = 1 + 2 * (LAYERS - 1) * cuts, 2
-        assert ranks.target.traffic.calls == {"sum": sums + in_last}
+        assert ranks.target.calls == {"sum": sums + in_last}
         rows = (1 + 2 * (LAYERS - 1)) * num_rows + in_last  # the last layer leaves out the others
-        assert ranks.target.traffic.sent_bytes == {"sum": (size - 1) * rows * row_bytes}
+        assert ranks.target.sent_bytes == {"sum": (size - 1) * rows * row_bytes}
 
     on_ranks(size, 1, traffic)
 
@@ -344,7 +344,7 @@ def propose(networks: Sequence[OnRank], case: Case, *, is_whole: bool) -> list[P
             vocab_size=VOCABULARY,
             device=CPU,
         )
-        calls, sent = group.traffic.calls, group.traffic.sent_bytes
+        calls, sent = group.calls, group.sent_bytes
         calls.clear()
         sent.clear()
         shares = RequestShares(group, tuple(case.counts))

@@ -221,8 +221,8 @@ def test_each_rank_sends_what_the_plans_say_and_no_more(
     for rank, own in enumerate(groups):
         for group, want in zip(own, case.expected(ranks.plans, rank), strict=True):
             assert sent_by(group) == (dict(want.calls), dict(want.sent))
-    assert groups[0][1].traffic.calls.total() == 0 or draft_size > 1
+    assert groups[0][1].calls.total() == 0 or draft_size > 1
 
 
 def sent_by(group: RankGroup) -> Sent:
-    return dict(group.traffic.calls), dict(group.traffic.sent_bytes)
+    return dict(group.calls), dict(group.sent_bytes)

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel, WordPiece
 
-from outdraft.text.vocabulary import Vocabulary, map_vocabularies, token_table
+from outdraft.text.vocabulary import Vocabulary, map_vocabularies
 from tests.engine.trained_tokenizers import (
     byte_level,
     byte_pieces,
@@ -51,7 +51,7 @@ def pairs(target: Vocabulary, drafter: Vocabulary) -> dict[int, int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_are_those_that_the_tokenizer_decodes(kind: str):
-    table = token_table(vocabulary(tokenizer(kind)))
+    table = vocabulary(tokenizer(kind))
     texts = {number: text for text, ids in table.ids_of.items() for number in ids}
     assert texts == decoded_bytes(tokenizer(kind))
 

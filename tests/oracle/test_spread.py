@@ -142,7 +142,7 @@ def test_another_thread_sees_that_a_pass_goes_on(monkeypatch: pytest.MonkeyPatch
 
     def counts() -> tuple[int, int]:
         assert group.transport is not None
-        return group.transport.num_messages, group.traffic.calls.total()
+        return group.transport.num_messages, group.calls.total()
 
     def noting(link: RankLink) -> None:
         before = counts() if link._group is group else None

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,14 +60,12 @@ class Started:
     """A client of engines that are ready, and their numbers.
 
     Attributes:
-        total: of all engines together, and
-        each: of each engine.
+        total: of all engines together.
         watch: has a function called with the steps of the engines.
     """
 
     client: "Supervisor | ReplicaPool"
     total: "Metrics | ReplicaMetrics"
-    each: Collection[Metrics]
     watch: Callable[[Callable[[Steps], None]], None]
 
 
@@ -150,7 +148,7 @@ async def _serve(
     )
     context = ApiContext(client, client.inputs, template, settings, lambda: launcher.is_draining)
     app = create_app(context, [metrics_router(started.total.registry), dashboard_router(feed)])
-    traffic = asyncio.create_task(TrafficLog(started.each).run())
+    traffic = asyncio.create_task(TrafficLog(started.total.registry).run())
     try:
         return await launcher.serve(app)
     finally:
@@ -183,7 +181,7 @@ async def one_engine(
     await supervisor.start()
     metrics = Metrics(supervisor.info, name)
     supervisor.observe(metrics)
-    yield Started(supervisor, metrics, [metrics], supervisor.watch)
+    yield Started(supervisor, metrics, supervisor.watchers.append)
 
 
 @asynccontextmanager
@@ -216,7 +214,7 @@ async def several_engines(
     deployment = Deployment(config, plan, pool.address)
     try:
         await _start(pool, deployment, plan.num_replicas)
-        yield Started(pool, metrics, metrics.all, metrics.watch_steps)
+        yield Started(pool, metrics, metrics.step_watchers.append)
     finally:
         pool.close("the server is shutting down")
         await asyncio.to_thread(deployment.delete)
@@ -283,7 +281,7 @@ def live_feed(started: Started, name: str) -> LiveFeed:
         feed.record(news.steps, news.num_running, news.num_waiting, news.kv_usage)
         feed.without_speculation(started.total.plain_tokens_per_s)
 
-    started.total.watch(feed)
+    started.total.watchers.append(feed.latency)
     started.watch(record)
     return feed
 

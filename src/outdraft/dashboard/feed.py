@@ -195,13 +195,10 @@ class LiveFeed:
         newest = self._advance()
         newest.plain_tokens_per_s = None if math.isnan(tokens_per_s) else tokens_per_s
 
-    def first_token(self, ttft_s: float) -> None:
-        """A request got its first token, `ttft_s` after it came."""
-        self._advance().ttft.add(ttft_s)
-
-    def more_tokens(self, gap_s: float) -> None:
-        """A request got further tokens, `gap_s` after the ones before."""
-        self._advance().itl.add(gap_s)
+    def latency(self, seconds: float, is_first: bool) -> None:
+        """A request got its first token, in seconds after it came; or others, after its last."""
+        newest = self._advance()
+        (newest.ttft if is_first else newest.itl).add(seconds)
 
     def since(self, second: int | None = None) -> list[Second]:
         """The seconds that are over and come after `second`, oldest first; None: all of them."""

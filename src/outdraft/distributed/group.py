@@ -8,28 +8,11 @@ Dimension key: R rows, S columns that one rank has, t ranks.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
-
-
-@dataclass(slots=True)
-class RankTraffic:
-    """Counts what a rank has sent.
-
-    Attributes:
-        calls: of each operation.
-        sent_bytes: that left this rank, by operation.
-    """
-
-    calls: Counter[str] = field(default_factory=Counter[str])
-    sent_bytes: Counter[str] = field(default_factory=Counter[str])
-
-    def add(self, operation: str, num_bytes: int) -> None:
-        self.calls[operation] += 1
-        self.sent_bytes[operation] += num_bytes
 
 
 class Transport(Protocol):
@@ -80,14 +63,16 @@ class RankGroup:
 
     Attributes:
         rank: among the ranks of the group, from 0.
+        calls: of each operation.
+        sent_bytes: that left this rank, by operation.
         transport: None: this rank is alone.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, transport: Transport | None = None) -> None:
         assert 0 <= rank < size
         assert (transport is None) == (size == 1), "one rank sends nothing"
-        self.rank, self.size, self.traffic = rank, size, RankTraffic()
-        self.transport = transport
+        self.rank, self.size, self.transport = rank, size, transport
+        self.calls, self.sent_bytes = Counter[str](), Counter[str]()
 
     def meet(self, device: torch.device) -> None:
         """Wait until all ranks have come."""
@@ -99,14 +84,14 @@ class RankGroup:
         on all ranks and in tensors of any shape. Sums of 16-bit numbers are rounded once."""
         if self.transport is None:
             return part
-        self._count("sum", part)
+        self._count("sum", (self.size - 1) * part.nbytes)
         return self.transport.sum(part)
 
     def gather(self, part: Tensor) -> Tensor:
         """[t, *shape]: the tensors of all ranks, which are of one shape."""
         if self.transport is None:
             return part[None]
-        self._count("gather", part)
+        self._count("gather", (self.size - 1) * part.nbytes)
         return _gathered(self.transport, part)
 
     def join_rows(self, part: Tensor, counts: Sequence[int]) -> Tensor:
@@ -120,7 +105,7 @@ class RankGroup:
             return part
         padded = part.new_zeros(max(counts), *part.shape[1:])
         padded[: len(part)] = part
-        self._count("join_rows", padded)
+        self._count("join_rows", (self.size - 1) * padded.nbytes)
         parts = _gathered(self.transport, padded)
         return torch.cat([one[:count] for one, count in zip(parts, counts, strict=True)])
 
@@ -138,13 +123,14 @@ class RankGroup:
         row_bytes, own = width * part_RS.element_size(), counts[self.rank]
         sent = [count * row_bytes for count in counts]
         received = [own * row_bytes] * self.size
-        self.traffic.add("turn", sum(sent) - sent[self.rank])
+        self._count("turn", sum(sent) - sent[self.rank])
         data = self.transport.exchange(_as_bytes(part_RS), sent, received)
         parts_tRS = data.view(part_RS.dtype).view(self.size, own, width)
         return parts_tRS.transpose(0, 1).reshape(own, self.size * width)
 
-    def _count(self, operation: str, part: Tensor) -> None:
-        self.traffic.add(operation, (self.size - 1) * part.nbytes)
+    def _count(self, operation: str, num_bytes: int) -> None:
+        self.calls[operation] += 1
+        self.sent_bytes[operation] += num_bytes
 
 
 ALONE = RankGroup()

@@ -80,13 +80,7 @@ def _over_memory(
 ) -> Transport | None:
     """Make a transport; None: not all ranks can share memory, or they have several addresses."""
     num_bytes = None if transports is None else transports.num_bytes(size)
-    timeout = timedelta(seconds=timeout_s)
-    names = [f"host-{other}" for other in range(size)]
-    store.set(names[rank], host)
-    store.wait(names, timeout)
-    if len({store.get(name) for name in names}) > 1:
-        return None
-    memory = shared_memory(PrefixStore("memory", store), rank, size, num_bytes, timeout)
+    memory = shared_memory(store, rank, size, num_bytes, timedelta(seconds=timeout_s), host)
     if transports is None or memory is None:
         return None
     return transports.transport(memory, rank, size, timeout_s)

@@ -2,8 +2,6 @@
 
 import logging
 import os
-import platform
-import tempfile
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from mmap import mmap
@@ -32,15 +30,21 @@ class MemoryTransports(Protocol):
 
 
 def shared_memory(
-    store: Store, rank: int, size: int, num_bytes: int | None, timeout: timedelta
+    store: Store,
+    rank: int,
+    size: int,
+    num_bytes: int | None,
+    timeout: timedelta,
+    host: str = "127.0.0.1",
 ) -> mmap | None:
     """Make memory that all ranks see, zeros at first; None on all ranks: one cannot see it.
 
-    It has no name once the ranks have met, and on Linux none that outlives the first one.
+    It has no name once the ranks have met, and ends with their processes.
 
     Args:
         store: of this group alone.
         num_bytes: None: this rank can use none.
+        host: address of this rank's machine, the same for all ranks that share memory.
 
     Raises:
         RuntimeError: another rank did not come in time.
@@ -49,13 +53,14 @@ def shared_memory(
         memory = None
         try:
             if num_bytes is not None and rank == 0:
-                file, path = _new_file(until_all_have_it)
+                opened = open(os.memfd_create("outdraft-ranks"), "r+b")  # noqa: SIM115
+                file = until_all_have_it.enter_context(opened)
                 file.truncate(num_bytes)
                 memory = mmap(file.fileno(), num_bytes)
-                store.set("place", _place(file, path))
+                store.set("place", _place(file, f"/proc/{os.getpid()}/fd/{file.fileno()}", host))
             elif num_bytes is not None:
                 store.wait(["place"], timeout)
-                memory = _opened(store.get("place").decode(), num_bytes)
+                memory = _opened(store.get("place").decode(), num_bytes, host)
         except OSError as error:
             _logger.warning("rank %d of %d cannot share memory: %s", rank, size, error)
         if rank == 0 and memory is None:
@@ -66,36 +71,26 @@ def shared_memory(
         return memory if all(store.get(name).decode() == YES for name in answers) else None
 
 
-def _new_file(stack: ExitStack) -> tuple[IO[bytes], str]:
-    """Make a file; it has the path as long as the stack lasts."""
-    if hasattr(os, "memfd_create"):  # it ends with the processes that have it open
-        file = stack.enter_context(os.fdopen(os.memfd_create("outdraft-ranks"), "r+b"))
-        return file, f"/proc/{os.getpid()}/fd/{file.fileno()}"
-    named = tempfile.NamedTemporaryFile(prefix="outdraft-ranks-")  # noqa: SIM115
-    stack.enter_context(named)
-    return named.file, named.name
-
-
-def _opened(place: str, num_bytes: int) -> mmap | None:
+def _opened(place: str, num_bytes: int, host: str) -> mmap | None:
     """Map the memory; None: the place is on another machine, or in another container."""
     if place == NOWHERE:
         return None
     machine, _, _, path = place.split(" ", 3)
-    if machine != _machine():
+    if machine != _machine(host):
         return None
     with suppress(FileNotFoundError), open(path, "r+b") as file:
-        if _place(file, path) == place:
+        if _place(file, path, host) == place:
             return mmap(file.fileno(), num_bytes)
     return None
 
 
-def _place(file: IO[bytes], path: str) -> str:
+def _place(file: IO[bytes], path: str, host: str) -> str:
     """A text that names one file of one machine, and its path."""
     status = os.fstat(file.fileno())
-    return f"{_machine()} {status.st_dev} {status.st_ino} {path}"
+    return f"{_machine(host)} {status.st_dev} {status.st_ino} {path}"
 
 
-def _machine() -> str:
+def _machine(host: str) -> str:
     with suppress(OSError):
-        return BOOT.read_text().strip()
-    return platform.node().replace(" ", "-")
+        return f"{host}/{BOOT.read_text().strip()}"
+    return host

@@ -148,14 +148,10 @@ class BlockTable:
         self.ids: list[int] = []
         self._num_sent = 0  # the first ids, which are the same in the runner's copy
 
-    def blocks_missing(self, num_tokens: int) -> int:
-        """Number of blocks that `reserve` would have to allocate."""
-        return max(0, -(-num_tokens // self.block_size) - len(self.ids))
-
     def reserve(self, num_tokens: int) -> bool:
         """Make room for `num_tokens` slots in all; False and unchanged if the pool is too full."""
-        missing = self.blocks_missing(num_tokens)
-        if not missing:
+        missing = -(-num_tokens // self.block_size) - len(self.ids)
+        if missing <= 0:
             return True
         blocks = self._pool.allocate(missing)
         if blocks is None:

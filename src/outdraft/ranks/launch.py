@@ -3,16 +3,14 @@ of the others, on this machine or by another host's means."""
 
 import os
 import pickle
-import subprocess
-import sys
-from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
+from outdraft.core.process import ChildProcess
 from outdraft.kernels.choose import check_option
 from outdraft.loading.machine import Cores, cores_of_ranks, topology
 from outdraft.loading.models import (
@@ -25,8 +23,7 @@ from outdraft.loading.models import (
 
 if TYPE_CHECKING:
     from outdraft.ranks.messages import RankAssignment
-
-COMMAND = (sys.executable, "-m", "outdraft.ranks.worker")
+    from outdraft.ranks.ray_hosts import RayProcess
 
 
 def load_on_ranks(config: EngineConfig) -> LoadedModels:
@@ -65,7 +62,7 @@ def _hosts(config: EngineConfig) -> tuple["RankHosts", torch.device]:
     check_division(config)
     find_files(config)  # downloads once, not on every rank
     if not on_cluster:
-        return LocalHosts(size), device
+        return RankHosts(size), device
     try:
         from outdraft.ranks.ray_hosts import RayHosts
     except ImportError:
@@ -76,47 +73,12 @@ def _hosts(config: EngineConfig) -> tuple["RankHosts", torch.device]:
     return hosts, hosts.own_device
 
 
-class RankProcess(Protocol):
-    """The process of one rank."""
-
-    @property
-    def pid(self) -> int | None:
-        """Its id; None: it runs on another machine."""
-        ...
-
-    def wait(self) -> int:
-        """Wait for its end; return its exit code, as in subprocess."""
-        ...
-
-    def kill(self) -> None:
-        """End it, so that `wait` returns, and free what is left of it; it may have ended."""
-        ...
-
-
-class RankHosts(Protocol):
-    """Starts the ranks but rank 0, and gives the address where they find it.
+class RankHosts:
+    """Starts the ranks but rank 0, on this machine.
 
     Attributes:
         host: address of this machine, at which rank 0 listens.
     """
-
-    host: str
-
-    def cores(self, device: torch.device) -> list[Cores]:
-        """The cores of each rank, rank 0 included."""
-        ...
-
-    def start(self, assignment: "RankAssignment") -> RankProcess:
-        """Start a rank's process."""
-        ...
-
-    def close(self) -> None:
-        """Free what is left when no rank is."""
-        ...
-
-
-class LocalHosts:
-    """Starts ranks on this machine."""
 
     host = "127.0.0.1"
 
@@ -124,42 +86,20 @@ class LocalHosts:
         self._size = size
 
     def cores(self, device: torch.device) -> list[Cores]:
-        """Equal parts of this machine's cores; on GPUs any of them."""
+        """The cores of each rank, rank 0 included: equal parts of the machine's; on GPUs any."""
         parts = cores_of_ranks(self._size, torch.get_num_threads(), topology())
         return parts if device.type == "cpu" else [replace(one, cpus=()) for one in parts]
 
-    def start(self, assignment: "RankAssignment") -> "LocalProcess":
-        """Start a child of this process."""
-        return LocalProcess(pickle.dumps(assignment), assignment.cores.num_threads)
+    def start(self, assignment: "RankAssignment") -> "ChildProcess | RayProcess":
+        """Start a rank's process."""
+        return start_worker(pickle.dumps(assignment), assignment.cores.num_threads)
 
     def close(self) -> None:
-        """Do nothing: nothing is left."""
+        """Free what is left when no rank is: nothing."""
 
 
-class LocalProcess:
-    """A rank's process on this machine. It ends when this process does, however that ends."""
-
-    def __init__(self, assignment: bytes, num_threads: int) -> None:
-        self._process = subprocess.Popen(
-            COMMAND,
-            stdin=subprocess.PIPE,
-            # OpenMP reads it as a process begins.
-            env={**os.environ, "OMP_NUM_THREADS": str(num_threads)},
-        )
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended: `wait` returns its exit code
-            self._process.stdin.write(assignment)
-            self._process.stdin.flush()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def wait(self) -> int:
-        return self._process.wait()
-
-    def kill(self) -> None:
-        assert self._process.stdin is not None
-        self._process.kill()
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
+def start_worker(assigned: bytes, num_threads: int) -> ChildProcess:
+    """Start a rank's process as a child of this one; `assigned`: its pickled assignment."""
+    # OpenMP reads the number as a process begins.
+    environ = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
+    return ChildProcess("outdraft.ranks.worker", assigned, environ)

@@ -2,18 +2,13 @@
 
 import logging
 import pickle
-import secrets
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-import psutil
 import torch
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not name it
 
@@ -21,19 +16,18 @@ from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError, PartedError, RanksError
 from outdraft.core.grammar import AllowedTokens
 from outdraft.core.plan import StepPlan
-from outdraft.core.process import ending
+from outdraft.core.process import ChildProcess, Silence, ending
 from outdraft.distributed.group import ONE_RANK, Ranks
 from outdraft.distributed.process_groups import join_ranks
 from outdraft.kernels.choose import memory_transports
 from outdraft.loading.machine import stay_on, topology
 from outdraft.loading.memory import MemoryPlan
 from outdraft.loading.models import LoadedModels
-from outdraft.ranks.launch import RankHosts, RankProcess
+from outdraft.ranks.launch import RankHosts
 from outdraft.ranks.messages import (
-    KEY_BYTES,
     LOST,
     STORE_TIMEOUT_S,
-    Answer,
+    WORKING,
     Build,
     Done,
     Join,
@@ -50,6 +44,9 @@ from outdraft.ranks.messages import (
 from outdraft.runner.model_runner import ModelRunner
 from outdraft.runner.parallel_runner import ParallelRunner, SameSteps
 
+if TYPE_CHECKING:
+    from outdraft.ranks.ray_hosts import RayProcess
+
 POLL_S = 0.1  # between two looks for a process that died, while an answer is awaited
 GRACE_S = 2.0  # for other ranks to end that lost the same one
 LAST_WORDS_S = 0.2
@@ -58,17 +55,17 @@ LOADING_SILENCE_S = 60.0  # at least: disks that others use stand still for seco
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
 class _Processes:
     """The processes by rank, and the exit codes of those that ended; threads wait for them."""
 
-    by_rank: dict[int, RankProcess] = field(default_factory=dict[int, RankProcess])
-    endings: dict[int, int] = field(default_factory=dict[int, int])
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    on_death: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
-    are_wanted: bool = True
+    def __init__(self) -> None:
+        self.by_rank: dict[int, ChildProcess | RayProcess] = {}
+        self.endings: dict[int, int] = {}
+        self.changed = threading.Condition()
+        self.on_death: list[Callable[[], None]] = []
+        self._are_wanted = True
 
-    def add(self, rank: int, process: RankProcess) -> None:
+    def add(self, rank: int, process: "ChildProcess | RayProcess") -> None:
         self.by_rank[rank] = process
         args = rank, process
         threading.Thread(target=self._wait, args=args, name=f"rank-{rank}", daemon=True).start()
@@ -76,18 +73,18 @@ class _Processes:
     def end(self) -> None:
         """Kill all that still run."""
         with self.changed:
-            self.are_wanted = False
+            self._are_wanted = False
         for process in self.by_rank.values():
             process.kill()
         for process in self.by_rank.values():
             process.wait()
 
-    def _wait(self, rank: int, process: RankProcess) -> None:
+    def _wait(self, rank: int, process: "ChildProcess | RayProcess") -> None:
         code = process.wait()
         with self.changed:
             self.endings[rank] = code
             self.changed.notify_all()
-            calls = self.on_death.copy() if self.are_wanted else []
+            calls = self.on_death.copy() if self._are_wanted else []
         for call in calls:
             call()
 
@@ -110,9 +107,8 @@ class RankProcesses:
         self.num_engines = 0
         self._num_sent = 0
         self._groups = ONE_RANK
-        self._key = secrets.token_bytes(KEY_BYTES)
         shown = f"[{hosts.host}]" if ":" in hosts.host else hosts.host
-        self._speaker = Speaker(self._key, self._size, f"tcp://{shown}:*")
+        self._speaker = Speaker(self._size, f"tcp://{shown}:*")
         parts = self._processes.end, self._speaker.close, hosts.close, _restores_threads()
         self._ending = weakref.finalize(self, _end, *parts)
 
@@ -132,7 +128,7 @@ class RankProcesses:
                 self._config,
                 rank,
                 self._speaker.address,
-                self._key,
+                self._speaker.key,
                 (host, port),
                 all_cores[rank],
                 logging.getLevelName(_logger.getEffectiveLevel()),
@@ -194,12 +190,9 @@ class RankProcesses:
         Raises:
             RanksError: one of them cannot do it.
         """
-        self.check()
         self._num_sent += 1
         is_plan = isinstance(message, StepPlan)
-        data = as_bytes(RunStep(message) if is_plan else Masks.of(message))
-        self._speaker.send(data)
-        return data
+        return self._order(RunStep(message) if is_plan else Masks.of(message))
 
     def watch(self, on_death: Callable[[], None]) -> None:
         """Call a function, in another thread, when a rank's process has ended by itself."""
@@ -234,12 +227,14 @@ class RankProcesses:
             self._failure = RanksError("the ranks were ended")
         self._ending()
 
-    def _order(self, order: Order) -> None:
+    def _order(self, order: Order) -> bytes:
         self.check()
+        data = as_bytes(order)
         try:
-            self._speaker.send(as_bytes(order))
+            self._speaker.send(data)
         except RanksError as error:
             self.give_up(error)
+        return data
 
     def answers(self, timeout_s: float | None = None) -> dict[int, Done]:
         """Wait for the answer of every other rank, which may take long if it shows that it works.
@@ -252,27 +247,20 @@ class RankProcesses:
         """
         timeout_s = timeout_s or max(self._config.parallel.rank_timeout_s, LOADING_SILENCE_S)
         found: dict[int, Done] = {}
-        silent_s = dict.fromkeys(range(1, self._size), 0.0)  # of those that have not answered
-        while silent_s:
-            began_s = time.monotonic()
-            heard = self._heard()
-            # Time in which this process itself stood still is not their silence.
-            passed_s = min(time.monotonic() - began_s, 2 * POLL_S)
-            silent_s = {rank: silence + passed_s for rank, silence in silent_s.items()}
-            if heard is not None and heard[0] in silent_s:
-                rank, answer = heard
-                silent_s[rank] = 0.0
-                if isinstance(answer, Done):
-                    found[rank] = answer
-                    del silent_s[rank]
-            for rank, silence in silent_s.items():
-                if silence > timeout_s:
-                    what = f"rank {rank}{self._state(rank)} of {self._size}"
+        silences = {rank: Silence(POLL_S) for rank in range(1, self._size)}
+        while silences:
+            rank, answer = self._heard() or (None, None)
+            for other, silence in silences.items():
+                if silence.look(is_broken=other == rank) > timeout_s:
+                    what = f"rank {other}{self._state(other)} of {self._size}"
                     raise self._failed(f"{what} shows no sign of work for {timeout_s:g} s")
+            if rank is not None and answer is not None and rank in silences:
+                found[rank] = answer
+                del silences[rank]
         return found
 
-    def _heard(self) -> tuple[int, Answer] | None:
-        """Receive one message, with its rank; None: none came within POLL_S.
+    def _heard(self) -> tuple[int, Done | None] | None:
+        """Receive an answer, or a sign of work, with its rank; None: none came within POLL_S.
 
         Raises:
             ConfigError, RanksError: one of them has failed.
@@ -281,7 +269,7 @@ class RankProcesses:
         if said is None:
             self.check()
             return None
-        rank, answer = said[0], answer_of_bytes(said[1])
+        rank, answer = said[0], None if said[1] == WORKING else answer_of_bytes(said[1])
         if isinstance(answer, RankFailed):
             name = f"rank {rank} of {self._size}"
             if answer.kind == "config":
@@ -332,24 +320,19 @@ class RankProcesses:
             endings = processes.endings.copy()
         last_words: dict[int, RankFailed] = {}
         while (said := self._speaker.receive(LAST_WORDS_S)) is not None:
-            if isinstance(answer := answer_of_bytes(said[1]), RankFailed):
+            if said[1] != WORKING and isinstance(answer := answer_of_bytes(said[1]), RankFailed):
                 last_words[said[0]] = answer
         return endings, last_words
 
     def _state(self, rank: int) -> str:
-        pid = self._processes.by_rank[rank].pid
-        with suppress(psutil.Error):
-            if pid is not None and psutil.Process(pid).status() == psutil.STATUS_STOPPED:
-                return " (its process is stopped)"
-        return ""
+        return " (its process is stopped)" if self._processes.by_rank[rank].is_stopped else ""
 
 
-@dataclass(frozen=True, slots=True)
 class _OneEngine:
     """The other ranks, for the runner of one engine."""
 
-    processes: RankProcesses
-    number: int
+    def __init__(self, processes: RankProcesses, number: int) -> None:
+        self.processes, self.number = processes, number
 
     def send(self, message: StepPlan | AllowedTokens) -> bytes:
         """Raises RanksError, too, if a newer engine was built on the ranks."""

@@ -20,8 +20,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from outdraft.core.errors import ConfigError, RanksError
+from outdraft.core.process import ChildProcess
 from outdraft.loading.machine import Cores
-from outdraft.ranks.launch import LocalProcess
+from outdraft.ranks.launch import RankHosts, start_worker
 from outdraft.ranks.messages import RankAssignment
 
 TOGETHER_S = 5.0  # to find a machine with room for all ranks
@@ -33,7 +34,7 @@ class RankActor:
     """The actor that starts a rank's process on its machine, and ends with it."""
 
     def __init__(self) -> None:
-        self._process: LocalProcess | None = None
+        self._process: ChildProcess | None = None
 
     def place(self) -> tuple[str, list[str]]:
         """Return the address of its machine, and the GPUs that it was given."""
@@ -42,7 +43,7 @@ class RankActor:
 
     def start(self, assignment: bytes, num_threads: int) -> None:
         """Start the process. It is a child of the actor, so it ends with it."""
-        self._process = LocalProcess(assignment, num_threads)
+        self._process = start_worker(assignment, num_threads)
 
     def wait(self) -> int:
         """Wait for the end of the process; return its exit code."""
@@ -50,8 +51,11 @@ class RankActor:
         return self._process.wait()
 
 
-class RayHosts:
-    """Starts ranks on the machines of a Ray cluster."""
+class RayHosts(RankHosts):
+    """Starts ranks on the machines of a Ray cluster.
+
+    `own_device`: that of rank 0.
+    """
 
     def __init__(self, size: int, device: torch.device) -> None:
         """Reserve the room.
@@ -61,7 +65,6 @@ class RayHosts:
         """
         _connect()
         self.host = ray.util.get_node_ip_address()
-        self._device = device
         self._group = _room(size, self.host, device.type == "cuda")
         kind: Any = ray.remote(RankActor)
         self._actors: list[Any] = [
@@ -76,12 +79,8 @@ class RayHosts:
         self._places: list[tuple[str, list[str]]] = ray.get(
             [actor.place.remote() for actor in self._actors]
         )
-
-    @property
-    def own_device(self) -> torch.device:
-        """The device of rank 0."""
         gpus = self._places[0][1]
-        return torch.device(f"cuda:{gpus[0]}") if gpus else self._device
+        self.own_device = torch.device(f"cuda:{gpus[0]}") if gpus else device
 
     def cores(self, device: torch.device) -> list[Cores]:
         """Share out threads: each machine counts as having as many as this one."""
@@ -109,7 +108,7 @@ class RayHosts:
 class RayProcess:
     """A rank's process on a machine of the cluster."""
 
-    pid = None
+    is_stopped = False  # that is not known
 
     def __init__(self, actor: Any, assignment: bytes, num_threads: int) -> None:
         self._actor = actor

@@ -32,7 +32,7 @@ from outdraft.loading.models import LoadedModels, build_runner, choose_device, l
 from outdraft.ranks.messages import (
     LOST,
     STORE_TIMEOUT_S,
-    Answer,
+    WORKING,
     Build,
     Done,
     Join,
@@ -43,7 +43,6 @@ from outdraft.ranks.messages import (
     RankAssignment,
     RankFailed,
     RunStep,
-    Working,
     as_bytes,
     order_of_bytes,
 )
@@ -67,7 +66,7 @@ def signs_of_work(listener: Listener) -> Generator[None]:
         while not is_over.wait(BEAT_S):
             (before_s, before), (cpu_s, num_reads) = (cpu_s, num_reads), _used()
             if cpu_s - before_s > LEAST_CPU_SHARE * BEAT_S or num_reads > before:
-                listener.send(as_bytes(Working()))
+                listener.send(WORKING)
 
     thread = threading.Thread(target=beat, name="signs-of-work", daemon=True)
     thread.start()
@@ -108,7 +107,7 @@ def _work(assignment: RankAssignment, listener: Listener) -> tuple[int, RankFail
     try:
         stay_on(assignment.cores.cpus)
         torch.set_num_threads(assignment.cores.num_threads)
-        Rank(assignment, listener).run()
+        _follow_orders(assignment, listener)
     except ConfigError as error:
         return 2, RankFailed("config", str(error))
     except RanksError as error:
@@ -119,92 +118,90 @@ def _work(assignment: RankAssignment, listener: Listener) -> tuple[int, RankFail
         return 1, RankFailed("rank", type(error).__name__)
 
 
-class Rank:
-    """Follows the orders of rank 0."""
+def _follow_orders(assignment: RankAssignment, listener: Listener) -> Never:
+    """Follow the orders of rank 0 until something goes wrong.
 
-    def __init__(self, assignment: RankAssignment, listener: Listener) -> None:
-        self._assignment, self._listener = assignment, listener
+    Raises:
+        ConfigError, RanksError: why it cannot go on.
+    """
+    host, port = assignment.store
+    timeout = timedelta(seconds=STORE_TIMEOUT_S)
+    store = TCPStore(host, port, is_master=False, timeout=timeout)
+    listener.send(as_bytes(Done()))
+    _next(listener, Join)
+    with signs_of_work(listener):
+        models = _models(assignment, store)
+    listener.send(as_bytes(Done()))
+    order = _next(listener, Prepare)
+    while True:
+        runner, same_steps = _built(listener, models, order)
+        order = _step_until_prepare(listener, runner, same_steps)
 
-    def run(self) -> Never:
-        """Follow orders until something goes wrong.
 
-        Raises:
-            ConfigError, RanksError: why it cannot go on.
-        """
-        host, port = self._assignment.store
-        timeout = timedelta(seconds=STORE_TIMEOUT_S)
-        store = TCPStore(host, port, is_master=False, timeout=timeout)
-        self._answer(Done())
-        self._next(Join)
-        with signs_of_work(self._listener):
-            models = self._models(store)
-        self._answer(Done())
-        order = self._next(Prepare)
-        while True:
-            runner, same_steps = self._built(models, order)
-            order = self._step_until_prepare(runner, same_steps)
+def _models(assigned: RankAssignment, store: TCPStore) -> LoadedModels:
+    config, parallel = assigned.config, assigned.config.parallel
+    device = choose_device(config.device, assigned.device_index)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton's kernels run on it
+    ranks = join_ranks(
+        store,
+        assigned.rank,
+        parallel.tensor_parallel_size,
+        config.draft_tensor_parallel_size,
+        device,
+        parallel.rank_timeout_s,
+        memory_transports(),
+        assigned.host,
+    )
+    return load_models(config, ranks, device)
 
-    def _models(self, store: TCPStore) -> LoadedModels:
-        assigned = self._assignment
-        config, parallel = assigned.config, assigned.config.parallel
-        device = choose_device(config.device, assigned.device_index)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # Triton's kernels run on it
-        ranks = join_ranks(
-            store,
-            assigned.rank,
-            parallel.tensor_parallel_size,
-            config.draft_tensor_parallel_size,
-            device,
-            parallel.rank_timeout_s,
-            memory_transports(),
-            assigned.host,
-        )
-        return load_models(config, ranks, device)
 
-    def _built(self, models: LoadedModels, order: Prepare) -> tuple[ModelRunner, SameSteps | None]:
-        config: EngineConfig = pickle.loads(order.pickled_config)
-        models = models.as_used_by(config)
-        with signs_of_work(self._listener):
-            memory = plan_memory(config, models)
-        self._answer(Done(memory))
-        num_blocks = self._next(Build).num_blocks
-        with signs_of_work(self._listener):
-            runner = build_runner(models, num_blocks)
-        same_steps = None
-        if config.parallel.check_ranks:
-            same_steps = SameSteps(models.ranks.target, models.device)
-        gc.collect()
-        gc.freeze()  # a collection that visits what is there now would stall a step
-        gc.enable()
-        self._answer(Done())
-        return runner, same_steps
+def _built(
+    listener: Listener, models: LoadedModels, order: Prepare
+) -> tuple[ModelRunner, SameSteps | None]:
+    config: EngineConfig = pickle.loads(order.pickled_config)
+    models = models.as_used_by(config)
+    with signs_of_work(listener):
+        memory = plan_memory(config, models)
+    listener.send(as_bytes(Done(memory)))
+    num_blocks = _next(listener, Build).num_blocks
+    with signs_of_work(listener):
+        runner = build_runner(models, num_blocks)
+    same_steps = None
+    if config.parallel.check_ranks:
+        same_steps = SameSteps(models.ranks.target, models.device)
+    gc.collect()
+    gc.freeze()  # a collection that visits what is there now would stall a step
+    gc.enable()
+    listener.send(as_bytes(Done()))
+    return runner, same_steps
 
-    def _step_until_prepare(self, runner: ModelRunner, same_steps: SameSteps | None) -> Prepare:
-        """Run steps; return the order that ends them.
 
-        A launched step that no masks follow is dropped: rank 0 could not make them.
-        """
-        step: PendingStep | LaunchedStep | None = None
-        while True:
-            data = self._listener.receive()
-            order = order_of_bytes(data)
-            if isinstance(order, Prepare):
-                return order
-            if isinstance(order, Masks) and isinstance(step, LaunchedStep):
-                step = runner.verify(step, order.allowed)
-            else:
-                step = runner.launch(_expected(RunStep, order).plan)
-            if same_steps is not None:
-                same_steps.add(data)
-                if not isinstance(step, LaunchedStep):
-                    same_steps.check(runner.collect(step))
+def _step_until_prepare(
+    listener: Listener, runner: ModelRunner, same_steps: SameSteps | None
+) -> Prepare:
+    """Run steps; return the order that ends them.
 
-    def _answer(self, answer: Answer) -> None:
-        self._listener.send(as_bytes(answer))
+    A launched step that no masks follow is dropped: rank 0 could not make them.
+    """
+    step: PendingStep | LaunchedStep | None = None
+    while True:
+        data = listener.receive()
+        order = order_of_bytes(data)
+        if isinstance(order, Prepare):
+            return order
+        if isinstance(order, Masks) and isinstance(step, LaunchedStep):
+            step = runner.verify(step, order.allowed)
+        else:
+            step = runner.launch(_expected(RunStep, order).plan)
+        if same_steps is not None:
+            same_steps.add(data)
+            if not isinstance(step, LaunchedStep):
+                same_steps.check(runner.collect(step))
 
-    def _next(self, kind: type[OrderType]) -> OrderType:
-        return _expected(kind, order_of_bytes(self._listener.receive()))
+
+def _next(listener: Listener, kind: type[OrderType]) -> OrderType:
+    return _expected(kind, order_of_bytes(listener.receive()))
 
 
 def _expected(kind: type[OrderType], order: Order) -> OrderType:

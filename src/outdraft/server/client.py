@@ -2,25 +2,21 @@
 
 import asyncio
 import pickle
-import subprocess
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol, TypeVar
 
 import msgspec
-import psutil
 import zmq
 import zmq.asyncio
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError, EngineDeadError
 from outdraft.core.outputs import CompletionOutput, RequestOutput
-from outdraft.core.process import ending
+from outdraft.core.process import ChildProcess, Silence, ending
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor
 from outdraft.server.messages import Command, EngineFailed, EngineInfo, Loading, Report
@@ -50,22 +46,13 @@ class Update:
 class EngineClient(Protocol):
     """Answers requests, with one engine or with several that are alike."""
 
-    @property
-    def info(self) -> EngineInfo: ...
-
-    @property
-    def inputs(self) -> InputProcessor:
-        """Checks and encodes prompts."""
-        ...
+    info: EngineInfo
+    inputs: InputProcessor  # checks and encodes prompts
+    ended_by: str | None  # the cause of the engine's end; None: it runs, or that is not known
 
     @property
     def is_alive(self) -> bool:
         """True while requests are taken."""
-        ...
-
-    @property
-    def ended_by(self) -> str | None:
-        """The cause of the engine's end, in words; None: it runs, or the cause is not known."""
         ...
 
     @property
@@ -191,15 +178,9 @@ class EngineProcess(EngineLink):
             socket.linger = 0
         self._reports.bind(reports)
         self._commands.connect(commands)  # connected, it queues what is sent too early
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "outdraft.server.core_process"],
-            stdin=subprocess.PIPE,
-            env=dict(environ),
-        )
-        assert self._process.stdin is not None
+        assigned = pickle.dumps((config, commands, reports, log_level))
+        self._process = ChildProcess("outdraft.server.core_process", assigned, environ)
         self._timeout_s = config.parallel.rank_timeout_s
-        pickle.dump((config, commands, reports, log_level), self._process.stdin)
-        self._process.stdin.flush()
 
     async def started(self, on_loading: OnLoading) -> EngineInfo:
         info = await super().started(on_loading)
@@ -218,25 +199,17 @@ class EngineProcess(EngineLink):
         It counts as ended when it was stopped for as long as one rank waits for another: neither
         the other ranks, which it watches, nor the relay of a replica would report that.
         """
-        stopped_s = 0.0
+        silence = Silence(DEATH_POLL_S)
         while (code := self._process.poll()) is None:
             await asyncio.sleep(DEATH_POLL_S)
-            stopped_s = stopped_s + DEATH_POLL_S if self._is_stopped() else 0.0
-            if stopped_s > self._timeout_s:
+            if silence.look(is_broken=not self._process.is_stopped) > self._timeout_s:
                 return f"its process was stopped for {self._timeout_s:g} s"
         await asyncio.sleep(GOODBYE_S)
         return ending(code)
 
-    def _is_stopped(self) -> bool:
-        with suppress(psutil.Error):  # it has ended
-            return psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
-        return False
-
     def end(self) -> None:
         self._process.kill()
         self._process.wait()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
         self._commands.close()
         self._reports.close()
         self._context.term()

@@ -9,8 +9,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+import time
+from collections.abc import Callable
 from functools import partial
 
 import zmq
@@ -18,7 +18,7 @@ import zmq
 from outdraft.config.engine import EngineConfig
 from outdraft.core import process
 from outdraft.core.errors import ConfigError, RanksError
-from outdraft.core.process import STOOD_STILL
+from outdraft.core.process import STOOD_STILL, Silence
 from outdraft.server.engine_loop import EngineLoop, send_reports
 from outdraft.server.messages import EngineFailed, EngineInfo, Loading
 
@@ -52,18 +52,9 @@ class StepWatch:
         self._num_moves, self._timeout_s, self._on_still = num_moves, timeout_s, on_still
         self._num_steps = 0
         self._is_in_step = False
-        self._is_over = threading.Event()
 
-    @contextmanager
-    def watching(self) -> Generator[None, None, None]:
-        """A thread looks while the context is open."""
-        thread = threading.Thread(target=self._look, name="step-watch", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self._is_over.set()
-            thread.join()
+    def start(self) -> None:
+        threading.Thread(target=self._look, name="step-watch", daemon=True).start()
 
     def __enter__(self) -> None:
         self._num_steps += 1
@@ -73,18 +64,19 @@ class StepWatch:
         self._is_in_step = False
 
     def _look(self) -> None:
-        seen, num_still = (0, 0), 0
-        while not self._is_over.wait(self._timeout_s / POLLS):
+        seen, silence = (0, 0), Silence(self._timeout_s / POLLS)
+        is_still = False
+        while not is_still:
+            time.sleep(self._timeout_s / POLLS)
             now = self._num_steps, self._num_moves()
-            num_still = num_still + 1 if self._is_in_step and now == seen else 0
-            seen = now
-            if num_still >= POLLS:
-                self._on_still()
-                return
+            has_moved, seen = now != seen, now
+            is_broken = has_moved or not self._is_in_step
+            is_still = silence.look(is_broken=is_broken) >= self._timeout_s
+        self._on_still()
 
 
 def main() -> int:
-    """Run until the command to stop; 0 if nothing went wrong."""
+    """Run until something goes wrong; return the exit code."""
     gc.disable()  # while it starts, next to nothing becomes garbage
     config: EngineConfig
     config, commands_at, reports_at, log_level = process.assignment()
@@ -101,7 +93,7 @@ def main() -> int:
 
 def _serve(config: EngineConfig, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> int:
     try:
-        loop, watch, info = _start(config, commands, reports)
+        loop, info = _start(config, commands, reports)
     except (ConfigError, RanksError) as error:
         is_config = isinstance(error, ConfigError)
         send_reports(reports, [EngineFailed("config" if is_config else "ranks", str(error))])
@@ -114,13 +106,13 @@ def _serve(config: EngineConfig, commands: zmq.Socket[bytes], reports: zmq.Socke
     gc.freeze()  # what is there now stays: a collection that looks through it stalls a step
     gc.enable()
     send_reports(reports, [info])
-    with watch.watching() if watch is not None else nullcontext():
-        return 0 if loop.run() else 1
+    loop.run()
+    return 1
 
 
 def _start(
     config: EngineConfig, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]
-) -> tuple[EngineLoop, StepWatch | None, EngineInfo]:
+) -> tuple[EngineLoop, EngineInfo]:
     send_reports(reports, [Loading("libraries")])
     # They take seconds, and the first report has to be sent before.
     from outdraft.engine.build import build_engine, check_longest_text, warm_up
@@ -155,7 +147,8 @@ def _start(
     if engine.ranks is not None:
         timeout_s = max(LEAST_STILL_S, STILL_TIMEOUTS * config.parallel.rank_timeout_s)
         watch = StepWatch(engine.ranks.num_moves, timeout_s, partial(_end_still, timeout_s))
-    return EngineLoop(engine, commands, reports, watch), watch, info
+        watch.start()
+    return EngineLoop(engine, commands, reports, watch), info
 
 
 def _end_still(timeout_s: float) -> None:

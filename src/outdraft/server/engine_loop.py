@@ -37,7 +37,6 @@ from outdraft.server.messages import (
     Refused,
     Report,
     Steps,
-    Stop,
 )
 
 MAX_PREPARING = 64  # requests that wait for their grammars
@@ -77,25 +76,25 @@ class EngineLoop:
         self._trace: ExitStack | None = None  # closing it writes it
         engine.on_step = self._steps.append
 
-    def run(self) -> bool:
-        """Run until the command to stop, or until steps fail; false if they did."""
+    def run(self) -> None:
+        """Run until steps fail."""
         if self._engine.ranks is not None:
             self._engine.ranks.watch(self._wake)
         with self._wakes, self._waker:
             try:
-                return self._run()
+                self._run()
             except RanksError as error:
                 _logger.error("%s", error)
                 self._send([EngineFailed("ranks", str(error))])
-                return False
             finally:
                 if self._trace is not None:
                     self._trace.close()
                 self._compiler.shutdown(cancel_futures=True)  # one compilation at most, of seconds
 
-    def _run(self) -> bool:
+    def _run(self) -> None:
         num_failed = 0
-        while self._obey():
+        while True:
+            self._obey()
             try:
                 with self._watched:
                     deltas = self._engine.step()
@@ -109,27 +108,24 @@ class EngineLoop:
                 num_failed += 1
                 if num_failed >= MAX_FAILED_STEPS:
                     self._send([EngineFailed("engine", step_failure(error))])
-                    return False
-                self._fail_running(error)
+                    return
+                failed = self._engine.running_requests()
+                for request_id in failed:
+                    self._engine.abort(request_id)
+                self._send([Refused(one, "engine", step_failure(error)) for one in failed])
             self._report_steps()
-        return True
 
-    def _obey(self) -> bool:
-        """Carry out the commands that are there, or wait for one if there is nothing else to do.
-
-        False: the last one is to stop.
-        """
+    def _obey(self) -> None:
+        """Carry out the commands that are there, or wait for one if there is nothing else to do."""
         while True:
             self._add_prepared()
             if self._commands.poll(0):
                 command = self._decoder.decode(self._commands.recv())
-                if isinstance(command, Stop):
-                    return False
                 with self._watched if not isinstance(command, Profile) else nullcontext():
                     self._carry_out(command)
                 self._has_news = True
             elif self._engine.has_work:
-                return True
+                return
             else:
                 self._report_steps(is_idle=True)
                 if self._engine.ranks is not None:
@@ -139,19 +135,19 @@ class EngineLoop:
                     self._wakes.recv(4096)
 
     def _carry_out(self, command: Add | Abort | EndSequence | Profile) -> None:
-        if isinstance(command, Add):
-            if command.params.structured is None:
+        match command:
+            case Add() if command.params.structured is None:
                 self._add(command)
-            else:
+            case Add():
                 self._prepare(command)
-        elif isinstance(command, Abort):
-            if (waiting := self._preparing.pop(command.request_id, None)) is not None:
-                waiting[1].cancel()  # one that has begun goes on, and is not used
-            self._engine.abort(command.request_id)
-        elif isinstance(command, Profile):
-            self._send([Profiled(self._profile(command.path))])
-        else:
-            self._engine.stop_sequence(command.request_id, command.index, command.num_tokens)
+            case Abort(request_id):
+                if (waiting := self._preparing.pop(request_id, None)) is not None:
+                    waiting[1].cancel()  # one that has begun goes on, and is not used
+                self._engine.abort(request_id)
+            case EndSequence(request_id, index, num_tokens):
+                self._engine.stop_sequence(request_id, index, num_tokens)
+            case Profile(path):
+                self._send([Profiled(self._profile(path))])
 
     def _profile(self, path: str | None) -> str | None:
         """Begin a trace, or end one; what was wrong about that."""
@@ -213,12 +209,6 @@ class EngineLoop:
         except Exception as error:
             _logger.exception("a request could not be added")
             self._send([Refused(request_id, "engine", step_failure(error))])
-
-    def _fail_running(self, error: Exception) -> None:
-        failed = self._engine.running_requests()
-        for request_id in failed:
-            self._engine.abort(request_id)
-        self._send([Refused(request_id, "engine", step_failure(error)) for request_id in failed])
 
     def _report_steps(self, *, is_idle: bool = False) -> None:
         """Tell what steps were made, if it is time: often enough to watch, seldom enough to pay."""

@@ -52,7 +52,7 @@ def bounded_http(header_timeout_s: float, body_timeout_s: float) -> type[asyncio
     class BoundedHttp(H11Protocol):
         """Closes a connection whose request is not complete in time, with status 408."""
 
-        _waits_for: Any = None  # the client's state that the timer is for
+        _waits_for: Any = None  # the client's state
         _timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -68,28 +68,18 @@ def bounded_http(header_timeout_s: float, body_timeout_s: float) -> type[asyncio
             if self.conn.their_state is h11.SEND_BODY:  # it came before the last answer was given
                 self._limit()
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_timer()
-            super().connection_lost(exc)
-
         def _limit(self) -> None:
             state = self.conn.their_state
             if state is self._waits_for:
                 return
-            self._stop_timer()
-            if state in limits and not self.transport.is_closing():
-                self._waits_for = state
-                self._timer = self.loop.call_later(limits[state][1], self._expire)
-
-        def _stop_timer(self) -> None:
-            self._waits_for = None
+            self._waits_for = state
             if self._timer is not None:
                 self._timer.cancel()
-                self._timer = None
+            if state in limits:
+                self._timer = self.loop.call_later(limits[state][1], self._expire)
 
         def _expire(self) -> None:
             part, limit_s = limits[self._waits_for]
-            self._stop_timer()
             if self.transport.is_closing():
                 return
             is_body = self.conn.their_state is h11.SEND_BODY

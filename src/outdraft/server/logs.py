@@ -7,11 +7,14 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, TextIO
 
-from outdraft.server.metrics import PREFIX, Metrics
+from prometheus_client import CollectorRegistry
+
+from outdraft.server.metrics import PREFIX
 
 LOGGERS = ("outdraft", "uvicorn")
 
@@ -74,12 +77,12 @@ class LineFormatter(logging.Formatter):
 class TrafficLog:
     """A line with rates and acceptance every few seconds, from what the metrics counted.
 
-    `metrics`: of all engines; read before every line.
+    `registry`: of one engine or several; read before every line.
     """
 
-    def __init__(self, metrics: Collection[Metrics]) -> None:
-        self._metrics = metrics
-        self._before = _read(metrics)
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._before = _read(registry)
 
     async def run(self, interval_s: float = 10.0) -> None:
         """Log until cancelled."""
@@ -90,30 +93,31 @@ class TrafficLog:
 
     def log(self, elapsed_s: float) -> None:
         """Log the time since the last call, unless nothing happened in it."""
-        now = _read(self._metrics)
+        now = _read(self._registry)
         fields = _traffic(self._before, now, elapsed_s)
         self._before = now
         if fields is not None:
             _logger.info("%s", _sentence(fields), extra={"fields": fields})
 
 
-# Values by name without the prefix and the value of the label beside model_name, "" if none.
+# Values by name without the prefix and the value of the first label that is not the engine's, "" if
+# there is none.
 _Values = dict[tuple[str, str], float]
 
 
-def _read(metrics: Collection[Metrics]) -> _Values:
+def _read(registry: CollectorRegistry) -> _Values:
     """Sums over all engines; of a share, the mean."""
-    values: _Values = {}
-    for one in metrics:
-        for family in one.registry.collect():
-            for sample in family.samples:
-                if "le" not in sample.labels:
-                    label = next((v for k, v in sample.labels.items() if k != "model_name"), "")
-                    name = sample.name.removeprefix(PREFIX)
-                    values[name, label] = values.get((name, label), 0.0) + sample.value
-    if ("kv_cache_usage_perc", "") in values:
-        values["kv_cache_usage_perc", ""] /= len(metrics)
-    return values
+    values: _Values = defaultdict(float)
+    num_engines = 0
+    for family in registry.collect():
+        for sample in family.samples:
+            if "le" not in sample.labels:
+                others = [v for k, v in sample.labels.items() if k not in ("model_name", "replica")]
+                name = sample.name.removeprefix(PREFIX)
+                values[name, others[0] if others else ""] += sample.value
+                num_engines += name == "kv_cache_usage_perc"
+    values["kv_cache_usage_perc", ""] /= max(1, num_engines)
+    return dict(values)
 
 
 def _traffic(before: _Values, now: _Values, elapsed_s: float) -> dict[str, Any] | None:

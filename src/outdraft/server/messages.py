@@ -42,11 +42,7 @@ class Profile(Struct, tag=True, frozen=True):
     path: str | None
 
 
-class Stop(Struct, tag=True, frozen=True):
-    """End the process; what still runs is aborted."""
-
-
-Command = Add | Abort | EndSequence | Profile | Stop
+Command = Add | Abort | EndSequence | Profile
 
 
 class Progress(Struct, tag=True, frozen=True):

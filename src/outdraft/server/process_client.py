@@ -48,6 +48,9 @@ class Supervisor:
     `is_alive` is false and requests are refused.
 
     `input_processor`: makes what checks and encodes prompts.
+
+    Attributes:
+        watchers: are called with the engine's statistics, several times a second at most.
     """
 
     info: EngineInfo  # as `start` has found it
@@ -71,7 +74,7 @@ class Supervisor:
         self._requests: dict[str, _OpenRequest] = {}
         self._num_sent = 0
         self._profiles: deque[asyncio.Future[str | None]] = deque()  # commands without an answer
-        self._watchers: list[Callable[[Steps], None]] = []
+        self.watchers: list[Callable[[Steps], None]] = []
         self._metrics: Metrics | None = None
         self._trace: TraceFile | None = None
 
@@ -86,15 +89,11 @@ class Supervisor:
     def observe(self, metrics: Metrics) -> None:
         """Have all steps and requests counted from now on."""
         self._metrics = metrics
-        self.watch(metrics.observe_steps)
+        self.watchers.append(metrics.observe_steps)
 
     def record(self, trace: TraceFile) -> None:
         """Have every request that ends written down from now on, those that are aborted too."""
         self._trace = trace
-
-    def watch(self, on_steps: Callable[[Steps], None]) -> None:
-        """Have a function called with the engine's statistics, several times a second at most."""
-        self._watchers.append(on_steps)
 
     async def start(self) -> None:
         """Wait for an engine that is ready.
@@ -212,25 +211,25 @@ class Supervisor:
             await asyncio.sleep(0)  # a report that is there already is received without waiting
 
     def _handle(self, report: messages.Report) -> None:
-        if isinstance(report, messages.Progress):
-            for delta in report.deltas:
-                self._advance(delta)
-        elif isinstance(report, messages.Accepted):
-            if (request := self._requests.get(report.request_id)) is not None:
-                request.add([])
-        elif isinstance(report, messages.Refused):
-            if (request := self._requests.get(report.request_id)) is not None:
-                request.fail(_refusal(report))
-        elif isinstance(report, messages.Profiled):
-            if not (answer := self._profiles.popleft()).done():  # its reader may have left
-                answer.set_result(report.error)
-        elif isinstance(report, Steps):
-            for on_steps in self._watchers:
-                on_steps(report)
-        elif isinstance(report, messages.EngineFailed):
-            if report.kind == "ranks":
-                self.ended_by = report.message
-            self._end(report.message)
+        match report:
+            case messages.Progress(deltas):
+                for delta in deltas:
+                    self._advance(delta)
+            case messages.Accepted(request_id) if request_id in self._requests:
+                self._requests[request_id].add([])
+            case messages.Refused(request_id) if request_id in self._requests:
+                self._requests[request_id].fail(_refusal(report))
+            case messages.Profiled(error):
+                if not (answer := self._profiles.popleft()).done():  # its reader may have left
+                    answer.set_result(error)
+            case Steps():
+                for on_steps in self.watchers:
+                    on_steps(report)
+            case messages.EngineFailed(kind, message):
+                self.ended_by = message if kind == "ranks" else self.ended_by
+                self._end(message)
+            case _:  # on a request whose reader has left, or of the start
+                pass
 
     def _advance(self, delta: RequestDelta) -> None:
         wire_id = delta.request_id

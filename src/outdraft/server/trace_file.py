@@ -35,7 +35,6 @@ class TraceFile(AbstractContextManager["TraceFile"]):
         self.path = path
         self.started_s = time.monotonic()
         self._config = config
-        self._encoder = msgspec.json.Encoder()
         try:
             self._file = open(path, "xb", buffering=0, opener=partial(os.open, mode=0o600))  # noqa: SIM115
         except FileExistsError:
@@ -102,7 +101,7 @@ class TraceFile(AbstractContextManager["TraceFile"]):
         """Append a line, if the recording has not ended."""
         if self._file.closed:
             return
-        line, size = self._encoder.encode(request) + b"\n", self._file.tell()
+        line, size = msgspec.json.encode(request) + b"\n", self._file.tell()
         try:
             written = self._file.write(line)
             if written < len(line):

@@ -5,8 +5,7 @@ GBNF's notation, or a choice of texts.
 """
 
 import json
-import threading
-from collections import OrderedDict
+from functools import cached_property, lru_cache
 
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
@@ -32,10 +31,8 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._lock = threading.Lock()
-        self._ll_tokenizer: tuple[LLTokenizer, int] | None = None
         self._following = TimeLimit(MAX_FOLLOWING_S)
-        self._grammars: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
+        self._grammar = lru_cache(MAX_CACHED)(self._compiled)
 
     def compile(self, structured: StructuredOutput) -> Grammar:
         """Return the grammar: at once if it is among the latest, else after 0.1 s to a few seconds.
@@ -44,23 +41,14 @@ class GrammarCompiler:
             RequestError: it is wrong, too large, or takes too long; or no grammar can be followed
                 with the model's tokenizer. The field is "structured".
         """
-        with self._lock:
-            cached = self._grammars.get(structured)
-            if cached is not None:
-                self._grammars.move_to_end(structured)
-                if cached.failure is not None:
-                    raise RequestError(cached.failure, "structured")
-                return cached
         try:
-            grammar = self._compiled(structured)
+            grammar = self._grammar(structured)
         except GrammarError as error:
             kind = structured.kind.replace("_", " ")
             message = f"the {kind} cannot be used: {str(error)[:_MAX_MESSAGE]}"
             raise RequestError(message, "structured") from error
-        with self._lock:
-            self._grammars[structured] = grammar
-            if len(self._grammars) > MAX_CACHED:
-                self._grammars.popitem(last=False)
+        if grammar.failure is not None:
+            raise RequestError(grammar.failure, "structured")
         return grammar
 
     def _compiled(self, structured: StructuredOutput) -> Grammar:
@@ -70,7 +58,7 @@ class GrammarCompiler:
             source = tried(structured.kind, structured.text, structured.disable_any_whitespace)
         if structured.behind is not None:
             source = behind_thoughts(source, structured.behind)
-        tokenizer, end_id = self._tokenizer_and_end()
+        tokenizer, end_id = self._tokenizer_and_end
         limits = parser_limits()
 
         def compile_state() -> LLMatcher:
@@ -89,26 +77,23 @@ class GrammarCompiler:
             raise GrammarError("no output follows it")
         return grammar
 
+    @cached_property
     def _tokenizer_and_end(self) -> tuple[LLTokenizer, int]:
-        """The library's tokenizer, made once, and its token that stands for the output's end.
+        """The library's tokenizer, and its token that stands for the output's end.
 
         It is none of the model's tokens: which of those end an output depends on the request.
         """
-        with self._lock:
-            if self._ll_tokenizer is None:
-                own = Tokenizer.from_str(self._tokenizer.to_str())
-                own.add_special_tokens([_END])
-                end_id = own.get_vocab()[_END]
-                size = max(self._vocab_size, end_id + 1)
-                try:
-                    made = LLTokenizer(own.to_str(), n_vocab=size, eos_token=end_id)
-                except ValueError as error:
-                    raise RequestError(
-                        f"structured output does not work with this model's tokenizer: {error}",
-                        "structured",
-                    ) from error
-                self._ll_tokenizer = made, end_id
-            return self._ll_tokenizer
+        own = Tokenizer.from_str(self._tokenizer.to_str())
+        own.add_special_tokens([_END])
+        end_id = own.get_vocab()[_END]
+        size = max(self._vocab_size, end_id + 1)
+        try:
+            return LLTokenizer(own.to_str(), n_vocab=size, eos_token=end_id), end_id
+        except ValueError as error:
+            raise RequestError(
+                f"structured output does not work with this model's tokenizer: {error}",
+                "structured",
+            ) from error
 
 
 def behind_thoughts(source: str, thoughts: Thoughts) -> str:

@@ -112,33 +112,35 @@ class SequenceMatcher:
         self, token_ids: Sequence[int], parents: Sequence[int], masks_RW: np.ndarray
     ) -> list[int]:
         """Write the masks; return the ends."""
-        filling = _Filling(token_ids, parents, masks_RW)
-        self._fill(self._state, 0, filling)
-        if filling.has_full_lexer and self._renew():
+        ends = self._masks_and_ends(token_ids, parents, masks_RW)
+        if "LexerTooComplex" in ends.values() and self._renew():  # a fresh one might find masks
             masks_RW[:] = EVERYTHING
-            filling = _Filling(token_ids, parents, masks_RW)
-            self._fill(self._state, 0, filling)
-        if 0 in filling.ends:
+            ends = self._masks_and_ends(token_ids, parents, masks_RW)
+        if 0 in ends:
             self._fail()
             return []
-        return filling.ends
+        return list(ends)
 
-    def _fill(self, state: LLMatcher, row: int, filling: "_Filling") -> None:
-        """Write the masks of a row and of its descendants, or note that it is an end."""
-        mask_W = filling.masks_RW[row]
-        if not self._write_mask(state, mask_W):
-            mask_W[:] = EVERYTHING
-            filling.end(row, state)
-            return
-        for child in filling.children[row]:
-            token_id = filling.token_ids[child - 1]
-            if token_id in self._stop_ids or not _holds(mask_W, token_id):
-                continue  # no descendant is ever emitted
-            child_state = state.deep_copy()  # takes microseconds, and its errors are its own
-            if child_state.consume_token(token_id):
-                self._fill(child_state, child, filling)
-            else:
-                filling.end(child, child_state)
+    def _masks_and_ends(
+        self, token_ids: Sequence[int], parents: Sequence[int], masks_RW: np.ndarray
+    ) -> dict[int, str]:
+        """Write the masks; return the rows that can be reached but have none, each with why."""
+        states, ends = {0: self._state}, dict[int, str]()
+        for row in range(len(token_ids) + 1):
+            if row > 0:
+                parent, token_id = parents[row - 1], token_ids[row - 1]
+                is_known = parent in states and token_id not in self._stop_ids
+                if not is_known or not _holds(masks_RW[parent], token_id):
+                    continue  # neither it nor a descendant is ever emitted
+                state = states[parent].deep_copy()  # takes microseconds; its errors are its own
+                if not state.consume_token(token_id):
+                    ends[row] = state.stop_reason()
+                    continue
+                states[row] = state
+            if not self._write_mask(states[row], masks_RW[row]):
+                masks_RW[row] = EVERYTHING
+                ends[row] = states.pop(row).stop_reason()
+        return ends
 
     def _write_mask(self, state: LLMatcher, mask_W: np.ndarray) -> bool:
         """Write the tokens that may follow a state; False if there are none.
@@ -180,32 +182,6 @@ class SequenceMatcher:
 def _failure(reason: str) -> str:
     """The message for the client."""
     return f"the output can keep to its grammar no longer: {reason}"
-
-
-class _Filling:
-    """The masks of a draft while they are made.
-
-    Attributes:
-        children: of each row, the rows that continue it.
-        ends: rows that can be reached but have no mask.
-        has_full_lexer: a fresh lexer might find masks for some of them.
-    """
-
-    def __init__(
-        self, token_ids: Sequence[int], parents: Sequence[int], masks_RW: np.ndarray
-    ) -> None:
-        self.token_ids = token_ids
-        self.masks_RW = masks_RW
-        self.children: list[list[int]] = [[] for _ in masks_RW]
-        for row, parent in enumerate(parents, start=1):
-            self.children[parent].append(row)
-        self.ends: list[int] = []
-        self.has_full_lexer = False
-
-    def end(self, row: int, state: LLMatcher) -> None:
-        self.ends.append(row)
-        if state.stop_reason() == "LexerTooComplex":
-            self.has_full_lexer = True
 
 
 def _holds(mask_W: np.ndarray, token_id: int) -> bool:

@@ -3,12 +3,13 @@
 import threading
 import time
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 MAX_WALL_S = 20.0  # on a machine that is busy with other things
 Result = TypeVar("Result")
-_Answer = tuple[Any, BaseException | None]
+_Call = tuple[Callable[[], Any], Future[Any]]
 
 
 class TimeLimit:
@@ -19,9 +20,10 @@ class TimeLimit:
     """
 
     def __init__(self, limit_s: float) -> None:
-        """`limit_s`: CPU time where the system reports it, so that other load does not count."""
+        """`limit_s`: of CPU time, so that other load does not count."""
         self.limit_s = limit_s
-        self._thread: _Thread | None = None
+        self._calls: SimpleQueue[_Call | None] | None = None  # of the thread; None: there is none
+        self._clock = 0  # of its CPU time
 
     def run(self, function: Callable[[], Result]) -> Result:
         """Call the function; return its result, or raise its error.
@@ -29,23 +31,20 @@ class TimeLimit:
         Raises:
             TimeoutError: it takes longer than the limit; it may still run.
         """
-        if self._thread is None:
-            self._thread = _Thread()
-        thread, limit_s = self._thread, self.limit_s
-        started_s, started_cpu_s = time.monotonic(), thread.cpu_s()
-        thread.calls.put(function)
+        calls = self._calls or self._start()
+        started_s, started_cpu_s = time.monotonic(), time.clock_gettime(self._clock)
+        answer: Future[Result] = Future()
+        calls.put((function, answer))
         while True:
             try:
-                result, error = thread.answers.get(timeout=limit_s)
-                break
-            except Empty:
+                return answer.result(timeout=self.limit_s)
+            except TimeoutError:
+                if answer.done():
+                    raise  # the function's own
                 is_late = time.monotonic() - started_s > MAX_WALL_S
-                if is_late or thread.cpu_s() - started_cpu_s >= limit_s:
+                if is_late or time.clock_gettime(self._clock) - started_cpu_s >= self.limit_s:
                     self._leave()
-                    raise TimeoutError(f"it takes more than {limit_s:g} s") from None
-        if error is not None:
-            raise error
-        return result
+                    raise TimeoutError(f"it takes more than {self.limit_s:g} s") from None
 
     def __enter__(self) -> "TimeLimit":
         return self
@@ -53,33 +52,27 @@ class TimeLimit:
     def __exit__(self, *_: object) -> None:
         self._leave()
 
+    def _start(self) -> SimpleQueue[_Call | None]:
+        self._calls = calls = SimpleQueue[_Call | None]()
+        # A daemon: the process does not wait for calls that took too long. (An executor would.)
+        name = "outdraft-masks"
+        thread = threading.Thread(target=_work, args=(calls,), name=name, daemon=True)
+        thread.start()
+        assert thread.ident is not None
+        self._clock = time.pthread_getcpuclockid(thread.ident)
+        return calls
+
     def _leave(self) -> None:
         """Let the thread end when it has done what it does."""
-        if self._thread is not None:
-            self._thread.calls.put(None)
-            self._thread = None
+        if self._calls is not None:
+            self._calls.put(None)
+            self._calls = None
 
 
-class _Thread:
-    """Takes calls from a queue until None comes."""
-
-    def __init__(self) -> None:
-        self.calls: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
-        self.answers: SimpleQueue[_Answer] = SimpleQueue()
-        # A daemon: the process does not wait for calls that took too long. (An executor would.)
-        self._thread = threading.Thread(target=self._work, name="outdraft-masks", daemon=True)
-        self._thread.start()
-        self._clock: int | None = None
-        if hasattr(time, "pthread_getcpuclockid") and self._thread.ident is not None:
-            self._clock = time.pthread_getcpuclockid(self._thread.ident)
-
-    def cpu_s(self) -> float:
-        """Its CPU time; the monotonic clock where the system reports none."""
-        return time.monotonic() if self._clock is None else time.clock_gettime(self._clock)
-
-    def _work(self) -> None:
-        while (function := self.calls.get()) is not None:
-            try:
-                self.answers.put((function(), None))
-            except BaseException as error:
-                self.answers.put((None, error))
+def _work(calls: SimpleQueue[_Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        function, answer = call
+        try:
+            answer.set_result(function())
+        except BaseException as error:
+            answer.set_exception(error)

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from functools import cached_property
@@ -66,8 +65,21 @@ def _with_arguments(message: Message, kind: type, change: Callable[[Any], Any]) 
     return {**message, "tool_calls": [changed(call) for call in calls]}
 
 
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
+def _json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Write JSON, with the parameters of transformers' filter in the same order."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _under_one_key(text: str) -> object:
@@ -88,12 +100,8 @@ def parsed_arguments(text: str) -> dict[str, Any] | str:
 
 
 _OWN_VARIABLES = {
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template",
-    "tokenize",
+    *("messages", "tools", "add_generation_prompt", "continue_final_message"),
+    *("chat_template", "tokenize"),
 }
 _PROBE = "a text to look for"
 _CUT_ARGUMENTS = f'{{"{_PROBE}'
@@ -150,7 +158,7 @@ class ChatTemplate:
         )
         environment.globals["raise_exception"] = _raise  # pyright: ignore[reportArgumentType]
         environment.globals["strftime_now"] = _now_as  # pyright: ignore[reportArgumentType]
-        environment.filters["tojson"] = _to_json
+        environment.filters["tojson"] = _json
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
@@ -305,14 +313,13 @@ class ChatTemplate:
         return {**message, "content": content}
 
 
-@dataclass(frozen=True, slots=True)
 class TextTokenizer:
     """A model's tokenizer with the methods that it has in vLLM and transformers.
 
     `backend_tokenizer` has all methods of the library."""
 
-    backend_tokenizer: Tokenizer
-    template: ChatTemplate | None
+    def __init__(self, backend_tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self.backend_tokenizer, self.template = backend_tokenizer, template
 
     def __len__(self) -> int:
         """Number of tokens, added ones included."""
@@ -424,20 +431,3 @@ def _raise(message: str) -> None:
 def _now_as(form: str) -> str:
     """The local time, for templates that write today's date."""
     return datetime.now().strftime(form)
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Write JSON, with the parameters of transformers' filter in the same order."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )

@@ -14,7 +14,6 @@ matches and the text between them; the next one cuts those pieces.
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,121 +59,74 @@ _CASED_LETTERS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TextSplit:
-    """The rule of one name.
-
-    Attributes:
-        expressions: in Oniguruma's syntax, applied one after the other.
-        takes_whole_words: a piece that is a token is taken before any merge.
-        adds_bos: a text begins with the BOS token, unless the file says else.
-    """
-
-    expressions: tuple[str, ...]
-    takes_whole_words: bool = False
-    adds_bos: bool = False
-
-
 _NOT_PUNCTUATED = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
-# By the names of each rule.
+_LLAMA_3_NAMES = "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
+# Expressions in Oniguruma's syntax, applied one after the other, by the names of their rule.
 _RULES = {
-    "default": TextSplit((r"[\p{P}\$\+<=>\^~\|]+", _GPT_2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": TextSplit(
-        (_LLAMA_3,), takes_whole_words=True, adds_bos=True
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT_2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    _LLAMA_3_NAMES: (_LLAMA_3,),
+    "dbrx smaug-bpe glm4 chatglm-bpe": (_LLAMA_3,),
+    "deepseek-llm": (
+        r"[\r\n]",
+        rf"\s?[{_CASED_LETTERS}]+",
+        r"\s?[!-/:-~！-／：-～‘-‟、-。]+",
+        r"\s+$",
+        _CJK,
+        r"\p{N}+",
     ),
-    "dbrx smaug-bpe glm4 chatglm-bpe": TextSplit((_LLAMA_3,)),
-    "deepseek-llm": TextSplit(
-        (
-            r"[\r\n]",
-            rf"\s?[{_CASED_LETTERS}]+",
-            r"\s?[!-/:-~！-／：-～‘-‟、-。]+",
-            r"\s+$",
-            _CJK,
-            r"\p{N}+",
-        )
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"),
+    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": (
+        r"\p{N}{1,3}",
+        "[一-龥぀-ゟ゠-ヿ]+",
+        rf"{_ASCII_SIGNS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
+        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_BLANKS}",
     ),
-    "deepseek-coder": TextSplit((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
-    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": TextSplit(
-        (
-            r"\p{N}{1,3}",
-            "[一-龥぀-ゟ゠-ヿ]+",
-            rf"{_ASCII_SIGNS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
-            rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_BLANKS}",
-        )
+    "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT_2, "[0-9][0-9][0-9]"),
+    "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": (r"\p{N}", _GPT_2),
+    "gpt-2 phi-2 gigachat a.x-4.0 mellum exaone4 mpt olmo jais trillion granite-docling": (_GPT_2,),
+    "stablelm2 qwen2 deepseek-r1-qwen kormo megrez hunyuan grok-2 solar-open f2llmv2": (_QWEN_2,),
+    "qwen35": (
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_BLANKS}",
     ),
-    "falcon": TextSplit((r"[\p{P}\$\+<=>\^~\|`]+", _GPT_2, "[0-9][0-9][0-9]")),
-    "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": TextSplit(
-        (r"\p{N}", _GPT_2)
+    "tekken": ("|".join([*_CASED, r"\p{N}", _SIGNS_OR_PATHS, _BLANKS]),),
+    "gpt-4o llama4 kanana2 minimax-m2 talkie": (
+        "|".join(rf"{cased}{_CONTRACTIONS}?" for cased in _CASED)
+        + rf"|\p{{N}}{{1,3}}|{_SIGNS_OR_PATHS}|{_BLANKS}",
     ),
-    "gpt-2 phi-2 gigachat a.x-4.0 mellum exaone4 mpt olmo jais trillion granite-docling": TextSplit(
-        (_GPT_2,)
+    "bailingmoe bailingmoe2 llada-moe": (
+        rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_SIGNS}|\s*[\r\n]|\s+(?!\S)|\s+",
     ),
-    "stablelm2 qwen2 deepseek-r1-qwen kormo megrez hunyuan grok-2 solar-open f2llmv2": TextSplit(
-        (_QWEN_2,)
+    "seed-coder": (rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_BLANKS}",),
+    "minicpm5": (r"\p{N}{1,3}", rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}+|{_SIGNS}|{_BLANKS}"),
+    "exaone-moe": (
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
     ),
-    "qwen35": TextSplit(
-        (
-            rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-            rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_BLANKS}",
-        )
+    "jais-2": (
+        rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|\s*[\r\n]+|"
+        + "|".join(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4))
+        + r"|\s{1,2}(?!\S)|\s{1}",
     ),
-    "tekken": TextSplit(
-        ("|".join([*_CASED, r"\p{N}", _SIGNS_OR_PATHS, _BLANKS]),),
-        takes_whole_words=True,
-        adds_bos=True,
-    ),
-    "gpt-4o llama4 kanana2 minimax-m2 talkie": TextSplit(
-        (
-            "|".join(
-                [
-                    *(rf"{cased}{_CONTRACTIONS}?" for cased in _CASED),
-                    *(r"\p{N}{1,3}", _SIGNS_OR_PATHS, _BLANKS),
-                ]
-            ),
-        )
-    ),
-    "bailingmoe bailingmoe2 llada-moe": TextSplit(
-        (rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_SIGNS}|\s*[\r\n]|\s+(?!\S)|\s+",)
-    ),
-    "seed-coder": TextSplit(
-        (rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_BLANKS}",)
-    ),
-    "minicpm5": TextSplit(
-        (r"\p{N}{1,3}", rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}+|{_SIGNS}|{_BLANKS}"),
-        takes_whole_words=True,
-    ),
-    "exaone-moe": TextSplit(
-        (
-            rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+"
-            r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
-        )
-    ),
-    "jais-2": TextSplit(
-        (
-            rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|\s*[\r\n]+|"
-            + "|".join(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4))
-            + r"|\s{1,2}(?!\S)|\s{1}",
-        )
-    ),
-    "ufakzeka": TextSplit((rf"{_WORD}|\p{{N}}|{_SIGNS}|{_BLANKS}",)),
-    "laguna": TextSplit((r"[^\n]+|[\n]+", _QWEN_2)),
-    "viking": TextSplit((_NOT_PUNCTUATED, r"\p{N}")),
-    "poro-chat bloom gpt3-finnish": TextSplit((_NOT_PUNCTUATED,)),
-    "chameleon": TextSplit(
-        (
-            "<sentinel:[0-9]+>",
-            "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
-            r"([\t\n]|    |  )",
-            r"\p{N}",
-            r"[\p{P}!-/:-@\[-`{-~]",
-            _GPT_2,
-        ),
-        adds_bos=True,
+    "ufakzeka": (rf"{_WORD}|\p{{N}}|{_SIGNS}|{_BLANKS}",),
+    "laguna": (r"[^\n]+|[\n]+", _QWEN_2),
+    "viking": (_NOT_PUNCTUATED, r"\p{N}"),
+    "poro-chat bloom gpt3-finnish": (_NOT_PUNCTUATED,),
+    "chameleon": (
+        "<sentinel:[0-9]+>",
+        "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+        r"([\t\n]|    |  )",
+        r"\p{N}",
+        r"[\p{P}!-/:-@\[-`{-~]",
+        _GPT_2,
     ),
 }
-
 SPLITS = {name: rule for names, rule in _RULES.items() for name in names.split()}
+# Texts begin with the BOS token, unless the file says else.
+ADD_BOS = {*_LLAMA_3_NAMES.split(), "tekken", "chameleon"}
+# A piece that is a token is taken before any merge.
+TAKE_WHOLE_WORDS = {*_LLAMA_3_NAMES.split(), "tekken", "minicpm5"}
 
 
 def load_tokenizer(path: Path) -> Tokenizer | None:
@@ -275,23 +227,22 @@ def _byte_level(values: Mapping[str, Any], ids: dict[str, int]) -> tuple[Tokeniz
         raise ConfigError(f"tokenizer.ggml.pre must be one of {', '.join(SPLITS)}; got {name!r}")
     if "tokenizer.ggml.merges" not in values:
         raise ConfigError("tokenizer.ggml.merges is missing")
-    split = SPLITS[name]
     pairs = (merge.partition(" ") for merge in values["tokenizer.ggml.merges"])
     merges = [(first, second) for first, _, second in pairs]
     try:
-        model = BPE(ids, merges, ignore_merges=split.takes_whole_words)
+        model = BPE(ids, merges, ignore_merges=name in TAKE_WHOLE_WORDS)
     except Exception as error:  # the library has no narrower one
         raise ConfigError(f"tokenizer.ggml.merges: {error}") from error
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            *(pre_tokenizers.Split(Regex(one), "isolated") for one in split.expressions),
+            *(pre_tokenizers.Split(Regex(one), "isolated") for one in SPLITS[name]),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             *_without_bytes(ids),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, split.adds_bos
+    return tokenizer, name in ADD_BOS
 
 
 def _without_bytes(ids: Mapping[str, int]) -> list[pre_tokenizers.Split]:

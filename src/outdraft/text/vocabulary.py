@@ -10,8 +10,7 @@ Dimension key: V the target's vocabulary, U the drafter's; v and u are ids of th
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +25,37 @@ from outdraft.text.detokenizer import BYTE_NAME, BYTE_OF
 ROLES = ("bos_token", "eos_token", "pad_token")
 
 
-@dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The token ids of one model.
+    """The token ids of one model, and what they stand for; each stands for one thing at most.
 
     Attributes:
         size: ids that the network has. Those that the tokenizer does not name stand for nothing,
             and so do the tokenizer's ids past them.
         roles: ids by the names of ROLES, as far as the model has them.
+        ids_of: ids of ordinary tokens by their bytes, which need not be whole characters; the ids
+            of single bytes that are written only where no other token fits come last.
+        id_of: ids of special tokens by name, the unknown token among them.
+        unknown: the id that stands for text without a token.
     """
 
-    tokenizer: Tokenizer
-    size: int
-    roles: Mapping[str, int]
+    def __init__(self, tokenizer: Tokenizer, size: int, roles: Mapping[str, int]) -> None:
+        self.tokenizer, self.size, self.roles = tokenizer, size, roles
+        state: dict[str, Any] = json.loads(tokenizer.to_str())
+        names = {number: name for name, number in tokenizer.get_vocab().items() if number < size}
+        unknown = _unknown_id(tokenizer, state["model"])
+        added = tokenizer.get_added_tokens_decoder()
+        special = {number for number, token in added.items() if token.special} | {unknown}
+        read, fallbacks = _reader(state), set[int]()
+        if state["model"].get("byte_fallback"):
+            fallbacks = {number for number, name in names.items() if BYTE_NAME.fullmatch(name)}
+        self.ids_of: defaultdict[bytes, list[int]] = defaultdict(list)
+        for number in sorted(names.keys() - special, key=lambda one: (one in fallbacks, one)):
+            name = names[number]
+            text = bytes([int(name[3:5], 16)]) if number in fallbacks else read(name)
+            if text:
+                self.ids_of[text].append(number)
+        self.id_of = {name: number for number, name in names.items() if number in special}
+        self.unknown = unknown if unknown in names else None
 
     @classmethod
     def of(cls, path: Path, tokenizer: Tokenizer, config: ModelShape) -> "Vocabulary":
@@ -52,47 +69,10 @@ class Vocabulary:
             roles.setdefault("eos_token", config.eos_token_ids[0])
         return cls(tokenizer, config.vocab_size, roles)
 
-
-@dataclass(frozen=True, slots=True)
-class TokenTable:
-    """The meaning of a vocabulary's ids; each id is in `ids_of` or `id_of` at most.
-
-    Attributes:
-        ids_of: ids of ordinary tokens by their bytes, which need not be whole characters; the ids
-            of single bytes that are written only where no other token fits come last.
-        id_of: ids of special tokens by name, the unknown token among them.
-        unknown: the id that stands for text without a token.
-    """
-
-    ids_of: Mapping[bytes, Sequence[int]]
-    id_of: Mapping[str, int]
-    unknown: int | None
-
-    def __len__(self) -> int:
+    @property
+    def num_tokens(self) -> int:
+        """Ids that stand for something."""
         return sum(map(len, self.ids_of.values())) + len(self.id_of)
-
-
-def token_table(vocabulary: Vocabulary) -> TokenTable:
-    """The tokens below the vocabulary's size; ids that stand for nothing are left out."""
-    tokenizer = vocabulary.tokenizer
-    state: dict[str, Any] = json.loads(tokenizer.to_str())
-    names = {
-        number: name for name, number in tokenizer.get_vocab().items() if number < vocabulary.size
-    }
-    unknown = _unknown_id(tokenizer, state["model"])
-    added = tokenizer.get_added_tokens_decoder()
-    special = {number for number, token in added.items() if token.special} | {unknown}
-    read, fallbacks = _reader(state), set[int]()
-    if state["model"].get("byte_fallback"):
-        fallbacks = {number for number, name in names.items() if BYTE_NAME.fullmatch(name)}
-    ids_of: defaultdict[bytes, list[int]] = defaultdict(list)
-    for number in sorted(names.keys() - special, key=lambda one: (one in fallbacks, one)):
-        name = names[number]
-        text = bytes([int(name[3:5], 16)]) if number in fallbacks else read(name)
-        if text:
-            ids_of[text].append(number)
-    id_of = {name: number for number, name in names.items() if number in special}
-    return TokenTable(ids_of, id_of, unknown if unknown in names else None)
 
 
 def map_vocabularies(target: Vocabulary, drafter: Vocabulary) -> VocabularyMap:
@@ -100,35 +80,37 @@ def map_vocabularies(target: Vocabulary, drafter: Vocabulary) -> VocabularyMap:
 
     Several ids may have the same text. Bytes that are only a fallback come last, lower ids first.
     """
-    table, own = token_table(target), token_table(drafter)
     draft_of: dict[int, int] = {}
-    for text, ids in table.ids_of.items():
-        draft_of.update(zip(ids, own.ids_of.get(text, ()), strict=False))
-    draft_of |= {v: own.id_of[name] for name, v in table.id_of.items() if name in own.id_of}
+    for text, ids in target.ids_of.items():
+        draft_of.update(zip(ids, drafter.ids_of.get(text, ()), strict=False))
+    shared_names = target.id_of.keys() & drafter.id_of.keys()
+    draft_of |= {target.id_of[name]: drafter.id_of[name] for name in shared_names}
     for role in ROLES:  # after names: models of one tokenizer may differ in roles
         v, u = target.roles.get(role, -1), drafter.roles.get(role, -1)
-        are_special = v in table.id_of.values() and u in own.id_of.values()
+        are_special = v in target.id_of.values() and u in drafter.id_of.values()
         if are_special and v not in draft_of and u not in draft_of.values():
             draft_of[v] = u
-    target_to_draft_V = torch.full((target.size,), own.unknown or 0, dtype=torch.int64)
+    target_to_draft_V = torch.full((target.size,), drafter.unknown or 0, dtype=torch.int64)
     draft_to_target_U = torch.full((drafter.size,), -1, dtype=torch.int64)
-    texts = [(v, text) for text, ids in table.ids_of.items() for v in ids]
-    for v, text in [*texts, *((v, name.encode()) for name, v in table.id_of.items())]:
-        if v not in draft_of and (stand_in := _stand_in(text, drafter, own)) is not None:
+    texts = [(v, text) for text, ids in target.ids_of.items() for v in ids]
+    for v, text in [*texts, *((v, name.encode()) for name, v in target.id_of.items())]:
+        if v not in draft_of and (stand_in := _stand_in(text, drafter)) is not None:
             target_to_draft_V[v] = stand_in
     shared = torch.tensor(sorted(draft_of.items()), dtype=torch.int64).reshape(-1, 2)
     target_to_draft_V[shared[:, 0]] = shared[:, 1]
     draft_to_target_U[shared[:, 1]] = shared[:, 0]
-    return VocabularyMap(target_to_draft_V, draft_to_target_U, len(table), len(own))
+    return VocabularyMap(
+        target_to_draft_V, draft_to_target_U, target.num_tokens, drafter.num_tokens
+    )
 
 
-def _stand_in(text: bytes, drafter: Vocabulary, own: TokenTable) -> int | None:
+def _stand_in(text: bytes, drafter: Vocabulary) -> int | None:
     """The last token of the drafter's own reading of a token that is not shared; None: the
     drafter's tokenizer cannot write it."""
     try:
         ids = drafter.tokenizer.encode(text.decode(), add_special_tokens=False).ids
     except UnicodeDecodeError:  # a part of a character
-        return next(iter(own.ids_of.get(text[-1:], ())), None)
+        return next(iter(drafter.ids_of.get(text[-1:], ())), None)
     except Exception:  # the library has no narrower one for a character that it does not know
         return None
     return ids[-1] if ids and ids[-1] < drafter.size else None

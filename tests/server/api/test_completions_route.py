@@ -155,7 +155,7 @@ def scored(rows: list[tuple[int, ...]], texts: Tokenizer | None = None) -> dict[
         {i: Logprob(-rank, rank, own.decode([i], False)) for rank, i in enumerate(row, start=1)}
         for row in rows
     ]
-    return CompletionLogprobs(5, TokenNames(own), None, 0).take(entries)
+    return CompletionLogprobs(5, TokenNames(own), 0).take(entries)
 
 
 def test_a_part_of_a_character_is_named_by_its_bytes():

@@ -11,9 +11,8 @@ from tokenizers import Tokenizer
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.structured_outputs import StructuredOutput, Thoughts
-from outdraft.server.api.calls import ParsedCall, whole_calls
-from outdraft.server.api.reasoning import AnswerParser, Stage, Thought, check_marks, stage_after
-from outdraft.server.api.tools import CallFormat
+from outdraft.server.api.calls import MARKS, whole_calls
+from outdraft.server.api.reasoning import AnswerParser, Stage, check_marks, stage_after
 from tests.engine.byte_level import tokenizer
 from tests.server.api.fake_engine import FakeEngine
 from tests.server.api.serving import MODEL, serve
@@ -267,16 +266,16 @@ pieces = st.sampled_from(["<think>", "</think>", "<", "think>", "\n", " ", "a", 
 def test_however_an_output_is_cut_its_parts_are_the_same(text, data, stage):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     places = [0, *cuts, len(text)]
-    calls = CallFormat(("f",), "hermes")
+    calls = MARKS["hermes"], ()
     whole, cut = AnswerParser(stage, calls), AnswerParser(stage, calls)
     expected = whole.push(text, is_last=True)
     found = [part for a, b in pairwise(places) for part in cut.push(text[a:b], is_last=False)]
     assert joined([*found, *cut.push("", is_last=True)]) == joined(expected)
 
 
-def joined(parts) -> tuple[str, str, list[ParsedCall]]:
+def joined(parts) -> tuple[str, str, list[tuple[str, str]]]:
     return (
-        "".join(part.text for part in parts if isinstance(part, Thought)),
-        "".join(part for part in parts if isinstance(part, str)),
+        "".join(text for kind, text in parts if kind == "thought"),
+        "".join(text for kind, text in parts if kind == "text"),
         whole_calls(parts),
     )

@@ -4,8 +4,9 @@ import pytest
 
 from outdraft.core.errors import RequestError
 from outdraft.server.api.bodies import ChatRequest, Tool
+from outdraft.server.api.calls import FORCED
 from outdraft.server.api.settings import ApiSettings
-from outdraft.server.api.tools import CallFormat, active_tools, call_format, call_schema
+from outdraft.server.api.tools import active_tools, call_format, call_schema
 
 
 def tool(name: str, parameters: dict | None) -> Tool:
@@ -27,8 +28,8 @@ def test_a_server_may_leave_the_choice_of_calls_to_requests_alone():
         return call_format(body, active_tools(body), settings)
 
     assert format_of("none") is None
-    assert format_of("required") == CallFormat(("f",), may_be_several=True)
-    assert format_of(called) == CallFormat(("f",))
+    assert format_of("required") == (FORCED, ["f"])
+    assert format_of(called) == (FORCED, ["f"])
     for choice in ("auto", None):
         with pytest.raises(RequestError, match="--enable-auto-tool-choice"):
             format_of(choice)

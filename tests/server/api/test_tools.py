@@ -7,45 +7,43 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outdraft.server.api.calls import (
+    FORCED,
     MARKS,
-    CallArguments,
     CallFinder,
-    CallName,
     CallReader,
-    ForcedCallParser,
-    ParsedCall,
     whole_calls,
 )
 
 HERMES = '<tool_call>{"name": "f", "arguments": {"a": [1, "é"]}}</tool_call>'
-F = ParsedCall("f", '{"a": [1, "é"]}')
-G = ParsedCall("g", "{}")
+F = ("f", '{"a": [1, "é"]}')
+G = ("g", "{}")
 LLAMA = '{"name": "f", "parameters": {"a": [1, "é"]}}'
 BARE = '{"name": "f", "arguments": {"a": [1, "é"]}}'
 
 
-def parser_of(name: str) -> CallFinder | ForcedCallParser:
+def parser_of(name: str) -> CallFinder:
     if name == "forced":
-        return ForcedCallParser(["f", "g"])
-    return CallFinder(MARKS[name], ["f", "g"] if name == "qwen2_5_coder" else None)
+        return CallFinder(FORCED, ["f", "g"])
+    return CallFinder(MARKS[name], ["f", "g"] if name == "qwen2_5_coder" else ())
 
 
 def parse(name: str, pieces: list[str]) -> list:
     """All that a parser gives, with texts that stand together joined, and so with calls."""
     parser = parser_of(name)
     result, of_call = [], []
-    for piece in [*(p for text in pieces for p in parser.push(text)), *parser.finish()]:
-        if isinstance(piece, CallName):
-            of_call = [piece]
+    parts = [part for text in pieces for part in parser.push(text)]
+    for kind, text in [*parts, *parser.push("", is_last=True)]:
+        if kind == "call":
+            of_call = [(kind, text)]
             result += whole_calls(of_call)
-        elif isinstance(piece, CallArguments):
-            of_call.append(piece)
-            assert isinstance(result[-1], ParsedCall), "text within a call"
+        elif kind == "arguments":
+            of_call.append((kind, text))
+            assert isinstance(result[-1], tuple), "text within a call"
             result[-1:] = whole_calls(of_call)
         elif result and isinstance(result[-1], str):
-            result[-1] += piece
-        elif piece != "":
-            result.append(piece)
+            result[-1] += text
+        elif text != "":
+            result.append(text)
     return result
 
 
@@ -77,24 +75,24 @@ HERMES_CASES = [
     (f"<tool_call>{BARE} so", [F, "so"]),
     (
         f"<tool_call>{BARE[:-1]}</tool_call> <tool_call>{BARE[:-2]}\n</tool_call>",
-        [F, ParsedCall("f", F.arguments[:-1])],
+        [F, ("f", F[1][:-1])],
     ),
     # Cut short: a call as soon as its arguments have begun.
-    ('<tool_call>{"name": "f", "arguments": {"a": "x\\', [ParsedCall("f", '{"a": "x\\')]),
+    ('<tool_call>{"name": "f", "arguments": {"a": "x\\', [("f", '{"a": "x\\')]),
     ('<tool_call>{"name": "f", "argu', ['<tool_call>{"name": "f", "argu']),
     ("<tool_call>{'name': 'f'}</tool_call>", ["<tool_call>{'name': 'f'}</tool_call>"]),
     (
         '<tool_call>{"name": "f", "arguments": {"a": 1 , "b": "} " } , "id": 7 }</tool_call>',
-        [ParsedCall("f", '{"a": 1 , "b": "} " }')],
+        [("f", '{"a": 1 , "b": "} " }')],
     ),
-    ('<tool_call>{"name": "g", "arguments": "{}"}</tool_call>', [ParsedCall("g", "{}")]),
+    ('<tool_call>{"name": "g", "arguments": "{}"}</tool_call>', [("g", "{}")]),
     (
         '<tool_call>{"name": "g", "arguments": {"t": "</tool_call>"}}</tool_call>',
-        [ParsedCall("g", '{"t": "</tool_call>"}')],
+        [("g", '{"t": "</tool_call>"}')],
     ),
     (
         '<tool_call>{"name": "g", "arguments": {"t": "\\ud800"}}</tool_call>',
-        [ParsedCall("g", '{"t": "\\ud800"}')],
+        [("g", '{"t": "\\ud800"}')],
     ),
 ]
 LLAMA_CASES = [
@@ -137,8 +135,8 @@ FORCED_CASES = [
     ('{"name":"f","arguments":{"a": [1, "é"]}}', [F]),
     ('[{"name":"f","arguments":{"a": [1, "é"]}},{"name":"g","arguments":{}}]', [F, G]),
     ('[{"name":"g","arguments":{}},{"na', [G]),
-    ('[{"name":"g","arguments":{}},{"name":"f', [G, ParsedCall("f", "")]),
-    ('[{"name":"f","arguments":{"a":"} ', [ParsedCall("f", '{"a":"} ')]),
+    ('[{"name":"g","arguments":{}},{"name":"f', [G, ("f", "")]),
+    ('[{"name":"f","arguments":{"a":"} ', [("f", '{"a":"} ')]),
 ]
 CASES = [
     (name, *case)
@@ -197,19 +195,19 @@ def test_any_text_cut_anyhow_parses_the_same(parts, cuts):
         whole = parse(name, [text])
         assert parse(name, pieces) == whole
         kept = [piece for piece in whole if isinstance(piece, str)]
-        if not any(isinstance(piece, ParsedCall) for piece in whole):
+        if not any(isinstance(piece, tuple) for piece in whole):
             assert "".join(kept) == text
 
 
 def test_text_is_not_held_back_longer_than_needed():
     parser = parser_of("hermes")
-    assert parser.push("hello ") == ["hello"]
-    assert parser.push("you <to") == [" you"]
-    assert parser.push("day") == [" <today"]
-    assert parser_of("llama3_json").push("hello ") == ["hello"]
+    assert parser.push("hello ") == [("text", "hello")]
+    assert parser.push("you <to") == [("text", " you")]
+    assert parser.push("day") == [("text", " <today")]
+    assert parser_of("llama3_json").push("hello ") == [("text", "hello")]
     parser = parser_of("qwen2_5_coder")
-    assert parser.push("hi") == ["hi"]
-    assert parser.push(' ```json\n{"ci') == [' ```json\n{"ci']
+    assert parser.push("hi") == [("text", "hi")]
+    assert parser.push(' ```json\n{"ci') == [("text", ' ```json\n{"ci')]
 
 
 @pytest.mark.parametrize("name", ["hermes", "forced"])
@@ -217,18 +215,18 @@ def test_arguments_come_as_they_are_written(name):
     parser = parser_of(name)
     start = "" if name == "forced" else "<tool_call>\n"
     assert parser.push(start + '{"name":"f","arguments":{"a"') == [
-        CallName("f"),
-        CallArguments('{"a"'),
+        ("call", "f"),
+        ("arguments", '{"a"'),
     ]
-    assert parser.push(": 1") == [CallArguments(": 1")]
-    assert parser.push("}") == [CallArguments("}")]
+    assert parser.push(": 1") == [("arguments", ": 1")]
+    assert parser.push("}") == [("arguments", "}")]
     assert parser.push("}") == []
 
 
 def test_the_name_of_a_forced_call_comes_before_its_arguments():
     parser = parser_of("forced")
     assert parser.push('[{"name":"f"') == []
-    assert parser.push(',"argum') == [CallName("f")]
+    assert parser.push(',"argum') == [("call", "f")]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import pytest
 from outdraft.core.draft import DraftSource
 from outdraft.core.request import FinishReason
 from outdraft.server.logs import LogLevel, TrafficLog, set_up_logging
+from outdraft.server.metrics import Metrics, Series
 from tests.logging_state import loggers_put_back
-from tests.server.metrics.scripted import Exposed, Script, metrics, report, step
+from tests.server.metrics.scripted import INFO, Exposed, Script, metrics, report, step
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def test_a_line_has_the_rates_since_the_line_before(stream):
     set_up_logging(LogLevel.INFO, stream)
     counted = metrics()
     counted.observe_steps(report(step((3,), (3,)), running=1))  # before the log: not in it
-    log = TrafficLog([counted])
+    log = TrafficLog(counted.registry)
     serve_one(counted)
     counted.observe_steps(
         report(
@@ -56,8 +57,9 @@ def test_a_line_has_the_rates_since_the_line_before(stream):
 
 def test_a_line_is_about_all_engines_together(stream):
     set_up_logging(LogLevel.INFO, stream)
-    both = [metrics(), metrics()]
-    log = TrafficLog(both)
+    shared = Series({"model_name": "served"}, {})
+    both = [Metrics(INFO, "served", None, place, shared) for place in range(2)]
+    log = TrafficLog(shared.registry)
     for counted, usage in zip(both, (0.1, 0.3), strict=True):
         serve_one(counted)
         counted.observe_steps(report(step((3, 1), (2, 0)), running=2, kv_usage=usage))
@@ -71,7 +73,7 @@ def test_a_line_is_about_all_engines_together(stream):
 def test_what_there_was_none_of_is_left_out(stream):
     set_up_logging(LogLevel.INFO, stream)
     counted = metrics()
-    log = TrafficLog([counted])
+    log = TrafficLog(counted.registry)
     counted.observe_steps(report(step((0, 0))))
     log.log(elapsed_s=10.0)
     assert stream.getvalue().endswith(
@@ -82,7 +84,7 @@ def test_what_there_was_none_of_is_left_out(stream):
 def test_silence_without_traffic(stream):
     set_up_logging(LogLevel.INFO, stream)
     counted = metrics()
-    log = TrafficLog([counted])
+    log = TrafficLog(counted.registry)
     log.log(elapsed_s=10.0)
     assert stream.getvalue() == ""
     counted.observe_steps(report(waiting=1))  # nothing moves, but somebody waits
@@ -96,7 +98,7 @@ def test_silence_without_traffic(stream):
 def test_json_lines_carry_the_numbers(stream):
     set_up_logging(LogLevel.INFO, stream, as_json=True)
     counted = metrics()
-    log = TrafficLog([counted])
+    log = TrafficLog(counted.registry)
     serve_one(counted)
     counted.observe_steps(report(step((3, 1), (2, 0)), running=2, kv_usage=0.5))
     log.log(elapsed_s=2.0)
@@ -150,7 +152,7 @@ def test_lines_come_while_the_log_runs(stream):
     counted = metrics()
 
     async def main() -> None:
-        task = asyncio.create_task(TrafficLog([counted]).run(interval_s=0.01))
+        task = asyncio.create_task(TrafficLog(counted.registry).run(interval_s=0.01))
         await asyncio.sleep(0)
         counted.observe_steps(report(step((0,)), running=1))
         while not stream.getvalue():
@@ -166,7 +168,7 @@ def test_lines_come_while_the_log_runs(stream):
 def test_nothing_of_a_request_is_logged_or_exposed(stream, as_json):
     set_up_logging(LogLevel.DEBUG, stream, as_json=as_json)
     counted = metrics()
-    log = TrafficLog([counted])
+    log = TrafficLog(counted.registry)
     serve_one(counted)
     Script(counted).gain(11.0, (1,))
     counted.observe_unfinished(1, FinishReason.ERROR)

@@ -48,23 +48,13 @@ def test_a_request_is_timed_from_arrival_to_end():
 
 
 def test_a_watcher_hears_every_latency_that_the_histograms_count():
-    class Listener:
-        def __init__(self) -> None:
-            self.heard: list[tuple[str, float]] = []
-
-        def first_token(self, ttft_s: float) -> None:
-            self.heard.append(("first", ttft_s))
-
-        def more_tokens(self, gap_s: float) -> None:
-            self.heard.append(("more", gap_s))
-
     counted = metrics()
-    script, listener = Script(counted), Listener()
-    counted.watch(listener)
+    script, heard = Script(counted), []
+    counted.watchers.append(lambda seconds, is_first: heard.append((seconds, is_first)))
     script.gain(12.0, (1,))
     script.gain(12.5, (4,))
     script.gain(14.0, (2,), ("length",))
-    assert listener.heard == [("first", 2.0), ("more", 0.5), ("more", 1.5)]
+    assert heard == [(2.0, True), (0.5, False), (1.5, False)]
 
 
 def test_sequences_end_each_for_its_reason():

@@ -30,9 +30,10 @@ from outdraft.server.messages import (
     Refused,
     Report,
     Steps,
-    Stop,
 )
 from tests.server.process.engines import config, offline
+
+UNREADABLE = b""  # a command that ends a loop
 
 Sockets = tuple[zmq.Socket[bytes], zmq.Socket[bytes], zmq.Socket[bytes], zmq.Socket[bytes]]
 
@@ -69,12 +70,21 @@ def greedy(num_tokens: int, **changes) -> SamplingParams:
     )
 
 
-def live(core: Engine, sockets: Sockets, *commands: Command) -> tuple[bool, list[Report]]:
-    """Run a loop on commands that are all there; how it ended, and what it told."""
+def run(loop: EngineLoop) -> bool:
+    """Run until a command cannot be read, or until it fails; false if it did."""
+    try:
+        loop.run()
+    except msgspec.DecodeError:
+        return True
+    return False
+
+
+def live(core: Engine, sockets: Sockets, *commands: Command | None) -> tuple[bool, list[Report]]:
+    """Run a loop on commands that are all there, None ends it; how it ended, and what it told."""
     push, pull, report_push, report_pull = sockets
     for command in commands:
-        push.send(msgspec.msgpack.encode(command))
-    ended_well = EngineLoop(core, pull, report_push).run()
+        push.send(UNREADABLE if command is None else msgspec.msgpack.encode(command))
+    ended_well = run(EngineLoop(core, pull, report_push))
     reports: list[Report] = []
     while report_pull.poll(0):
         reports.extend(msgspec.msgpack.decode(report_pull.recv(), type=list[Report]))
@@ -82,7 +92,7 @@ def live(core: Engine, sockets: Sockets, *commands: Command) -> tuple[bool, list
 
 
 class Script:
-    """Sends a command at the end of the n-th step, and Stop at the end of the last one."""
+    """Sends a command at the end of the n-th step, and ends the loop after the last one."""
 
     def __init__(self, core: Engine, sockets: Sockets, commands: dict[int, Command]) -> None:
         self._step, self._commands, self._push = core.step, commands, sockets[0]
@@ -96,7 +106,7 @@ class Script:
         if self.num_steps in self._commands:
             self._push.send(msgspec.msgpack.encode(self._commands[self.num_steps]))
         if not self._core.has_work:
-            self._push.send(msgspec.msgpack.encode(Stop()))
+            self._push.send(UNREADABLE)
         return outputs
 
 
@@ -121,7 +131,7 @@ def test_a_request_is_reported_step_by_step_until_it_is_finished(sockets):
 
 def test_a_profile_holds_the_steps_between_its_begin_and_its_end(sockets, tmp_path, monkeypatch):
     push, pull, report_push, report_pull = sockets
-    loop = threading.Thread(target=EngineLoop(engine(), pull, report_push).run)
+    loop = threading.Thread(target=run, args=(EngineLoop(engine(), pull, report_push),))
     loop.start()
 
     def tell(command: Command, is_answer) -> Report:
@@ -155,7 +165,7 @@ def test_a_profile_holds_the_steps_between_its_begin_and_its_end(sockets, tmp_pa
         assert profile(None) is None
         complete("after")
     finally:
-        push.send(msgspec.msgpack.encode(Stop()))
+        push.send(UNREADABLE)
         loop.join()
     events = json.loads(path.read_text())["traceEvents"]
     num_steps = sum(event["name"] == "step" and event["ph"] == "X" for event in events)
@@ -168,14 +178,14 @@ def test_statistics_cover_every_step_and_come_when_the_engine_gets_idle(sockets)
     core = engine()
     push, pull, report_push, report_pull = sockets
     push.send(msgspec.msgpack.encode(Add("0", prompt(5, 6, 7), greedy(30))))
-    loop = threading.Thread(target=EngineLoop(core, pull, report_push).run)
+    loop = threading.Thread(target=run, args=(EngineLoop(core, pull, report_push),))
     loop.start()
     news: list[Steps] = []
     while not news or sum(step.num_emitted for each in news for step in each.steps) < 30:
         assert report_pull.poll(20_000), "no statistics came although the engine is idle"
         reports = msgspec.msgpack.decode(report_pull.recv(), type=list[Report])
         news.extend(r for r in reports if isinstance(r, Steps))
-    push.send(msgspec.msgpack.encode(Stop()))
+    push.send(UNREADABLE)
     loop.join()
     assert sum(len(each.steps) for each in news) == core.stats.num_steps
     assert (news[-1].num_running, news[-1].num_waiting, news[-1].kv_usage) == (0, 0, 0.0)
@@ -303,8 +313,8 @@ def test_a_rank_that_ends_after_the_loop_does_not_touch_the_loops_sockets():
         with push, commands, reports:
             push.bind("inproc://commands")
             commands.connect("inproc://commands")
-            push.send(msgspec.msgpack.encode(Stop()))
-            assert EngineLoop(core, commands, reports).run()
+            push.send(UNREADABLE)
+            assert run(EngineLoop(core, commands, reports))
     assert context.closed
     (on_death,) = deaths
     on_death()
@@ -346,7 +356,7 @@ def test_a_request_whose_grammar_is_compiled_is_passed_by_others_and_answered(so
         Abort("given up"),
     ):
         push.send(msgspec.msgpack.encode(command))
-    thread = threading.Thread(target=EngineLoop(core, pull, report_push).run)
+    thread = threading.Thread(target=run, args=(EngineLoop(core, pull, report_push),))
     thread.start()
     ended: dict[str, Report] = {}
     while len(ended) < 3:
@@ -358,7 +368,7 @@ def test_a_request_whose_grammar_is_compiled_is_passed_by_others_and_answered(so
                 ended |= {one.request_id: report for one in report.deltas if num_ended(one)}
         if "plain" in ended:
             may_go_on.set()
-    push.send(msgspec.msgpack.encode(Stop()))
+    push.send(UNREADABLE)
     thread.join(30)
     assert not thread.is_alive()
     assert next(iter(ended)) == "plain"
@@ -380,7 +390,7 @@ def test_grammars_that_nobody_waits_for_are_not_compiled(sockets: Sockets):
     for i in range(3 * MAX_PREPARING):
         form = greedy(1, structured={"kind": "regex", "text": f"a{i}"})
         commands += [Add(str(i), prompt(5), form), Abort(str(i))]
-    _, reports = live(core, sockets, *commands, Stop())
+    _, reports = live(core, sockets, *commands, None)
     assert not any(isinstance(report, Refused | Progress) for report in reports)
     assert len(compiled) < MAX_PREPARING
 
@@ -390,6 +400,6 @@ def test_grammars_that_wait_are_bounded(sockets: Sockets):
     core.prepare = lambda params: threading.Event().wait(0.2)
     form = greedy(1, structured={"kind": "regex", "text": "a"})
     commands = [Add(str(i), prompt(5), form) for i in range(MAX_PREPARING + 3)]
-    _, reports = live(core, sockets, *commands, Stop())
+    _, reports = live(core, sockets, *commands, None)
     refused = [report for report in reports if isinstance(report, Refused)]
     assert [report.kind for report in refused] == ["capacity"] * 3

@@ -65,7 +65,7 @@ def served() -> Iterator[Served]:
 
     async def start() -> asyncio.Task[None]:
         await client.start()
-        client.watch(news.append)
+        client.watchers.append(news.append)
         return asyncio.create_task(client.run())
 
     async def stop(running: asyncio.Task[None]) -> None:
@@ -299,7 +299,7 @@ def test_a_restarted_engine_answers_through_the_same_client():
     async def main() -> None:
         async with started(supervisor(config(), restarts=True)) as client:
             news: list[Steps] = []
-            client.watch(news.append)
+            client.watchers.append(news.append)
             [pid] = set(processes(os.getpid())) - before
             os.kill(pid, signal.SIGKILL)
             while client.is_alive:

@@ -18,6 +18,7 @@ class Told:
         self.num_moves = 0
         self.is_told = threading.Event()
         self.watch = StepWatch(lambda: self.num_moves, TIMEOUT_S, self.is_told.set)
+        self.watch.start()
 
 
 @pytest.fixture
@@ -26,23 +27,22 @@ def told() -> Told:
 
 
 def test_a_step_that_stands_still_is_told(told: Told):
-    with told.watch.watching(), told.watch:
+    with told.watch:
         assert told.is_told.wait(60)
 
 
 def test_a_step_that_stands_still_after_others_is_told(told: Told):
-    with told.watch.watching():
-        for _ in range(3):
-            with told.watch:
-                told.num_moves += 1
+    for _ in range(3):
         with told.watch:
             told.num_moves += 1
-            assert told.is_told.wait(60)
+    with told.watch:
+        told.num_moves += 1
+        assert told.is_told.wait(60)
 
 
 @pytest.mark.slow
 def test_a_step_that_goes_on_is_as_long_as_it_likes(told: Told):
-    with told.watch.watching(), told.watch:
+    with told.watch:
         until_s = time.monotonic() + LONG_S
         while time.monotonic() < until_s:
             told.num_moves += 1
@@ -52,27 +52,24 @@ def test_a_step_that_goes_on_is_as_long_as_it_likes(told: Told):
 
 @pytest.mark.slow
 def test_many_short_steps_are_not_one_that_stands_still(told: Told):
-    with told.watch.watching():
-        until_s = time.monotonic() + LONG_S
-        while time.monotonic() < until_s:
-            with told.watch:
-                time.sleep(0.001)
+    until_s = time.monotonic() + LONG_S
+    while time.monotonic() < until_s:
+        with told.watch:
+            time.sleep(0.001)
     assert not told.is_told.is_set()
 
 
 @pytest.mark.slow
 def test_between_steps_nothing_has_to_happen(told: Told):
-    with told.watch.watching():
-        with told.watch:
-            pass
-        time.sleep(LONG_S)
+    with told.watch:
+        pass
+    time.sleep(LONG_S)
     assert not told.is_told.is_set()
 
 
 @pytest.mark.slow
 def test_a_step_that_failed_has_ended(told: Told):
-    with told.watch.watching():
-        with pytest.raises(RuntimeError), told.watch:
-            raise RuntimeError
-        time.sleep(LONG_S)
+    with pytest.raises(RuntimeError), told.watch:
+        raise RuntimeError
+    time.sleep(LONG_S)
     assert not told.is_told.is_set()

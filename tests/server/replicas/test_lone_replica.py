@@ -1,7 +1,6 @@
 """A request that the only replica fails is told so: there is nobody else to send it to."""
 
 import asyncio
-import time
 
 import msgspec
 import pytest
@@ -13,15 +12,7 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.server.messages import Add, Command, EngineFailed, EngineInfo, Refused, Report
 from outdraft.server.metrics import ReplicaMetrics
 from outdraft.server.replicas.pool import ReplicaPool
-from outdraft.server.replicas.switchboard import (
-    COMMAND,
-    END,
-    HELLO,
-    REPORTS,
-    Address,
-    Hello,
-    Switchboard,
-)
+from outdraft.server.replicas.switchboard import END, FRAME, HELLO, Address, Switchboard
 from tests.cli.pair import pair
 
 FAILED = EngineFailed("engine", "two steps failed")
@@ -38,17 +29,17 @@ async def answer(address: Address, to_request: Report) -> int:
     count = 0
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-        socket.curve_serverkey = address.public_key
+        url, socket.curve_serverkey = address
         socket.setsockopt(zmq.ROUTING_ID, b"alone")
-        socket.connect(address.url)
+        socket.connect(url)
 
-        async def send(kind: bytes, message: object) -> None:
-            await socket.send_multipart([kind, msgspec.msgpack.encode(message)])
+        async def send(report: Report) -> None:
+            await socket.send_multipart([FRAME, msgspec.msgpack.encode([report])])
 
-        await send(HELLO, Hello("here", time.monotonic()))
-        await send(REPORTS, [info()])
+        await socket.send_multipart([HELLO, b"here"])
+        await send(info())
         while (frames := await socket.recv_multipart())[0] != END:
-            if frames[0] != COMMAND:
+            if frames[0] != FRAME:
                 continue
             command = msgspec.msgpack.decode(frames[1], type=Command)
             if isinstance(command, Add):
@@ -56,7 +47,7 @@ async def answer(address: Address, to_request: Report) -> int:
                 report = to_request
                 if isinstance(report, Refused):
                     report = msgspec.structs.replace(report, request_id=command.request_id)
-                await send(REPORTS, [report])
+                await send(report)
     return count
 
 

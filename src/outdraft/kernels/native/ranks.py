@@ -108,12 +108,12 @@ class RankLink:
         Raises:
             RanksError: another rank did not answer.
         """
-        native, traffic = self.native, self._group.traffic
+        native, group = self.native, self._group
         for operation, name in _SENT.items():
             sent = getattr(native, name)  # calls and bytes
             if sent[0]:
-                traffic.calls[operation] += sent[0]
-                traffic.sent_bytes[operation] += sent[1]
+                group.calls[operation] += sent[0]
+                group.sent_bytes[operation] += sent[1]
             sent[:] = (0, 0)
         failure: int = getattr(native, "failure")  # noqa: B009
         native.fill(failure=0)

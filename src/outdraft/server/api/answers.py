@@ -21,7 +21,7 @@ from outdraft.server.api.errors import ApiError, error_json
 from outdraft.server.api.fields import ChoiceFields, SamplingFields, StreamOptions
 from outdraft.server.api.params import form_field, wants_metrics
 from outdraft.server.api.replies import COMMENT, DONE, EventStream, JsonLater, event
-from outdraft.server.api.reports import metrics, trace, usage
+from outdraft.server.api.reports import TokenNames, metrics, trace, usage
 from outdraft.server.api.settings import ApiContext
 from outdraft.server.client import Update
 
@@ -56,7 +56,18 @@ class Answer(ABC, Generic[Body]):
             ContextLengthError: the context has no room for all tokens that are asked for.
             RequestError: there would be too many choices.
         """
-        self._check_room(max(len(prompt.token_ids) for prompt in self.prompts))
+        names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+        asked = [(name, most) for name in names if (most := getattr(self.body, name, None))]
+        num_prompt = max(len(prompt.token_ids) for prompt in self.prompts)
+        limit = self.context.inputs.max_model_len
+        if asked and num_prompt + asked[0][1] > limit:
+            name, max_tokens = asked[0]
+            raise ContextLengthError(
+                f"This model's maximum context length is {limit} tokens. However, the prompt has "
+                f"{num_prompt} tokens, and {name} asks for {max_tokens} more: "
+                f"{limit - num_prompt} are left",
+                name,
+            )
         num_choices, most = len(self.prompts) * self.params.n, self.context.settings.max_choices
         if num_choices > most:
             raise RequestError(
@@ -133,20 +144,6 @@ class Answer(ABC, Generic[Body]):
                 last[number] = update.output
         return [last[number] for number in range(len(self.prompts))]
 
-    def _check_room(self, num_prompt: int) -> None:
-        """`num_prompt`: tokens of the longest prompt."""
-        names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-        asked = [(name, most) for name in names if (most := getattr(self.body, name, None))]
-        limit = self.context.inputs.max_model_len
-        if asked and num_prompt + asked[0][1] > limit:
-            name, max_tokens = asked[0]
-            raise ContextLengthError(
-                f"This model's maximum context length is {limit} tokens. However, the prompt has "
-                f"{num_prompt} tokens, and {name} asks for {max_tokens} more: "
-                f"{limit - num_prompt} are left",
-                name,
-            )
-
 
 @dataclass(slots=True)
 class ChoicesAnswer(Answer[ChoiceBody]):
@@ -167,16 +164,20 @@ class ChoicesAnswer(Answer[ChoiceBody]):
         return {}
 
     @abstractmethod
-    def choices(self, number: int, output: RequestOutput) -> list[Json]:
-        """The finished choices of a prompt, by its number."""
+    def choice(self, number: int, one: CompletionOutput, output: RequestOutput) -> Json:
+        """A finished choice of a prompt, by its number."""
 
     @abstractmethod
-    def opening(self, number: int, output: RequestOutput) -> list[Json]:
-        """Choices of the chunks that come before any delta of the prompt."""
+    def opening(self, number: int, one: CompletionOutput, output: RequestOutput) -> Json | None:
+        """The choice of a chunk that comes before any delta of the prompt; None: there is none."""
 
     @abstractmethod
     def pieces(self, number: int, delta: CompletionOutput) -> list[Json]:
         """Choices of the chunks that a delta becomes."""
+
+    @property
+    def names(self) -> TokenNames:
+        return TokenNames(self.tokenizer, bool(self.body.return_tokens_as_token_ids))
 
     def details(self, delta: CompletionOutput) -> Json:
         """Fields of a delta's first chunk that the body asks for."""
@@ -192,7 +193,9 @@ class ChoicesAnswer(Answer[ChoiceBody]):
     async def whole(self) -> Json:
         done = await self.outputs()
         choices = [
-            choice for number, output in enumerate(done) for choice in self.choices(number, output)
+            self.choice(number, one, output)
+            for number, output in enumerate(done)
+            for one in output.outputs
         ]
         result = self._envelope(self.kind, choices) | self.head(done[0])
         return result | {"usage": self.usage(done)} | self._metrics(done)
@@ -206,11 +209,11 @@ class ChoicesAnswer(Answer[ChoiceBody]):
                 if not update.deltas and not self.opens_at_once:
                     yield COMMENT  # the request was accepted
                     continue
+                output = update.output
                 if number not in done:
-                    head = self.head(update.output)
-                    opening = self.opening(number, update.output)
-                    chunks += [self._chunk([choice]) | head for choice in opening]
-                done[number] = update.output
+                    openings = [self.opening(number, one, output) for one in output.outputs]
+                    chunks += [self._chunk([one]) | self.head(output) for one in openings if one]
+                done[number] = output
                 for delta in update.deltas:
                     chunks += [self._chunk([one]) for one in self.pieces(number, delta)]
                 if options.continuous_usage_stats:

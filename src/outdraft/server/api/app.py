@@ -10,13 +10,19 @@ from fastapi.middleware.cors import CORSMiddleware
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
-from outdraft.server.api.chat import chat_router
-from outdraft.server.api.completions import completions_router
+from outdraft.server.api.chat import add_chat_route
+from outdraft.server.api.completions import add_completions_route
 from outdraft.server.api.errors import install_error_handlers
-from outdraft.server.api.middleware import HEADER, EarlyErrors, HostGuard, RequestIds
-from outdraft.server.api.plain_routes import plain_routers
-from outdraft.server.api.responses import responses_router
-from outdraft.server.api.settings import ApiContext
+from outdraft.server.api.middleware import HEADER, Door
+from outdraft.server.api.plain_routes import (
+    add_model_routes,
+    add_profile_routes,
+    add_stored_response_routes,
+    add_token_routes,
+    health_router,
+)
+from outdraft.server.api.responses import add_responses_route
+from outdraft.server.api.settings import ApiContext, guarded_router
 
 DOCS_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'"
@@ -46,12 +52,15 @@ def create_app(context: ApiContext, routers: Iterable[APIRouter] = ()) -> FastAP
             allow_headers=["*"],
             expose_headers=[HEADER],
         )
-    if settings.allowed_hosts is not None:
-        app.add_middleware(HostGuard, allowed_hosts=settings.allowed_hosts)
-    app.add_middleware(EarlyErrors)
-    app.add_middleware(RequestIds, logs=settings.log_requests)  # the outermost one
-    own = [make(context) for make in (chat_router, completions_router, responses_router)]
-    for router in (*own, *plain_routers(context), *routers, _docs_router(app)):
+    # The outermost one.
+    app.add_middleware(Door, logs=settings.log_requests, allowed_hosts=settings.allowed_hosts)
+    own = guarded_router(context)
+    for add in (
+        *(add_chat_route, add_completions_route, add_responses_route, add_model_routes),
+        *(add_token_routes, add_stored_response_routes, add_profile_routes),
+    ):
+        add(own, context)
+    for router in (own, health_router(context), *routers, _docs_router(app)):
         app.include_router(router)
     return app
 

@@ -5,7 +5,7 @@ arguments piece by piece, as the model writes them. Once they have begun the obj
 if it is cut short or they turn out to be no JSON.
 
 Models differ in what they write around calls. A parser gives back text and calls. However its input
-is cut into pieces, the text, the names and the arguments add up to the same. What looks like a call
+is cut into parts, the text, the names and the arguments add up to the same. What looks like a call
 and is none remains text.
 """
 
@@ -13,27 +13,12 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from outdraft.text.detokenizer import overlap
 
-
-@dataclass(frozen=True, slots=True)
-class CallName:
-    """A call begins."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallArguments:
-    """A piece of the arguments, in JSON, of the call that began last."""
-
-    text: str
-
-
-Piece = str | CallName | CallArguments
-
+# A part of an answer: a call begins with its name, and parts of its arguments follow, in JSON.
+Part = tuple[Literal["thought", "text", "call", "arguments"], str]
 
 _NAME = r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*'
 _ARGUMENTS = r',\s*"(?:arguments|parameters)"\s*:\s*'
@@ -55,10 +40,10 @@ class CallReader:
         is_none: it is no call, or not one of the known functions'.
     """
 
-    def __init__(self, names: Sequence[str] | None = None, *, is_forced: bool = False) -> None:
+    def __init__(self, names: Sequence[str], *, is_forced: bool) -> None:
         """
         Args:
-            names: functions that may be called; None: any. With names, the name comes first.
+            names: functions that may be called; none: any. With names, the name comes first.
             is_forced: it can be nothing but a call, whose name is returned as soon as it is there.
         """
         self.text = ""
@@ -73,38 +58,40 @@ class CallReader:
         self._returned = 0  # end of the part of them that was returned
         self._arguments_end: int | None = None
 
-    def push(self, text: str) -> list[Piece]:
-        """Read on; the pieces that no later text can change."""
+    def push(self, text: str, *, is_last: bool = False) -> list[Part]:
+        """Read on, or the end; the parts that no later text can change."""
         self.text += text
-        pieces: list[Piece] = []
-        self._find_arguments(pieces)
+        parts: list[Part] = []
+        self._find_arguments(parts)
         self._look_on()
         if self.end is not None and not self.is_none:
-            self._end_object(pieces)
-        self._tell_arguments(pieces, self._seen)
-        return pieces
+            self._end_object(parts)
+        if self._start is not None:
+            is_cut = is_last and self.is_call and self.end is None
+            end = self._arguments_end or (len(self.text) if is_cut else self._seen)
+            piece = self.text[self._returned : end]
+            if not (is_cut and self._is_in_string):  # else blanks that may follow the arguments
+                piece = piece.rstrip()
+            if piece:
+                parts.append(("arguments", piece))
+            self._returned += len(piece)
+        return parts
 
-    def finish(self) -> list[Piece]:
-        """End the text; the rest of the arguments."""
-        pieces: list[Piece] = []
-        self._tell_arguments(pieces, len(self.text), is_last=True)
-        return pieces
-
-    def _find_arguments(self, pieces: list[Piece]) -> None:
+    def _find_arguments(self, parts: list[Part]) -> None:
         if self._start is not None or self.is_none:
             return
         found = (_BEGUN if self._is_forced else _BEGUN_OBJECT).match(self.text)
         named = _NAMED.match(self.text) if self._is_forced and found is None else found
         if named is not None and not self.is_call:
-            self._name(pieces, _name_of(named[1]))
+            self._name(parts, _name_of(named[1]))
         if found is not None and self.is_call:
             self._start = self._returned = found.end()
-        elif self._names is not None and _OTHER_KEY.match(self.text):
+        elif self._names and _OTHER_KEY.match(self.text):
             self.is_none = True
 
-    def _name(self, pieces: list[Piece], name: object) -> None:
-        if isinstance(name, str) and (self._names is None or name in self._names):
-            pieces.append(CallName(name))
+    def _name(self, parts: list[Part], name: object) -> None:
+        if isinstance(name, str) and (not self._names or name in self._names):
+            parts.append(("call", name))
             self.is_call = True
         else:
             self.is_none = True
@@ -142,7 +129,7 @@ class CallReader:
         elif not self.is_call and not _OUTSIDE_STRINGS.match(character):
             self.is_none = not self._is_forced
 
-    def _end_object(self, pieces: list[Piece]) -> None:
+    def _end_object(self, parts: list[Part]) -> None:
         """The object is whole: a call whose arguments do not come right after the name, or none."""
         if self._start is not None:
             return
@@ -154,21 +141,9 @@ class CallReader:
             self.is_none = not self.is_call
             return
         if not self.is_call:
-            self._name(pieces, call[0])
+            self._name(parts, call[0])
         if self.is_call and call[1]:
-            pieces.append(CallArguments(call[1]))
-
-    def _tell_arguments(self, pieces: list[Piece], end: int, *, is_last: bool = False) -> None:
-        if self._start is None:
-            return
-        if self._arguments_end is not None:
-            end = self._arguments_end
-        piece = self.text[self._returned : end]
-        if not (is_last and self._is_in_string):  # else blanks that may stand after the arguments
-            piece = piece.rstrip()
-        if piece:
-            pieces.append(CallArguments(piece))
-            self._returned += len(piece)
+            parts.append(("arguments", call[1]))
 
 
 def _name_of(notation: str) -> object:
@@ -199,22 +174,15 @@ def _dumps(value: object) -> str:
     return text
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedCall:
-    """A whole call; `arguments` is JSON, as text."""
-
-    name: str
-    arguments: str
-
-
-def whole_calls(pieces: Iterable[object]) -> list[ParsedCall]:
-    """The calls among an answer's pieces."""
-    calls: list[ParsedCall] = []
-    for piece in pieces:
-        if isinstance(piece, CallName):
-            calls.append(ParsedCall(piece.text, ""))
-        elif isinstance(piece, CallArguments):
-            calls[-1] = ParsedCall(calls[-1].name, calls[-1].arguments + piece.text)
+def whole_calls(parts: Iterable[Part]) -> list[tuple[str, str]]:
+    """The calls among an answer's parts: their names and their arguments, in JSON."""
+    calls: list[tuple[str, str]] = []
+    for kind, text in parts:
+        if kind == "call":
+            calls.append((text, ""))
+        elif kind == "arguments":
+            name, arguments = calls[-1]
+            calls[-1] = name, arguments + text
     return calls
 
 
@@ -237,6 +205,8 @@ class CallMarks:
     may_begin_answer: bool = False
 
 
+# Calls and nothing else, one or a list, as `call_schema` makes the model write them.
+FORCED = CallMarks(("[",), ("]",), joints=r"[\s,]*", may_begin_answer=True)
 MARKS = {
     "hermes": CallMarks(("<tool_call>",), ("</tool_call>",)),
     "llama3_json": CallMarks(("<|python_tag|>",), (), joints=r"[\s;]*", may_begin_answer=True),
@@ -250,16 +220,20 @@ MARKS = {
         may_begin_answer=True,
     ),
 }
-_BLANKS_OR_LIST = re.compile(r"[\s,\[\]]*")
 
 
 class CallFinder:
-    """Finds calls where a model may write them, and text around them."""
+    """Finds calls where a model may write them, and text around them.
 
-    def __init__(self, marks: CallMarks, names: Sequence[str] | None = None) -> None:
-        """`names`: functions that may be called; None: any."""
-        self._marks, self._names = marks, names
+    In FORCED marks there is no text. Where such an answer was cut short, what there is of the
+    arguments is the call's.
+    """
+
+    def __init__(self, marks: CallMarks, names: Sequence[str] = ()) -> None:
+        """`names`: functions that may be called; none: any."""
+        self._marks, self._names, self._is_forced = marks, names, marks is FORCED
         self._lead, self._joints = re.compile(marks.lead), re.compile(marks.joints)
+        self._begin = re.compile("|".join(map(re.escape, marks.begin)))
         self._held = ""  # from where a call or a mark may begin on
         self._searched = 0  # characters of it in which no mark begins
         # Number of its characters after which a call may stand; None: it may not.
@@ -269,47 +243,40 @@ class CallFinder:
         self._is_joined = False  # nor has a mark
         self._is_over = False
 
-    def push(self, text: str) -> list[Piece]:
-        """Read on; the pieces that no later text can change."""
+    def push(self, text: str, *, is_last: bool = False) -> list[Part]:
+        """Read on, or the end; the parts that no later text can change."""
         self._held += text
-        pieces: list[Piece] = []
-        if self._reader is not None and not self._read_on(text, pieces):
-            return pieces
-        while self._advance(pieces):
+        self._is_over = is_last
+        parts: list[Part] = []
+        if self._reader is not None and not self._read_on(text, parts):
+            return parts
+        while self._advance(parts):
             pass
-        return pieces
+        return [part for part in parts if part[0] != "text"] if self._is_forced else parts
 
-    def finish(self) -> list[Piece]:
-        """End the answer; the pieces that remain."""
-        self._is_over = True
-        return self.push("")
-
-    def _advance(self, pieces: list[Piece]) -> bool:
+    def _advance(self, parts: list[Part]) -> bool:
         """One step through the held text; False: it depends on what comes."""
         if self._is_joined:
             return self._join()
         if self._opened is not None:
-            return self._begin_call(self._opened, pieces)
-        return self._find_mark(pieces)
+            return self._begin_call(self._opened, parts)
+        return self._find_mark(parts)
 
-    def _find_mark(self, pieces: list[Piece]) -> bool:
+    def _find_mark(self, parts: list[Part]) -> bool:
         held = self._held
-        found = [(held.find(mark, self._searched), mark) for mark in self._marks.begin]
-        found = [(start, mark) for start, mark in found if start >= 0]
-        if not found:
+        if (found := self._begin.search(held, self._searched)) is None:
             end = len(held)
             if not self._is_over:
                 rest = held[self._searched :]
                 end -= max(overlap(rest, mark) for mark in self._marks.begin)
-            self._tell(pieces, end)
+            self._tell(parts, end)
             self._searched = max(0, end - len(held) + len(self._held))
             return False
-        start, mark = min(found)
-        self._tell(pieces, start)
-        self._opened = start + len(mark) - len(held) + len(self._held)
+        self._tell(parts, found.start())
+        self._opened = found.end() - len(held) + len(self._held)
         return True
 
-    def _tell(self, pieces: list[Piece], end: int) -> None:
+    def _tell(self, parts: list[Part], end: int) -> None:
         """The text is certain. Blanks beside a call are the format's, not the text's."""
         text, rest = self._held[:end], self._held[end:]
         if self._is_after_call:
@@ -317,11 +284,11 @@ class CallFinder:
         is_rest = self._is_over and not rest
         certain = text if is_rest else text.rstrip()
         if certain:
-            pieces.append(certain)
+            parts.append(("text", certain))
             self._is_after_call = False
         self._held = text[len(certain) :] + rest
 
-    def _begin_call(self, opened: int, pieces: list[Piece]) -> bool:
+    def _begin_call(self, opened: int, parts: list[Part]) -> bool:
         lead = self._lead.match(self._held, opened)
         assert lead is not None
         start = lead.end()
@@ -330,20 +297,21 @@ class CallFinder:
         if self._held[start : start + 1] != "{":
             self._searched, self._opened = opened, None
             return True
-        self._reader = CallReader(self._names)
-        return self._read_on(self._held[start:], pieces)
+        names = () if self._is_forced else self._names
+        self._reader = CallReader(names, is_forced=self._is_forced)
+        return self._read_on(self._held[start:], parts)
 
-    def _read_on(self, text: str, pieces: list[Piece]) -> bool:
+    def _read_on(self, text: str, parts: list[Part]) -> bool:
         """Read on in an object; true if it is over. If it was no call, all of it is text."""
         reader, opened = self._reader, self._opened
         assert reader is not None
         assert opened is not None
-        pieces += reader.push(text)
+        parts += reader.push(text, is_last=self._is_over)
         if self._is_over and reader.is_call and reader.end is None:
-            pieces += reader.finish()
             self._held, self._reader = "", None
             return False
         if not reader.is_call and (reader.is_none or self._is_over):
+            parts += self._cut_call(reader.text) if self._is_forced else []
             self._searched, self._opened, self._reader = opened, None, None
             return True
         if reader.end is None:
@@ -370,47 +338,12 @@ class CallFinder:
             self._opened = 0
         return True
 
-
-class ForcedCallParser:
-    """Calls and nothing else, one or a list, as `call_schema` makes the model write them.
-
-    Where the answer was cut short, what there is of the arguments is the call's.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        """`names`: functions that may be called."""
-        self._names = names
-        self._reader: CallReader | None = None
-        self._has_calls = False
-
-    def push(self, text: str) -> list[Piece]:
-        """Read on; the pieces that no later text can change."""
-        pieces: list[Piece] = []
-        while text:
-            if self._reader is None:
-                text = text[_end(_BLANKS_OR_LIST, text) :]
-                if not text:
-                    break
-                self._reader = CallReader(is_forced=True)
-            pieces += self._reader.push(text)
-            if self._reader.end is None:
-                break
-            text = self._reader.text[self._reader.end :]
-            self._reader, self._has_calls = None, True
-        return pieces
-
-    def finish(self) -> list[Piece]:
-        """End the answer; the pieces that remain."""
-        reader = self._reader
-        if reader is None:
-            return []
-        if reader.is_call:
-            return reader.finish()
-        # Cut before the end of the name: it is known if only one begins like that.
-        possible = [name for name in self._names if _call_start(name).startswith(reader.text)]
+    def _cut_call(self, text: str) -> list[Part]:
+        """A call that was cut before the end of its name: known if only one begins like that."""
+        possible = [name for name in self._names if _call_start(name).startswith(text)]
         if len(possible) == 1:
-            return [CallName(possible[0])]
-        return [] if self._has_calls else [CallName(reader.text[len(_BEFORE_NAME) :])]
+            return [("call", possible[0])]
+        return [] if self._is_after_call else [("call", text[len(_BEFORE_NAME) :])]
 
 
 _BEFORE_NAME = '{"name":"'
@@ -418,8 +351,3 @@ _BEFORE_NAME = '{"name":"'
 
 def _call_start(name: str) -> str:
     return _BEFORE_NAME + json.dumps(name, ensure_ascii=False)[1:] + ',"arguments":'
-
-
-def _end(pattern: re.Pattern[str], text: str) -> int:
-    match = pattern.match(text)
-    return match.end() if match is not None else 0

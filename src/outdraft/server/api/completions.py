@@ -2,38 +2,32 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from fastapi import APIRouter, Response
 
 from outdraft.core.errors import RequestError
-from outdraft.core.outputs import CompletionOutput, RequestOutput
+from outdraft.core.outputs import CompletionOutput, Logprob, RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.server.api.answers import ChoicesAnswer, Json, check_stream_options
 from outdraft.server.api.bodies import CompletionRequest
 from outdraft.server.api.params import sampling_params
-from outdraft.server.api.prompts import encode_prompts, model_name, prompt_encoder
-from outdraft.server.api.reports import CompletionLogprobs, Row, TokenNames, prompt_logprobs, usage
-from outdraft.server.api.settings import ApiContext, guarded_router
-from outdraft.text.detokenizer import Detokenizer, begun_text
+from outdraft.server.api.prompts import encode_prompts, model_name
+from outdraft.server.api.reports import CompletionLogprobs, Row, prompt_logprobs, usage
+from outdraft.server.api.settings import ApiContext
+from outdraft.text.detokenizer import begun_text
 
 DEFAULT_MAX_TOKENS = 16
 
 
-def completions_router(context: ApiContext) -> APIRouter:
-    router = guarded_router(context)
-
+def add_completions_route(router: APIRouter, context: ApiContext) -> None:
     @router.post("/v1/completions", operation_id="create_completion")
     async def create(body: CompletionRequest) -> Response:
         """Continue a text, or several."""
         model = model_name(context, body.model)
         check_stream_options(body)
         params = _params(body, context)
-        encode = prompt_encoder(context, body, params.max_tokens, adds_special_tokens=True)
-        prompts = await encode_prompts(context, body.prompt, encode)
+        prompts = await encode_prompts(context, body, params.max_tokens)
         return CompletionAnswer(context, body, model, prompts, params).reply()
-
-    return router
 
 
 def is_echo_only(body: CompletionRequest) -> bool:
@@ -50,7 +44,7 @@ def _params(body: CompletionRequest, context: ApiContext) -> SamplingParams:
         prompt_rows = body.logprobs
     return sampling_params(
         body,
-        context.settings,
+        context,
         max_tokens=1 if is_echo_only(body) else max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=prompt_rows,
@@ -74,27 +68,20 @@ class CompletionAnswer(ChoicesAnswer[CompletionRequest]):
             result |= {"completion_tokens": 0, "total_tokens": result["prompt_tokens"]}
         return result
 
-    def choices(self, number: int, output: RequestOutput) -> list[Json]:
-        results: list[Json] = []
-        for one in output.outputs:
-            index = self._index(number, one.index)
-            first, [rest] = self._prompt_choice(number, index, output), self.pieces(number, one)
-            rest.pop("outdraft", None)  # of streams only
-            result = first | rest
-            result["text"] = first["text"] + rest["text"]
-            result["logprobs"] = _joined(first["logprobs"], rest["logprobs"])
-            if self.body.prompt_logprobs is not None:
-                result["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
-            results.append(result)
-        return results
+    def choice(self, number: int, one: CompletionOutput, output: RequestOutput) -> Json:
+        first, [rest] = self._prompt_choice(number, one, output), self.pieces(number, one)
+        rest.pop("outdraft", None)  # of streams only
+        result = first | rest
+        result["text"] = first["text"] + rest["text"]
+        result["logprobs"] = _joined(first["logprobs"], rest["logprobs"])
+        if self.body.prompt_logprobs is not None:
+            result["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        return result
 
-    def opening(self, number: int, output: RequestOutput) -> list[Json]:
+    def opening(self, number: int, one: CompletionOutput, output: RequestOutput) -> Json | None:
         if not self.body.echo and not self.body.return_token_ids:
-            return []
-        return [
-            self._prompt_choice(number, self._index(number, one.index), output)
-            for one in output.outputs
-        ]
+            return None
+        return self._prompt_choice(number, one, output)
 
     def pieces(self, number: int, delta: CompletionOutput) -> list[Json]:
         index = self._index(number, delta.index)
@@ -112,9 +99,9 @@ class CompletionAnswer(ChoicesAnswer[CompletionRequest]):
     def _index(self, number: int, index: int) -> int:
         return number * (self.body.n or 1) + index
 
-    def _prompt_choice(self, number: int, index: int, output: RequestOutput) -> Json:
+    def _prompt_choice(self, number: int, one: CompletionOutput, output: RequestOutput) -> Json:
         """A choice with nothing of the output yet."""
-        result = _choice(index)
+        result = _choice(self._index(number, one.index))
         if self.body.echo:
             result["text"] = self._prompt_text(number)
             result["logprobs"] = self._prompt_logprobs(number, output)
@@ -140,7 +127,9 @@ class CompletionAnswer(ChoicesAnswer[CompletionRequest]):
         if writer is None:
             number = index // (self.body.n or 1)
             start = len(self._prompt_text(number)) if self.body.echo else 0
-            writer = self.logprobs[index] = self._writer(
+            writer = self.logprobs[index] = CompletionLogprobs(
+                self.body.logprobs,
+                self.names,
                 start,
                 prompt_ids=self.prompts[number].token_ids.tolist(),
                 skip_special_tokens=self.body.skip_special_tokens is not False,
@@ -151,23 +140,16 @@ class CompletionAnswer(ChoicesAnswer[CompletionRequest]):
         if self.body.logprobs is None or output.prompt_logprobs is None:
             return None
         first_id = output.prompt_token_ids[0]
-        token, is_in_text = None, False
+        token, is_hidden = None, True  # the tokenizer may have put it before the text
         if self.tokenizer is not None:
             token = self.tokenizer.decode([first_id], False)
             is_special = not self.tokenizer.decode([first_id], True)
-            is_in_text = not is_special or self._prompt_text(number).startswith(token)
-        writer = self._writer(0, skip_special_tokens=False)
-        first = writer.take_first(first_id, token, is_in_text=is_in_text)
-        others = [row for row in output.prompt_logprobs if row is not None]
-        return _joined(first, writer.take(others))
-
-    def _writer(self, start: int, **options: Any) -> CompletionLogprobs:
-        assert self.body.logprobs is not None
-        text = None
-        if self.tokenizer is not None:
-            text = Detokenizer(self.tokenizer, (), **options)
-        names = TokenNames(self.tokenizer, bool(self.body.return_tokens_as_token_ids))
-        return CompletionLogprobs(self.body.logprobs, names, text, start)
+            is_hidden = is_special and not self._prompt_text(number).startswith(token)
+        writer = CompletionLogprobs(self.body.logprobs, self.names, 0, skip_special_tokens=False)
+        rows = [row or {first_id: Logprob(0.0, 1, token)} for row in output.prompt_logprobs]
+        lists = writer.take(rows, num_hidden=int(is_hidden))
+        lists["token_logprobs"][0] = lists["top_logprobs"][0] = None  # nothing precedes it
+        return lists
 
 
 def _choice(index: int) -> Json:

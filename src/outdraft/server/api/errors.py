@@ -6,7 +6,6 @@ the request's own parameters.
 
 import json
 from collections.abc import Mapping, Sequence
-from http import HTTPStatus
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -142,14 +141,13 @@ def install_error_handlers(app: FastAPI, retry_after_s: int) -> None:
 
 
 def _http_error(request: Request, error: HTTPException) -> ApiError:
-    message, code = error.detail, None
-    if error.status_code == HTTPStatus.NOT_FOUND:
-        message, code = f"unknown path: {request.method} {request.url.path}", "unknown_url"
-    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        message = f"{request.method} is not allowed on {request.url.path}"
-        code = "method_not_supported"
-    elif error.status_code == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
-        code = "request_too_large"
+    method, path = request.method, request.url.path
+    known = {
+        404: (f"unknown path: {method} {path}", "unknown_url"),
+        405: (f"{method} is not allowed on {path}", "method_not_supported"),
+        413: (error.detail, "request_too_large"),
+    }
+    message, code = known.get(error.status_code, (error.detail, None))
     return ApiError(error.status_code, message, code, headers=error.headers)
 
 

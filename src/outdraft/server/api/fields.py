@@ -47,18 +47,14 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_unknown_nulls(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        return {name: given for name, given in value.items() if given is not None or name in known}
-
     @model_validator(mode="wrap")
     @classmethod
-    def _bounded(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """A body of a megabyte may be wrong in a million places: listing them takes seconds."""
+    def _checked(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Leave unknown nulls out, and list a bounded number of errors: a body of a megabyte may be
+        wrong in a million places, and listing them takes seconds."""
+        if isinstance(value, dict):
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            value = {name: one for name, one in value.items() if one is not None or name in known}
         try:
             return handler(value)
         except ValidationError as error:

@@ -1,7 +1,7 @@
 """From a request's body to SamplingParams."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -16,8 +16,9 @@ from outdraft.server.api.fields import (
     JsonSchemaSpec,
     SamplingFields,
 )
-from outdraft.server.api.settings import ApiSettings
+from outdraft.server.api.settings import ApiContext, ApiSettings
 from outdraft.server.api.tools import call_schema, forced_functions
+from outdraft.text.chat import ChatTemplate
 
 _logger = logging.getLogger(__name__)
 # Fields that have the same name and meaning on both sides.
@@ -27,7 +28,7 @@ _SAME = {field.name for field in fields(SamplingParams)} - {
 }
 
 
-def sampling_params(body: SamplingFields, settings: ApiSettings, **values: Any) -> SamplingParams:
+def sampling_params(body: SamplingFields, context: ApiContext, **values: Any) -> SamplingParams:
     """The parameters of a body; `values` are those that routes call by different names.
 
     Raises:
@@ -42,9 +43,9 @@ def sampling_params(body: SamplingFields, settings: ApiSettings, **values: Any) 
         is_whole = isinstance(text, str)
         given["prediction"] = text if is_whole else "".join(part.text for part in text)
     # Without any limit an output ends with the context.
-    whole: dict[str, Any] = {"max_tokens": None, **settings.default_sampling, **given}
-    params = SamplingParams(**whole, structured=structured_output(body, settings))
-    _check_limits(params, settings)
+    whole: dict[str, Any] = {"max_tokens": None, **context.settings.default_sampling, **given}
+    params = SamplingParams(**whole, structured=structured_output(body, context))
+    _check_limits(params, context.settings)
     _log_verbosity(body)
     return params
 
@@ -75,14 +76,14 @@ def wants_metrics(body: SamplingFields) -> bool:
     return bool(body.include_metrics) or body.speculation is not None
 
 
-def structured_output(body: SamplingFields, settings: ApiSettings) -> StructuredOutput | None:
+def structured_output(body: SamplingFields, context: ApiContext) -> StructuredOutput | None:
     """The form that the output must match, if there is one.
 
     Raises:
         RequestError: it is too large, several fields ask for something, or `structured_outputs` is
             there and nothing does.
     """
-    asked = list(_structures(body))
+    asked = list(_structures(body, context.chat_template))
     if not asked:
         if body.structured_outputs is not None:
             message = f"structured_outputs needs one of {', '.join(KINDS)}"
@@ -99,8 +100,8 @@ def structured_output(body: SamplingFields, settings: ApiSettings) -> Structured
     if body.structured_outputs is not None and field != "tool_choice":  # calls never hold any
         spacing = body.structured_outputs.disable_any_whitespace
     form = form_of(field, kind, value, spacing)
-    if len(form.text.encode()) > settings.max_schema_bytes:
-        raise RequestError(f"{field} has more than {settings.max_schema_bytes:,} bytes", field)
+    if len(form.text.encode()) > (most := context.settings.max_schema_bytes):
+        raise RequestError(f"{field} has more than {most:,} bytes", field)
     return form
 
 
@@ -109,8 +110,13 @@ def form_field(body: SamplingFields) -> str:
     return next((field for field, _, _ in _structures(body)), "")
 
 
-def _structures(body: SamplingFields) -> Iterator[tuple[str, StructuredKind, Any]]:
-    """Field, kind and value of everything that the output is asked to match."""
+def _structures(
+    body: SamplingFields, template: ChatTemplate | None = None
+) -> Iterator[tuple[str, StructuredKind, Any]]:
+    """Field, kind and value of everything that the output is asked to match.
+
+    `template`: writes a message with several calls, if it can; None: it cannot.
+    """
     asked = body.structured_outputs
     named = asked.model_dump(by_alias=True) if asked is not None else {}
     values = {f"structured_outputs.{name}": named.get(name) for name in KINDS}
@@ -127,7 +133,10 @@ def _structures(body: SamplingFields) -> Iterator[tuple[str, StructuredKind, Any
     if isinstance(body, ChatRequest) and body.tools:
         names = forced_functions(body)
         if names:
-            yield "tool_choice", "json_schema", call_schema(body.tools, names)
+            wants_several = body.tool_choice == "required" and body.parallel_tool_calls is not False
+            several = wants_several and template is not None and template.takes_several_calls
+            schema = call_schema(body.tools, names, may_be_several=several)
+            yield "tool_choice", "json_schema", schema
 
 
 def _response_format(field: str, asked: object) -> Iterator[tuple[str, StructuredKind, Any]]:
@@ -146,18 +155,15 @@ def _check_limits(params: SamplingParams, settings: ApiSettings) -> None:
         if (getattr(params, name) or 0) > settings.max_logprobs:
             most, got = settings.max_logprobs, getattr(params, name)
             raise RequestError(f"{name} must be between 0 and {most}, got {got}", name)
-    most, longest = settings.max_stop_strings, settings.max_stop_length
-    _check_texts("stop", "strings", "stop string", params.stop_strings, most, longest)
-    most, longest = settings.max_bad_words, settings.max_bad_word_length
-    # The engine encodes them between two steps.
-    _check_texts("bad_words", "texts", "bad word", params.bad_words or (), most, longest)
-
-
-def _check_texts(
-    field: str, what: str, one: str, texts: Sequence[str], most: int, longest: int
-) -> None:
-    if len(texts) > most:
-        message = f"{field} holds {len(texts)} {what}, at most {most} are allowed"
-        raise RequestError(message, field)
-    if any(len(text) > longest for text in texts):
-        raise RequestError(f"a {one} may have at most {longest} characters", field)
+    stops = settings.max_stop_strings, settings.max_stop_length
+    words = settings.max_bad_words, settings.max_bad_word_length
+    for field, what, one, texts, (most, longest) in (
+        ("stop", "strings", "stop string", params.stop_strings, stops),
+        # The engine encodes them between two steps.
+        ("bad_words", "texts", "bad word", params.bad_words or (), words),
+    ):
+        if len(texts) > most:
+            message = f"{field} holds {len(texts)} {what}, at most {most} are allowed"
+            raise RequestError(message, field)
+        if any(len(text) > longest for text in texts):
+            raise RequestError(f"a {one} may have at most {longest} characters", field)

@@ -19,18 +19,10 @@ from outdraft.server.api.bodies import (
 )
 from outdraft.server.api.errors import ApiError, draining, engine_dead, unknown_model
 from outdraft.server.api.prompts import chat_text, conversation, model_name
-from outdraft.server.api.settings import ApiContext, guarded_router
+from outdraft.server.api.settings import ApiContext
 
 
-def plain_routers(context: ApiContext) -> list[APIRouter]:
-    """All of them."""
-    makers = [_models, _tokens, _health, _stored_responses]
-    if context.settings.profiler_dir is not None:
-        makers.append(_profiles)
-    return [make(context) for make in makers]
-
-
-def _health(context: ApiContext) -> APIRouter:
+def health_router(context: ApiContext) -> APIRouter:
     """The routes that need no key."""
     router = APIRouter()
 
@@ -43,10 +35,8 @@ def _health(context: ApiContext) -> APIRouter:
             raise draining(context.settings.retry_after_s)
         return Response()
 
-    @router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
-    async def ping() -> Response:
-        """/health by the name that some platforms ask for."""
-        return await health()
+    # Some platforms ask by this name.
+    router.add_api_route("/ping", health, methods=["GET", "POST"], include_in_schema=False)
 
     @router.get("/load", operation_id="load")
     async def load() -> dict[str, int]:
@@ -60,11 +50,10 @@ def _health(context: ApiContext) -> APIRouter:
     return router
 
 
-def _profiles(context: ApiContext) -> APIRouter:
-    """Traces of the engine's steps, written to a folder of the server's machine."""
-    router = guarded_router(context)
-    folder = context.settings.profiler_dir
-    assert folder is not None
+def add_profile_routes(router: APIRouter, context: ApiContext) -> None:
+    """Traces of the engine's steps, written to a folder of the server's machine, if it has one."""
+    if (folder := context.settings.profiler_dir) is None:
+        return
 
     async def profile(path: Path | None) -> None:
         error = await context.client.profile(None if path is None else str(path))
@@ -85,12 +74,9 @@ def _profiles(context: ApiContext) -> APIRouter:
         await profile(None)
         return Response()
 
-    return router
 
-
-def _stored_responses(context: ApiContext) -> APIRouter:
+def add_stored_response_routes(router: APIRouter, context: ApiContext) -> None:
     """OpenAI's routes for answers that it stores: here a clear error."""
-    router = guarded_router(context)
 
     async def refuse(response_id: str) -> Response:
         raise ApiError(
@@ -108,11 +94,9 @@ def _stored_responses(context: ApiContext) -> APIRouter:
         ("GET", "/v1/responses/{response_id}/input_items"),
     ):
         router.add_api_route(path, refuse, methods=[method], include_in_schema=False)
-    return router
 
 
-def _models(context: ApiContext) -> APIRouter:
-    router = guarded_router(context)
+def add_model_routes(router: APIRouter, context: ApiContext) -> None:
     created_s = int(time.time())  # when the models were loaded
     names = context.settings.served_model_names
 
@@ -137,12 +121,8 @@ def _models(context: ApiContext) -> APIRouter:
             raise unknown_model(name)
         return card(name)
 
-    return router
 
-
-def _tokens(context: ApiContext) -> APIRouter:
-    router = guarded_router(context)
-
+def add_token_routes(router: APIRouter, context: ApiContext) -> None:
     def encode(body: TokenizeRequest) -> TokenizeResponse:
         if isinstance(body, TokenizeTextRequest):
             special = body.add_special_tokens is not False
@@ -178,5 +158,3 @@ def _tokens(context: ApiContext) -> APIRouter:
         """The text of token ids."""
         model_name(context, body.model)
         return await asyncio.to_thread(decode, body.tokens)
-
-    return router

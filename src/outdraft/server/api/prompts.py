@@ -10,6 +10,7 @@ from outdraft.engine.inputs import EncodedPrompt, is_one_prompt
 from outdraft.server.api.bodies import (
     ChatMessage,
     ChatRequest,
+    CompletionRequest,
     InputMessage,
     InputReasoning,
     TemplateFields,
@@ -21,9 +22,8 @@ from outdraft.server.api.fields import ChoiceFields, SamplingFields
 from outdraft.server.api.settings import ApiContext
 from outdraft.text.chat import parsed_arguments
 
-AnyPrompts = str | list[int] | list[str] | list[list[int]]
-_BESIDE = {"cache_control": True, "prompt_cache_breakpoint": True, "defer_loading": True}
-Encode = Callable[[str | list[int]], EncodedPrompt]
+_HINTS = {"cache_control": True, "prompt_cache_breakpoint": True, "defer_loading": True}
+_BESIDE = _HINTS | {"function": _HINTS}
 
 
 def model_name(context: ApiContext, asked: str | None) -> str:
@@ -36,14 +36,10 @@ def model_name(context: ApiContext, asked: str | None) -> str:
     return asked
 
 
-def prompt_encoder(
+def _encoder(
     context: ApiContext, body: SamplingFields, max_tokens: int | None, *, adds_special_tokens: bool
-) -> Encode:
-    """Makes ids of a prompt as the body says, `adds_special_tokens` where it says nothing.
-
-    Raises:
-        RequestError: more tokens would be kept than the model reads.
-    """
+) -> Callable[[str | list[int]], EncodedPrompt]:
+    """Makes ids of a prompt as the body says, `adds_special_tokens` where it says nothing."""
     special, keep_last = None, None
     if isinstance(body, ChoiceFields):
         special, keep_last = body.add_special_tokens, body.truncate_prompt_tokens
@@ -64,15 +60,17 @@ def prompt_encoder(
 
 
 async def encode_prompts(
-    context: ApiContext, prompts: AnyPrompts, encode: Encode
+    context: ApiContext, body: CompletionRequest, max_tokens: int | None
 ) -> list[EncodedPrompt]:
     """Ids of one text or id list, or of several.
 
     Raises:
         ContextLengthError: one is too long.
-        RequestError: there are too many, or one is empty or holds ids outside the vocabulary.
+        RequestError: there are too many, or one is empty or holds ids outside the vocabulary; or
+            more tokens would be kept than the model reads.
     """
-    several: Any = [prompts] if is_one_prompt(prompts) else prompts
+    encode = _encoder(context, body, max_tokens, adds_special_tokens=True)
+    several: Any = [body.prompt] if is_one_prompt(body.prompt) else body.prompt
     if not several:
         raise RequestError("prompt must not be empty", "prompt")
     most = context.settings.max_choices
@@ -84,7 +82,11 @@ async def encode_prompts(
 
 
 async def encode_chat(
-    context: ApiContext, chat: Mapping[str, Any], encode: Encode, field: str = "messages"
+    context: ApiContext,
+    body: SamplingFields,
+    chat: Mapping[str, Any],
+    max_tokens: int | None,
+    field: str = "messages",
 ) -> EncodedPrompt:
     """Text and ids of a conversation.
 
@@ -94,8 +96,10 @@ async def encode_chat(
 
     Raises:
         ContextLengthError: it is too long.
-        RequestError: the model's template cannot write it.
+        RequestError: the model's template cannot write it, or more tokens would be kept than the
+            model reads.
     """
+    encode = _encoder(context, body, max_tokens, adds_special_tokens=False)
 
     def encode_text() -> EncodedPrompt:
         try:
@@ -123,16 +127,13 @@ def conversation(body: TemplateFields, tools: list[Tool] | None) -> dict[str, An
         variables["reasoning_effort"] = body.reasoning_effort
     return {
         "messages": [_template_message(message) for message in body.messages],
-        "tools": [_template_tool(tool) for tool in tools] if tools else None,
+        # Without what clients send beside: a template writes all that it is given.
+        "tools": [tool.model_dump(exclude_none=True, exclude=_BESIDE) for tool in tools or ()]
+        or None,
         "add_generation_prompt": body.add_generation_prompt,
         "continue_final_message": bool(body.continue_final_message),
         "variables": variables,
     }
-
-
-def _template_tool(tool: Tool) -> dict[str, Any]:
-    """Without what clients send beside: a template writes all that it is given."""
-    return tool.model_dump(exclude_none=True, exclude=_BESIDE | {"function": _BESIDE})
 
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:

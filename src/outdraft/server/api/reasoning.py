@@ -4,7 +4,7 @@ DeepSeek R1 and Qwen3 write `<think>`, their thoughts, `</think>`, then the answ
 write the first of the two marks, or both of them for a model that shall not think.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum, auto
 
 from tokenizers import Tokenizer
@@ -14,19 +14,12 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.core.structured_outputs import Thoughts
 from outdraft.engine.inputs import EncodedPrompt
 from outdraft.server.api.bodies import ChatMessage
-from outdraft.server.api.calls import CallArguments, CallName, ParsedCall, whole_calls
+from outdraft.server.api.calls import CallFinder, Part, whole_calls
 from outdraft.server.api.settings import ApiSettings, ReasoningFormat
-from outdraft.server.api.tools import CallFormat, tool_call_parser
+from outdraft.server.api.tools import CallFormat
 from outdraft.text.detokenizer import overlap
 
 START, END = "<think>", "</think>"
-
-
-@dataclass(frozen=True, slots=True)
-class Thought:
-    """A piece of what the model thinks."""
-
-    text: str
 
 
 class Stage(Enum):
@@ -89,36 +82,36 @@ def with_form_after_thoughts(params: SamplingParams, stage: Stage | None) -> Sam
     return replace(params, structured=replace(params.structured, behind=thoughts))
 
 
-class ReasoningParser:
-    """Splits thoughts from the text after them. The pieces add up to the same for any cuts.
+class AnswerParser:
+    """Takes an answer apart as it streams: thoughts, text and calls, in this order of precedence.
 
-    Line breaks around thoughts are the format's, and are left out.
+    The parts add up to the same for any cuts. Line breaks around thoughts are the format's, and are
+    left out.
     """
 
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
+    def __init__(self, stage: Stage | None, calls: CallFormat | None) -> None:
+        """`stage`: where the model begins; None: thoughts are part of the text."""
+        self._stage = stage or Stage.ANSWERING
+        self._calls = CallFinder(*calls) if calls is not None else None
         self._held = ""  # what may begin a mark, or line breaks
-        self._awaits_start = stage is not Stage.ANSWERING  # the first mark may come
-        self._is_at_start = stage is not Stage.ANSWERING  # of the thoughts, or of the answer
+        self._awaits_start = self._stage is not Stage.ANSWERING  # the first mark may come
+        self._is_at_start = self._awaits_start  # of the thoughts, or of the answer
 
-    def push(self, text: str) -> list[Thought | str]:
-        """Read on; the pieces that no later text can change."""
+    def push(self, text: str, *, is_last: bool) -> list[Part]:
+        """Read on, or the end; the parts that no later text can change."""
         self._held += text
-        pieces: list[Thought | str] = []
-        if self._awaits_start and not self._find_start():
-            return []
-        if self._stage is Stage.THINKING:
-            self._think(pieces)
-        if self._stage is Stage.ANSWERING:
-            self._answer(pieces)
-        return pieces
-
-    def finish(self) -> list[Thought | str]:
-        """End the output; the pieces that remain."""
-        held, self._held = self._held, ""
-        if not held:
-            return []
-        return [Thought(held) if self._stage is Stage.THINKING else held]
+        parts: list[Part] = []
+        is_certain = not self._awaits_start or self._find_start()
+        if is_certain and self._stage is Stage.THINKING:
+            self._think(parts)
+        if is_certain and self._stage is Stage.ANSWERING:
+            self._drop_line_breaks()
+            self._answer(parts)
+        if is_last and self._held and self._stage is Stage.THINKING:
+            parts.append(("thought", self._held))
+        elif is_last:
+            self._answer(parts)
+        return [*parts, *self._calls.push("", is_last=True)] if is_last and self._calls else parts
 
     def _find_start(self) -> bool:
         """Take the first mark off, if it is there; False: that is not certain yet."""
@@ -137,58 +130,30 @@ class ReasoningParser:
             self._held = self._held.lstrip("\n")
             self._is_at_start = not self._held
 
-    def _think(self, pieces: list[Thought | str]) -> None:
+    def _think(self, parts: list[Part]) -> None:
         self._drop_line_breaks()
         before, found, behind = self._held.partition(END)
         certain = before if found else before[: len(before) - overlap(before, END)]
         certain = certain.rstrip("\n")
         if certain:
-            pieces.append(Thought(certain))
+            parts.append(("thought", certain))
         self._held = self._held[len(certain) :]
         if found:
             self._held = behind
             self._stage, self._is_at_start = Stage.ANSWERING, True
 
-    def _answer(self, pieces: list[Thought | str]) -> None:
-        self._drop_line_breaks()
-        if self._held:
-            pieces.append(self._held)
-            self._held = ""
-
-
-Part = Thought | str | CallName | CallArguments
-
-
-class AnswerParser:
-    """Takes an answer apart as it streams: thoughts, text and calls, in this order of precedence.
-
-    Without parsers all of it is text.
-    """
-
-    def __init__(self, stage: Stage | None, calls: CallFormat | None) -> None:
-        """`stage`: where the model begins; None: thoughts are part of the text."""
-        self._thoughts = ReasoningParser(stage or Stage.ANSWERING)
-        self._calls = tool_call_parser(calls) if calls is not None else None
-
-    def push(self, text: str, *, is_last: bool) -> list[Part]:
-        """Read on, or the end; the parts that no later text can change."""
-        pieces = self._thoughts.push(text)
-        pieces += self._thoughts.finish() if is_last else []
-        if self._calls is None:
-            return [*pieces]
-        parts: list[Part] = []
-        for piece in pieces:
-            parts += [piece] if isinstance(piece, Thought) else self._calls.push(piece)
-        return [*parts, *self._calls.finish()] if is_last else parts
+    def _answer(self, parts: list[Part]) -> None:
+        if self._calls is not None:
+            parts += self._calls.push(self._held)
+        elif self._held:
+            parts.append(("text", self._held))
+        self._held = ""
 
 
 def whole_answer(
     text: str, stage: Stage | None, calls: CallFormat | None
-) -> tuple[str, str, list[ParsedCall]]:
-    """Thoughts, text and calls of an answer that has ended; arguments as of AnswerParser."""
+) -> tuple[str, str, list[tuple[str, str]]]:
+    """Thoughts, text and calls (see whole_calls) of an answer; arguments as of AnswerParser."""
     parts = AnswerParser(stage, calls).push(text, is_last=True)
-    return (
-        "".join(part.text for part in parts if isinstance(part, Thought)),
-        "".join(part for part in parts if isinstance(part, str)),
-        whole_calls(parts),
-    )
+    thoughts = "".join(text for kind, text in parts if kind == "thought")
+    return thoughts, "".join(text for kind, text in parts if kind == "text"), whole_calls(parts)

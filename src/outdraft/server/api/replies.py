@@ -7,8 +7,8 @@ from contextlib import aclosing
 from typing import Any
 
 import msgspec
-from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from outdraft.core.errors import OutdraftError
 from outdraft.server.api.errors import ApiError, as_api_error
@@ -44,7 +44,7 @@ class JsonLater(Response):
         await _until_disconnected(receive, reply())
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Sends events as they come, and comments while none does.
 
     An error before anything was sent is raised from here: it becomes a reply of its own. A later
@@ -57,7 +57,8 @@ class EventStream(Response):
         write_error: Callable[[ApiError], bytes],
         settings: ApiSettings,
     ) -> None:
-        super().__init__()
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # else nginx holds them
+        super().__init__(events, headers=headers, media_type="text/event-stream")
         self._events, self._write_error, self._settings = events, write_error, settings
         self._num_sent = 0
 
@@ -83,7 +84,8 @@ class EventStream(Response):
     async def _send(self, chunk: bytes, send: Send) -> None:
         self._num_sent += 1
         if self._num_sent == 1:
-            await send(_START)
+            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(start)
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def _comment(self, send: Send) -> None:
@@ -93,17 +95,6 @@ class EventStream(Response):
             await asyncio.sleep(self._settings.silence_s)
             if self._num_sent == before:
                 await self._send(COMMENT, send)
-
-
-_START: Message = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),  # nginx would hold events back
-    ],
-}
 
 
 async def _until_disconnected(

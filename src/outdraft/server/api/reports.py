@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
@@ -68,21 +68,17 @@ def prompt_logprobs(
     """vLLM's shape: per prompt token, token id -> Logprob."""
     if rows is None:
         return None
-    return [_prompt_row(row) if row is not None else None for row in rows]
-
-
-def _prompt_row(row: Row) -> dict[str, dict[str, Any]]:
-    return {
-        str(token_id): {
-            "logprob": finite(entry.logprob),
-            "rank": entry.rank,
-            "decoded_token": entry.decoded_token,
+    return [
+        None
+        if row is None
+        else {
+            str(token_id): asdict(entry) | {"logprob": finite(entry.logprob)}
+            for token_id, entry in row.items()
         }
-        for token_id, entry in row.items()
-    }
+        for row in rows
+    ]
 
 
-@dataclass(slots=True)
 class CompletionLogprobs:
     """For /v1/completions: parallel lists, with an offset into the choice's text.
 
@@ -91,24 +87,31 @@ class CompletionLogprobs:
     the chosen one, or of the most likely; the others go by their numbers.
     """
 
-    num_top: int  # most likely tokens in the lists; the chosen one is always there
-    names: TokenNames
-    text: Detokenizer | None  # of the tokens so far; None: the model came without a tokenizer
-    start: int  # of that text in the choice's
+    def __init__(self, num_top: int, names: TokenNames, start: int, **options: Any) -> None:
+        """
+        Args:
+            num_top: most likely tokens in the lists; the chosen one is always there.
+            start: of the tokens' text in the choice's.
+            options: of the Detokenizer.
+        """
+        self._num_top, self._names, self._start = num_top, names, start
+        tokenizer = names.tokenizer
+        self._text = Detokenizer(tokenizer, (), **options) if tokenizer is not None else None
 
-    def take(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """The lists of the next tokens."""
+    def take(self, rows: Sequence[Row], num_hidden: int = 0) -> dict[str, Any]:
+        """The lists of the next tokens. `num_hidden`: the first of them that the text lacks."""
         result: dict[str, Any] = {
             "text_offset": [],
             "token_logprobs": [],
             "tokens": [],
             "top_logprobs": [],
         }
-        for row in rows:
+        for number, row in enumerate(rows):
             chosen = next(iter(row))
-            shown = dict.fromkeys([*_top(row, self.num_top), chosen])
+            shown = dict.fromkeys([*_top(row, self._num_top), chosen])
             called = self._distinct_names(row, chosen, shown)
-            result["text_offset"].append(self._advance(chosen))
+            is_in_text = number >= num_hidden
+            result["text_offset"].append(self._advance(chosen) if is_in_text else self._start)
             result["tokens"].append(called[chosen])
             result["token_logprobs"].append(finite(row[chosen].logprob))
             result["top_logprobs"].append({called[i]: finite(row[i].logprob) for i in shown})
@@ -117,30 +120,17 @@ class CompletionLogprobs:
     def _distinct_names(self, row: Row, chosen: int, shown: Iterable[int]) -> dict[int, str]:
         found: dict[str, int] = {}
         for token_id in [chosen, *shown]:
-            name = self.names.name(token_id, row[token_id].decoded_token)
+            name = self._names.name(token_id, row[token_id].decoded_token)
             if found.setdefault(name, token_id) != token_id:
                 found[_number(token_id)] = token_id
         return {token_id: name for name, token_id in found.items()}
 
-    def take_first(self, token_id: int, decoded: str | None, *, is_in_text: bool) -> dict[str, Any]:
-        """The lists of a prompt's first token, which nothing precedes.
-
-        `decoded`: as TokenNames.name takes it. `is_in_text`: False if the tokenizer has put the
-        token before the text.
-        """
-        return {
-            "text_offset": [self._advance(token_id) if is_in_text else self.start],
-            "token_logprobs": [None],
-            "tokens": [self.names.name(token_id, decoded)],
-            "top_logprobs": [None],
-        }
-
     def _advance(self, token_id: int) -> int:
         """Append the next token of the text; the offset where it begins."""
-        if self.text is None:
-            return self.start
-        offset = self.start + len(self.text.text)
-        self.text.push(token_id)
+        if self._text is None:
+            return self._start
+        offset = self._start + len(self._text.text)
+        self._text.push(token_id)
         return offset
 
 
@@ -188,9 +178,7 @@ def usage(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
 def metrics(output: RequestOutput) -> dict[str, Any]:
     """Numbers about a request's speculation, over all its choices; with a trace, its summary."""
     found = output.metrics.speculative_decoding
-    by_length = found.acceptance_histogram_by_draft_length
     numbers = {name: getattr(found, name) for name in _SPECULATION}
-    numbers["acceptance_histogram_by_draft_length"] = {str(k): v for k, v in by_length.items()}
     steps = [step for one in output.outputs for step in one.trace or ()]
     if steps:
         numbers |= {"acceptance_by_level": _by_level(steps), "decisions": _by_reason(steps)}

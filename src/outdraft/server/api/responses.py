@@ -13,26 +13,23 @@ from outdraft.core.errors import RequestError
 from outdraft.core.outputs import RequestOutput
 from outdraft.server.api.answers import Answer, Json
 from outdraft.server.api.bodies import ResponsesRequest
+from outdraft.server.api.calls import Part
 from outdraft.server.api.errors import ApiError
 from outdraft.server.api.params import check_numbers, sampling_params, wants_metrics
-from outdraft.server.api.prompts import encode_chat, input_messages, model_name, prompt_encoder
+from outdraft.server.api.prompts import encode_chat, input_messages, model_name
 from outdraft.server.api.reasoning import (
     AnswerParser,
-    Part,
     Stage,
-    Thought,
     first_stage,
     whole_answer,
     with_form_after_thoughts,
 )
 from outdraft.server.api.replies import event
 from outdraft.server.api.reports import Row, TokenNames, content, metrics, usage
-from outdraft.server.api.settings import ApiContext, guarded_router
+from outdraft.server.api.settings import ApiContext
 
 
-def responses_router(context: ApiContext) -> APIRouter:
-    router = guarded_router(context)
-
+def add_responses_route(router: APIRouter, context: ApiContext) -> None:
     @router.post("/v1/responses", operation_id="create_response")
     async def create(body: ResponsesRequest) -> Response:
         """Answer a text or a conversation."""
@@ -40,22 +37,19 @@ def responses_router(context: ApiContext) -> APIRouter:
         check_numbers(body, context.settings)
         params = sampling_params(
             body,
-            context.settings,
+            context,
             max_tokens=body.max_output_tokens,
             logprobs=(body.top_logprobs or 0) if body.includes_logprobs else None,
         )
         chat: Json = {"messages": input_messages(body.input, body.instructions)}
         if body.reasoning is not None and body.reasoning.effort is not None:
             chat["variables"] = {"reasoning_effort": body.reasoning.effort}
-        encode = prompt_encoder(context, body, params.max_tokens, adds_special_tokens=False)
-        prompt = await encode_chat(context, chat, encode, "input")
+        prompt = await encode_chat(context, body, chat, params.max_tokens, "input")
         stage = first_stage(context.settings, prompt)
         if stage is not None and body.includes_logprobs:
             raise RequestError("include needs a server without --reasoning-parser", "include")
         params = with_form_after_thoughts(params, stage)
         return ResponseAnswer(context, body, model, [prompt], params, stage).reply()
-
-    return router
 
 
 @dataclass(slots=True)
@@ -85,7 +79,7 @@ class ResponseAnswer(Answer[ResponsesRequest]):
                 events = list(self._opening()) if output is None else []
                 output = update.output
                 for delta in update.deltas:
-                    parts: list[Part] = [delta.text]
+                    parts: list[Part] = [("text", delta.text)]
                     if self.stage is not None:
                         parts = parser.push(delta.text, is_last=delta.finish_reason is not None)
                     events += self._told(parts, self._logprobs(delta.logprobs))
@@ -109,27 +103,26 @@ class ResponseAnswer(Answer[ResponsesRequest]):
 
     def _told(self, parts: list[Part], rows: list[Json]) -> Iterator[bytes]:
         """Events of new thoughts and new text; `rows` are the text's."""
-        for part in parts:
-            if isinstance(part, Thought):
+        for kind, text in parts:
+            if kind == "thought":
                 if not self.thoughts:
-                    empty = {"type": "reasoning_text", "text": ""}
-                    yield from self._added(self._thoughts_item("in_progress", []), empty)
-                self.thoughts += part.text
+                    yield from self._added(self._thoughts_item(""))
+                self.thoughts += text
                 place = self._place(self.thoughts_id)
-                yield self._event("response.reasoning_text.delta", **place, delta=part.text)
-            elif isinstance(part, str) and (part or rows):
+                yield self._event("response.reasoning_text.delta", **place, delta=text)
+            elif text or rows:
                 if not self.is_message_open:
                     yield from self._message_opening()
                 place = self._place(self.message_id)
-                kind = "response.output_text.delta"
-                yield self._event(kind, **place, delta=part, logprobs=rows)
+                event_kind = "response.output_text.delta"
+                yield self._event(event_kind, **place, delta=text, logprobs=rows)
 
     def _message_opening(self) -> Iterator[bytes]:
         """Events of the message's beginning, and of the thoughts' end before it."""
         self.is_message_open = True
         if self.thoughts:
-            yield from self._done(self._finished_thoughts(self.thoughts), text=self.thoughts)
-        yield from self._added(self._message("in_progress", []), _text_part("", []))
+            yield from self._done(self._thoughts_item(self.thoughts), text=self.thoughts)
+        yield from self._added(self._message("in_progress", "", []))
 
     def _closing(self, output: RequestOutput) -> Iterator[bytes]:
         if not self.is_message_open:
@@ -140,11 +133,12 @@ class ResponseAnswer(Answer[ResponsesRequest]):
         yield from self._done(item, text=part["text"], logprobs=part["logprobs"])
         yield self._event(f"response.{response['status']}", response=response)
 
-    def _added(self, item: Json, part: Json) -> Iterator[bytes]:
+    def _added(self, item: Json) -> Iterator[bytes]:
         """Events of the beginning of an item, and of its only part."""
         place = self._place(item["id"])
-        index = place["output_index"]
-        yield self._event("response.output_item.added", output_index=index, item=item)
+        [part] = item["content"]
+        index, begun = place["output_index"], item | {"status": "in_progress", "content": []}
+        yield self._event("response.output_item.added", output_index=index, item=begun)
         yield self._event("response.content_part.added", **place, part=part)
 
     def _done(self, item: Json, **whole: Any) -> Iterator[bytes]:
@@ -166,26 +160,25 @@ class ResponseAnswer(Answer[ResponsesRequest]):
         index = 1 if self.thoughts and item_id == self.message_id else 0
         return {"item_id": item_id, "output_index": index, "content_index": 0}
 
-    def _thoughts_item(self, status: str, parts: list[Json]) -> Json:
+    def _thoughts_item(self, text: str) -> Json:
         item = {"id": self.thoughts_id, "type": "reasoning", "summary": list[Json]()}
-        return item | {"content": parts, "status": status}
+        part = {"type": "reasoning_text", "text": text}
+        return item | {"content": [part], "status": "completed"}
 
-    def _finished_thoughts(self, text: str) -> Json:
-        return self._thoughts_item("completed", [{"type": "reasoning_text", "text": text}])
-
-    def _message(self, status: str, parts: list[Json]) -> Json:
+    def _message(self, status: str, text: str, rows: list[Json]) -> Json:
         item = {"id": self.message_id, "type": "message", "role": "assistant"}
-        return item | {"status": status, "content": parts}
+        part = {"type": "output_text", "text": text, "annotations": list[Json](), "logprobs": rows}
+        return item | {"status": status, "content": [part]}
 
     def _finished(self, output: RequestOutput) -> Json:
         [one] = output.outputs
         thoughts, text, _ = whole_answer(one.text, self.stage, None)
-        before = [self._finished_thoughts(thoughts)] if thoughts else []
+        before = [self._thoughts_item(thoughts)] if thoughts else []
         is_whole = one.finish_reason == "stop"
         status = "completed" if is_whole else "incomplete"
-        part = _text_part(text, self._logprobs(one.logprobs))
+        message = self._message(status, text, self._logprobs(one.logprobs))
         result = self._response(status) | {
-            "output": [*before, self._message(status, [part])],
+            "output": [*before, message],
             "usage": _usage(output),
         }
         if is_whole:
@@ -228,10 +221,6 @@ class ResponseAnswer(Answer[ResponsesRequest]):
             "usage": None,
             "metadata": {},
         }
-
-
-def _text_part(text: str, rows: list[Json]) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": rows}
 
 
 def _usage(output: RequestOutput) -> Json:

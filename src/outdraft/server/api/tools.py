@@ -1,42 +1,17 @@
 """Tools: which functions the model may call, and how it is made to."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from outdraft.core.errors import RequestError
 from outdraft.server.api.bodies import ChatRequest, NamedToolChoice, Tool
-from outdraft.server.api.calls import MARKS, CallFinder, ForcedCallParser
-from outdraft.server.api.settings import ApiSettings, ToolCallFormat
+from outdraft.server.api.calls import FORCED, MARKS, CallMarks
+from outdraft.server.api.settings import ApiSettings
 
-
-@dataclass(frozen=True, slots=True)
-class CallFormat:
-    """The calls that a model may write, or has to.
-
-    Attributes:
-        names: functions that may be called.
-        format: in which the model writes calls; None: it has to call one of the functions, and
-            writes what `call_schema` says.
-        may_be_several: it may have to write a list of calls.
-    """
-
-    names: tuple[str, ...]
-    format: ToolCallFormat | None = None
-    may_be_several: bool = False
-
-
-def tool_call_parser(calls: CallFormat) -> CallFinder | ForcedCallParser:
-    """For one answer. `push` gives what is certain now that the answer goes on with a text,
-    `finish` what remains when it has ended."""
-    if calls.format is None:
-        return ForcedCallParser(calls.names)
-    # Without marks of its own a call is known by the name of a function.
-    names = calls.names if calls.format == "qwen2_5_coder" else None
-    return CallFinder(MARKS[calls.format], names)
-
+# The calls that a model may write, or has to: marks, and functions that may be called.
+CallFormat = tuple[CallMarks, Sequence[str]]
 
 _DEFINITIONS = ("$defs", "definitions")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -56,22 +31,14 @@ def active_tools(body: ChatRequest) -> list[Tool] | None:
 
 
 def call_format(
-    body: ChatRequest,
-    tools: list[Tool] | None,
-    settings: ApiSettings,
-    *,
-    template_takes_several: bool = True,
+    body: ChatRequest, tools: list[Tool] | None, settings: ApiSettings
 ) -> CallFormat | None:
-    """The form in which calls will be written. Raises RequestError if none could be understood.
-
-    `template_takes_several`: the chat template can write a message with several calls.
-    """
+    """The form in which calls will be written. Raises RequestError if none could be understood."""
     if tools is None:
         return None
     names = forced_functions(body)
     if names:
-        may_be_several = body.tool_choice == "required" and body.parallel_tool_calls is not False
-        return CallFormat(tuple(names), None, may_be_several and template_takes_several)
+        return FORCED, names
     if settings.tool_call_parser is None:
         raise RequestError("tools need a server that was started with --tool-call-parser", "tools")
     if not settings.auto_tool_choice:
@@ -80,17 +47,17 @@ def call_format(
             "or ask for a call with tool_choice",
             "tools",
         )
-    return CallFormat(tuple(tool.function.name for tool in tools), settings.tool_call_parser)
+    # Without marks of its own a call is known by the name of a function.
+    is_bare = settings.tool_call_parser == "qwen2_5_coder"
+    names = [tool.function.name for tool in tools] if is_bare else []
+    return MARKS[settings.tool_call_parser], names
 
 
 def hides_calls(calls: CallFormat | None, tokenizer: Tokenizer | None) -> bool:
     """True if a text without special tokens would lack the tags around its calls."""
-    if calls is None or calls.format is None or tokenizer is None:
+    if calls is None or calls[0].may_begin_answer or tokenizer is None:
         return False
-    marks = MARKS[calls.format]
-    if marks.may_begin_answer:
-        return False
-    tags = marks.begin + marks.end
+    tags = calls[0].begin + calls[0].end
     tokens = tokenizer.get_added_tokens_decoder().values()
     return any(token.special and token.content in tags for token in tokens)
 

@@ -45,11 +45,11 @@ class EngineReplica:
         engine = EngineProcess(own, environ, plan.log_level)
         self._relay = Relay(engine, address, context.replica_tag, node, FRONT_END_LOST_AFTER_S)
         self._running = asyncio.create_task(self._run())
-        await self._relay.ready()
+        await self._relay.ready
 
     def check_health(self) -> None:
         """Serve asks; an exception has it start another replica."""
-        if self._relay.has_ended:
+        if self._relay.ended.is_set():
             raise RuntimeError("the engine has ended")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -82,20 +82,15 @@ class Deployment:
 
     def __init__(self, config: EngineConfig, plan: ReplicaPlan, address: Address) -> None:
         self._name = f"outdraft-{uuid4().hex[:8]}"
-        options: dict[str, Any] = {"num_replicas": plan.num_replicas}
-        if plan.is_autoscaled:
-            policy = AutoscalingPolicy(policy_function=scaling_policy)
-            options = {
-                "autoscaling_config": AutoscalingConfig(
-                    min_replicas=plan.min_replicas,
-                    initial_replicas=plan.num_replicas,
-                    max_replicas=plan.max_replicas,
-                    target_ongoing_requests=plan.target_requests,
-                    upscale_delay_s=plan.upscale_delay_s,
-                    downscale_delay_s=plan.downscale_delay_s,
-                    policy=policy,
-                )
-            }
+        scaling = AutoscalingConfig(
+            min_replicas=plan.min_replicas,
+            initial_replicas=plan.num_replicas,
+            max_replicas=plan.max_replicas,
+            target_ongoing_requests=plan.target_requests,
+            upscale_delay_s=plan.upscale_delay_s,
+            downscale_delay_s=plan.downscale_delay_s,
+            policy=AutoscalingPolicy(policy_function=scaling_policy),
+        )
         deployment: Any = serve.deployment(
             EngineReplica,
             name="engine",
@@ -104,7 +99,7 @@ class Deployment:
             graceful_shutdown_timeout_s=plan.drain_timeout_s,
             graceful_shutdown_wait_loop_s=LEAVES_AFTER_S,
             max_constructor_retry_count=START_ATTEMPTS,
-            **options,
+            autoscaling_config=scaling,
         )
         self._application = deployment.bind(config, plan, address)
 

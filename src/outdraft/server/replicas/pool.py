@@ -116,13 +116,15 @@ class ReplicaPool:
     async def generate(
         self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
     ) -> AsyncGenerator[Update]:
-        hashes = block_names(prompt, self._block_size)
+        hashes: list[bytes] = []  # names of the prompt's full blocks, as of the engines' caches
+        num_prompt, salt = len(prompt.token_ids), block_salt(prompt.cache_salt)
+        extend_hashes(hashes, prompt.token_ids, self._block_size, num_prompt, salt)
         num_output = params.n * min(params.max_tokens or EXPECTED_TOKENS, EXPECTED_TOKENS)
         avoided: set[str] = set()
         self.num_unfinished += 1
         try:
             while True:
-                route = self._router.route(hashes, len(prompt.token_ids) + num_output, avoided)
+                route = self._router.route(hashes, num_prompt + num_output, avoided)
                 if route is None:
                     raise EngineDeadError("there is no replica", self.ended_by)
                 self._metrics.routed(self._places[route.replica], route.num_matched)
@@ -220,11 +222,3 @@ class ReplicaPool:
         if is_first:  # the prompt is computed
             num_done += max(0, route.left_tokens - num_output)
         self._router.settle(route, num_done)
-
-
-def block_names(prompt: EncodedPrompt, block_size: int) -> list[bytes]:
-    """Names of the prompt's full blocks, as different as those of the engines' caches."""
-    hashes: list[bytes] = []
-    salt = block_salt(prompt.cache_salt)
-    extend_hashes(hashes, prompt.token_ids, block_size, len(prompt.token_ids), salt)
-    return hashes

@@ -109,7 +109,13 @@ class PrefixRouter:
         most_tokens = 2 * self.load_tokens(chosen) + self._slack_tokens
         if known[preferred] and self.load_tokens(preferred) <= most_tokens:
             chosen = preferred
-        return self._send(chosen, hashes, num_tokens, known[chosen])
+        replica = self._replicas[chosen]
+        self._turn += 1
+        replica.turn = self._turn
+        left_tokens = max(0, num_tokens - known[chosen] * self._block_size)
+        replica.load_tokens += left_tokens
+        replica.remember(hashes, self._max_blocks)
+        return Route(chosen, known[chosen], left_tokens)
 
     def settle(self, route: Route, num_tokens: int) -> None:
         """`num_tokens` of a request were computed."""
@@ -121,15 +127,6 @@ class PrefixRouter:
     def end(self, route: Route) -> None:
         """A request has ended, however it did."""
         self.settle(route, route.left_tokens)
-
-    def _send(self, name: str, hashes: Sequence[bytes], num_tokens: int, num_known: int) -> Route:
-        replica = self._replicas[name]
-        self._turn += 1
-        replica.turn = self._turn
-        left_tokens = max(0, num_tokens - num_known * self._block_size)
-        replica.load_tokens += left_tokens
-        replica.remember(hashes, self._max_blocks)
-        return Route(name, num_known, left_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,10 +155,6 @@ class ReplicaPlan:
     environ: Mapping[str, str] = field(default_factory=dict[str, str])
     log_level: str = "INFO"
     drain_timeout_s: float = 30.0
-
-    @property
-    def is_autoscaled(self) -> bool:
-        return self.min_replicas < self.max_replicas
 
 
 def config_of_replica(config: EngineConfig, name: str) -> EngineConfig:

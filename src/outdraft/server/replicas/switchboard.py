@@ -8,7 +8,6 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -18,92 +17,76 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from outdraft.core.errors import EngineDeadError
+from outdraft.core.process import Silence
 from outdraft.server.client import EngineLink, EngineProcess, first_ended
 from outdraft.server.messages import EngineInfo, Progress, Report
 
-# Relay to front end.
-HELLO, REPORTS, GONE, LEAVING = b"hello", b"reports", b"gone", b"leaving"
-# Front end to relay.
-COMMAND, END = b"command", b"end"
-# Both ways.
-BEAT = b"beat"
+HELLO, LEAVING = b"hello", b"leaving"  # relay to front end
+FRAME, BEAT, END = b"frame", b"beat", b"end"  # both ways: reports or commands; signs of life
 
 BEAT_S = 0.5
 FAREWELL_S = 1.0  # for a relay's last message to be sent
 
-
-class Hello(Struct, frozen=True):
-    """The first message of a relay."""
-
-    node: str  # the machine's address
-    clock_s: float  # monotonic clock of the relay's machine
+Address = tuple[str, bytes]  # of the front end for relays: the URL, and its public key
+Send = Callable[[bytes, bytes], object]  # a kind and a body, to the other end; never waits
 
 
 class Beat(Struct, frozen=True):
     """A sign of life, every BEAT_S seconds."""
 
-    clock_s: float  # as in Hello
-    num_sent: int  # reports or commands so far; a receiver that has fewer has lost some
-    num_requests: int = 0  # that the front end has open at the replica
+    clock_s: float  # monotonic clock of the sender's machine
+    num_sent: int  # frames so far; a receiver that has fewer has lost some
+    num_requests: int  # that the front end has open at the replica
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """The address of the front end for relays.
+class Line:
+    """One end of the way between a front end and a relay. It counts what passes."""
 
-    Attributes:
-        url: as ZeroMQ writes it, tcp://10.0.0.1:5555.
-        public_key: of the front end; 40 characters.
-    """
+    def __init__(self, send: Send) -> None:
+        self.send = send
+        self._num_sent = self._num_received = 0
+        self._has_heard = False  # since the last beat
+        self._silence = Silence(BEAT_S)
 
-    url: str
-    public_key: bytes
+    def pass_on(self, frame: bytes) -> None:
+        self._num_sent += 1
+        self.send(FRAME, frame)
 
+    def beat(self, num_requests: int = 0) -> float:
+        """Send a sign of life, every BEAT_S seconds; return seconds of silence."""
+        beat = Beat(time.monotonic(), self._num_sent, num_requests)
+        self.send(BEAT, msgspec.msgpack.encode(beat))
+        has_heard, self._has_heard = self._has_heard, False
+        return self._silence.look(is_broken=has_heard)
 
-class Silence:
-    """Measures for how long nothing was heard. Time in which the process stood hardly counts.
-
-    A process that was stopped for a while finds its peers' messages when it goes on: it must not
-    think before it has read them that they were silent.
-    """
-
-    def __init__(self) -> None:
-        self._silent_s = 0.0
-        self._last_s: float | None = None
-
-    def heard(self) -> None:
-        self._silent_s = 0.0
-
-    def passed(self, now_s: float) -> float:
-        """Called every BEAT_S seconds. Seconds of silence; `now_s`: of the monotonic clock."""
-        if self._last_s is not None:
-            self._silent_s += min(now_s - self._last_s, 2 * BEAT_S)
-        self._last_s = now_s
-        return self._silent_s
-
-
-Send = Callable[[bytes, bytes], None]  # a kind and a body, to one relay
+    def hear(self, kind: bytes, body: bytes) -> tuple[Beat, int] | None:
+        """Count a message; of a sign of life return what it says, and how many frames were lost."""
+        self._has_heard = True
+        self._num_received += kind == FRAME
+        if kind != BEAT:
+            return None
+        beat = msgspec.msgpack.decode(body, type=Beat)
+        return beat, beat.num_sent - self._num_received
 
 
 class RemoteEngine(EngineLink):
-    """The way to the engine of a replica."""
+    """The way to the engine of a replica.
 
-    def __init__(self, name: str, hello: Hello, send: Send, on_end: Callable[[], object]) -> None:
+    `node`: address of its machine.
+    """
+
+    def __init__(self, name: str, node: str, send: Send, on_end: Callable[[], object]) -> None:
         self.name = name
-        self.node = hello.node
-        self.place = f" on {hello.node}"
+        self.node = node
+        self.place = f" on {node}"
         self.is_leaving = asyncio.Event()
         self.num_requests: Callable[[], int] = lambda: 0  # that are open at the replica
-        self._send = send
+        self._line = Line(send)
         self._on_end = on_end
         self._is_ended = False
         self._reports: asyncio.Queue[bytes] = asyncio.Queue()
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._num_received = 0
-        self._num_sent = 0
         self._ahead_s = math.inf  # by how much this machine's clock is ahead, and the way's time
-        self._silence = Silence()
-        self._set_clock(hello.clock_s)
 
     async def receive(self) -> list[Report]:
         """Wait for the engine's next reports; their times are of this machine's clock."""
@@ -113,8 +96,7 @@ class RemoteEngine(EngineLink):
         return await self._reports.get()
 
     def send_frame(self, command: bytes) -> None:
-        self._num_sent += 1
-        self._send(COMMAND, command)
+        self._line.pass_on(command)
 
     async def death(self) -> str:
         return await asyncio.shield(self._lost)
@@ -122,41 +104,34 @@ class RemoteEngine(EngineLink):
     def end(self) -> None:
         if not self._is_ended:
             self._is_ended = True
-            self._send(END, b"")
+            self._line.send(END, b"")
             self._on_end()
-            self.lose("its front end has ended it")
+            self._lose("its front end has ended it")
 
     def hear(self, kind: bytes, body: bytes) -> None:
         """A message of the relay."""
-        self._silence.heard()
-        if kind == REPORTS:
-            self._num_received += 1
+        if (heard := self._line.hear(kind, body)) is not None:
+            beat, num_lost = heard
+            # The way takes time, once more and once less: the fastest message is the most exact.
+            self._ahead_s = min(self._ahead_s, time.monotonic() - beat.clock_s)
+            if num_lost:
+                self._lose(f"{num_lost} of its reports were lost")
+        elif kind == FRAME:
             self._reports.put_nowait(body)
-        elif kind == BEAT:
-            beat = msgspec.msgpack.decode(body, type=Beat)
-            self._set_clock(beat.clock_s)
-            if beat.num_sent != self._num_received:
-                self.lose(f"{beat.num_sent - self._num_received} of its reports were lost")
-        elif kind == GONE:
-            self.lose(body.decode())
+        elif kind == END:
+            self._lose(body.decode())
         elif kind == LEAVING:
             self.is_leaving.set()
 
-    def beat(self, now_s: float, lost_after_s: float) -> None:
+    def beat(self, lost_after_s: float) -> None:
         """A sign of life to the relay; lose it if there was none from it for too long."""
-        beat = Beat(now_s, self._num_sent, self.num_requests())
-        self._send(BEAT, msgspec.msgpack.encode(beat))
-        if self._silence.passed(now_s) > lost_after_s:
-            self.lose(f"nothing was heard of {self.node} for {lost_after_s:g} s")
+        if self._line.beat(self.num_requests()) > lost_after_s:
+            self._lose(f"nothing was heard of {self.node} for {lost_after_s:g} s")
 
-    def lose(self, cause: str) -> None:
+    def _lose(self, cause: str) -> None:
         """The replica is gone; `cause`: in words."""
         if not self._lost.done():
             self._lost.set_result(cause)
-
-    def _set_clock(self, clock_s: float) -> None:
-        # The way takes time, once more and once less: the fastest message is the most exact.
-        self._ahead_s = min(self._ahead_s, time.monotonic() - clock_s)
 
     def _in_own_time(self, report: Report) -> Report:
         if not isinstance(report, Progress):
@@ -193,7 +168,7 @@ class Switchboard:
         self._socket.curve_server = True
         shown = f"[{host}]" if ":" in host else host
         bound = self._socket.bind(f"tcp://{shown}:{port or '*'}")
-        self.address = Address(bound.addr, public_key)
+        self.address: Address = bound.addr, public_key
 
     async def run(self, on_arrival: Callable[[RemoteEngine], None]) -> None:
         """Until it is cancelled.
@@ -215,13 +190,13 @@ class Switchboard:
         while True:
             name, kind, body = await self._socket.recv_multipart()
             if kind == HELLO and name not in self._engines:
-                hello = msgspec.msgpack.decode(body, type=Hello)
                 send, forget = partial(self._send, name), partial(self._engines.pop, name)
-                engine = self._engines[name] = RemoteEngine(name.decode(), hello, send, forget)
+                engine = RemoteEngine(name.decode(), body.decode(), send, forget)
+                self._engines[name] = engine
                 on_arrival(engine)
             elif (engine := self._engines.get(name)) is not None:
                 engine.hear(kind, body)
-            elif kind != GONE:
+            elif kind != END:
                 self._send(name, END, b"")  # it counts as lost: a new one has to come
 
     def _send(self, name: bytes, kind: bytes, body: bytes) -> None:
@@ -232,7 +207,7 @@ class Switchboard:
         while True:
             await asyncio.sleep(BEAT_S)
             for engine in list(self._engines.values()):
-                engine.beat(time.monotonic(), self._lost_after_s)
+                engine.beat(self._lost_after_s)
 
 
 class FrontEndLostError(Exception):
@@ -246,6 +221,11 @@ class Relay:
         name: of the replica; no other one has it, at no time.
         node: address of this machine, for people.
         lost_after_s: how long the front end may be silent.
+
+    Attributes:
+        num_requests: that the front end has open here, as it said last.
+        ready: done when the engine is ready; an EngineDeadError: `run` has ended instead.
+        ended: set when `run` has ended.
     """
 
     def __init__(
@@ -259,25 +239,14 @@ class Relay:
         self._socket.setsockopt(zmq.ROUTING_ID, name.encode())
         self._socket.set_hwm(0)
         self._socket.linger = int(FAREWELL_S * 1000)
-        own_public, own_secret = zmq.curve_keypair()
-        self._socket.curve_publickey, self._socket.curve_secretkey = own_public, own_secret
-        self._socket.curve_serverkey = address.public_key
-        self._socket.connect(address.url)
-        self._num_reports = 0
-        self._num_commands = 0
-        self.num_requests = 0  # that the front end has open here, as it said last
-        self._silence = Silence()
+        self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
+        url, self._socket.curve_serverkey = address
+        self._socket.connect(url)
+        self._line = Line(self._send)
+        self.num_requests = 0
         self._reports = msgspec.msgpack.Decoder(list[Report])
-        self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
-        self._ended = asyncio.Event()
-
-    async def ready(self) -> EngineInfo:
-        """Wait until the engine is. Raises EngineDeadError: `run` has ended instead."""
-        return await self._ready
-
-    @property
-    def has_ended(self) -> bool:
-        return self._ended.is_set()
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ended = asyncio.Event()
 
     async def run(self) -> None:
         """Until the front end says so, or the engine dies.
@@ -287,7 +256,7 @@ class Relay:
         """
         cause = "its relay failed"
         try:
-            await self._send(HELLO, Hello(self._node, time.monotonic()))
+            self._send(HELLO, self._node.encode())
             await self._engine.while_alive(self._relay(), "the engine process has died")
             cause = "it was told to end"
         except EngineDeadError as error:
@@ -296,60 +265,53 @@ class Relay:
             cause = str(error)
             raise
         finally:
-            if not self._ready.done():
-                self._ready.set_exception(EngineDeadError(f"the engine did not start: {cause}"))
-            self._ended.set()
+            if not self.ready.done():
+                self.ready.set_exception(EngineDeadError(f"the engine did not start: {cause}"))
+            self.ended.set()
             self._engine.end()
-            # Without a limit to what is queued, it is done at once.
-            self._socket.send_multipart([GONE, cause.encode()], zmq.NOBLOCK)
+            self._send(END, cause.encode())
             self._socket.close()
             self._context.term()
 
     async def leave(self) -> None:
         """Ask for no more requests, and wait until those that run have ended."""
-        if not self.has_ended:
-            await self._send(LEAVING, None)
-            await self._ended.wait()
+        if not self.ended.is_set():
+            self._send(LEAVING, b"")
+            await self.ended.wait()
 
     async def _relay(self) -> None:
         """Everything at once, until the first part of it ends."""
-        parts = (self._pass_reports(), self._pass_commands(), self._beat())
+        parts = (self._beat(), self._pass_reports(), self._pass_commands())
         done = await first_ended(*map(asyncio.create_task, parts))
         done.pop().result()
 
     async def _pass_reports(self) -> None:
         while True:
             frame = await self._engine.receive_frame()
-            self._num_reports += 1
-            await self._socket.send_multipart([REPORTS, frame])
-            if not self._ready.done():
+            self._line.pass_on(frame)
+            if not self.ready.done():
                 for report in self._reports.decode(frame):
                     if isinstance(report, EngineInfo):
-                        self._ready.set_result(report)
+                        self.ready.set_result(None)
 
     async def _pass_commands(self) -> None:
         while True:
             kind, body = await self._socket.recv_multipart()
-            self._silence.heard()
-            if kind == COMMAND:
-                self._num_commands += 1
-                self._engine.send_frame(body)
-            elif kind == BEAT:
-                beat = msgspec.msgpack.decode(body, type=Beat)
+            if (heard := self._line.hear(kind, body)) is not None:
+                beat, num_lost = heard
                 self.num_requests = beat.num_requests
-                if beat.num_sent != self._num_commands:
-                    missing = beat.num_sent - self._num_commands
-                    raise FrontEndLostError(f"{missing} commands of the front end were lost")
+                if num_lost:
+                    raise FrontEndLostError(f"{num_lost} commands of the front end were lost")
+            elif kind == FRAME:
+                self._engine.send_frame(body)
             elif kind == END:
                 return
 
     async def _beat(self) -> None:
-        while True:
-            await self._send(BEAT, Beat(time.monotonic(), self._num_reports))
+        while (silent_s := self._line.beat()) <= self._lost_after_s:
             await asyncio.sleep(BEAT_S)
-            silent_s = self._silence.passed(time.monotonic())
-            if silent_s > self._lost_after_s:
-                raise FrontEndLostError(f"the front end was silent for {silent_s:.0f} s")
+        raise FrontEndLostError(f"the front end was silent for {silent_s:.0f} s")
 
-    async def _send(self, kind: bytes, message: msgspec.Struct | None) -> None:
-        await self._socket.send_multipart([kind, msgspec.msgpack.encode(message)])
+    def _send(self, kind: bytes, body: bytes) -> None:
+        # Without a limit to what is queued, it is done at once.
+        self._socket.send_multipart([kind, body], zmq.NOBLOCK)
