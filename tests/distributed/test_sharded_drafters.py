@@ -301,7 +301,7 @@ def test_an_embedding_that_differs_on_one_rank_only_is_kept_on_all(
         networks = on_ranks(
             size, draft_size, lambda ranks: spread_eagle(tmp_path, eagle_target, ranks)
         )
-        assert [one.tables.embed_tokens is not None for one in networks] == [differs] * size
+        assert [one.embed_tokens is not None for one in networks] == [differs] * size
 
 
 def spread_blocks(

@@ -34,7 +34,7 @@ from outdraft.runner.model_runner import ModelRunner
 from outdraft.runner.sharded_runner import ShardedRunner
 from outdraft.runner.state import DeviceState
 from outdraft.text.tokenizer import load_tokenizer
-from outdraft.verification.verifier import TypicalAcceptance, Verifier
+from outdraft.verification.verifier import Verifier
 
 if TYPE_CHECKING:
     from outdraft.ranks.processes import RankProcesses
@@ -265,8 +265,8 @@ def build_runner(models: LoadedModels, num_blocks: int) -> ModelRunner:
     if models.drafter is not None:
         proposer = device_proposer(config, models.drafter, target, cache)
     asked = config.speculation
-    bounds = TypicalAcceptance(asked.posterior_threshold, asked.posterior_alpha)
-    verifier = Verifier(kernels, asked.rejection_sample_method, bounds)
+    bounds = asked.posterior_threshold, asked.posterior_alpha
+    verifier = Verifier(kernels, asked.rejection_sample_method, *bounds)
     parts = target, cache, state, verifier, proposer
     if models.ranks.target.size > 1:
         return ShardedRunner(*parts, ranks=models.ranks)

@@ -19,8 +19,9 @@ from outdraft.models.checkpoints.gguf_file import GgufFile, open_gguf
 
 EMBEDDING, HEAD, FREQUENCIES = "token_embd.weight", "output.weight", "rope_freqs.weight"
 ARCHITECTURE = "general.architecture"
-# What llama.cpp calls the families that have a network here; it has Mistral under llama.
-_ARCHITECTURES = {
+# Architectures by the names of llama.cpp and config.json's model_type, of families that have a
+# network here; llama.cpp has Mistral under llama.
+NETWORKS = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -177,7 +178,7 @@ def named_token(values: Mapping[str, Any], role: str) -> int | None:
 
 def has_own_network(path: Path) -> bool:
     """Is true if the architecture of a GGUF file has a network here; raises as open_gguf."""
-    return open_gguf(path).values.get(ARCHITECTURE) in _ARCHITECTURES
+    return open_gguf(path).values.get(ARCHITECTURE) in NETWORKS
 
 
 def config_of_gguf(path: Path) -> dict[str, Any]:
@@ -193,7 +194,7 @@ def config_of_gguf(path: Path) -> dict[str, Any]:
     if rotary_size not in (None, of_model.get("attention.key_length", rotary_size)):
         raise ConfigError(f"GGUF: rope.dimension_count {rotary_size} of a part of each head")
     config: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[name]],
+        "architectures": [NETWORKS[name]],
         "model_type": name,
         **({} if rotary_size is None else {"head_dim": rotary_size}),
         **{ours: of_model[theirs] for ours, theirs in _SIZES.items() if theirs in of_model},

@@ -6,7 +6,7 @@ together.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -71,17 +71,11 @@ def rows_of(shard: VocabularyShard, weight: Tensor | None) -> Slot:
     return Slot(weight.data, 0, shard.first, shard.num_tokens)
 
 
-Slots = Iterator[tuple[str, Slot | None]]
-
-
-def slot_of(tensor: Tensor | None) -> Slot | None:
-    """The place of a tensor that every rank has whole; None: there is no such tensor."""
-    return None if tensor is None else Slot(tensor.data)
-
-
-def own_slots(module: nn.Module) -> dict[str, Slot]:
-    """The places of all weights of a module, by their names there; every rank has them whole."""
-    return {name: Slot(weight.data) for name, weight in module.named_parameters()}
+def own_slots(module: nn.Module | None, prefix: str = "") -> dict[str, Slot]:
+    """The places of all weights of a module, which every rank has whole, by a prefix and their
+    names there; none without a module."""
+    weights = () if module is None else module.named_parameters()
+    return {prefix + name: Slot(weight.data) for name, weight in weights}
 
 
 def fill_slots(slots: Mapping[str, Slot], places: Mapping[str, Place]) -> None:

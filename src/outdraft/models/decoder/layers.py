@@ -28,7 +28,7 @@ from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec, LayerSpec, St
 from outdraft.kernels.ops import Kernels, Product
 from outdraft.kernels.products import EmbeddingTable, RowParallel, ShardWrap
 from outdraft.kernels.torch.pointwise import rotate
-from outdraft.models.checkpoints.slots import Slot, Slots, slot_of
+from outdraft.models.checkpoints.slots import Slot, own_slots
 from outdraft.models.decoder.config import ModelConfig, RopeConfig, RopeKind
 from outdraft.models.modules import Linear, RMSNorm, norm_weight
 
@@ -102,18 +102,20 @@ class DecoderLayer(nn.Module):
             is_causal=is_causal,
         )
 
-    def slots(self) -> Slots:
+    def slots(self) -> dict[str, Slot]:
         """The places of the layer's tensors, by their names without the prefix of the layer."""
-        yield "input_layernorm.weight", slot_of(norm_weight(self.input_norm))
-        yield "post_attention_layernorm.weight", slot_of(self.post_norm.weight)
-        parts = {"q_proj": self._q, "k_proj": self._kv, "v_proj": self._kv}
-        yield from _fused("self_attn", self.qkv_proj, parts)
-        yield from _summed("self_attn.o_proj", self.o_proj, self._q)
-        yield "self_attn.q_norm.weight", slot_of(norm_weight(self.q_norm))
-        yield "self_attn.k_norm.weight", slot_of(norm_weight(self.k_norm))
-        parts = {"gate_proj": self._intermediate, "up_proj": self._intermediate}
-        yield from _fused("mlp", self.gate_up_proj, parts)
-        yield from _summed("mlp.down_proj", self.down_proj, self._intermediate)
+        heads = {"q_proj": self._q, "k_proj": self._kv, "v_proj": self._kv}
+        width = {"gate_proj": self._intermediate, "up_proj": self._intermediate}
+        return {
+            **own_slots(self.input_norm, "input_layernorm."),
+            **own_slots(self.post_norm, "post_attention_layernorm."),
+            **_fused("self_attn", self.qkv_proj, heads),
+            **_summed("self_attn.o_proj.", self.o_proj, self._q),
+            **own_slots(self.q_norm, "self_attn.q_norm."),
+            **own_slots(self.k_norm, "self_attn.k_norm."),
+            **_fused("mlp", self.gate_up_proj, width),
+            **_summed("mlp.down_proj.", self.down_proj, self._intermediate),
+        }
 
     def arrange(self, order_C: Tensor) -> None:
         """Permute queries and keys into the order of `Rotary`, once the weights are there."""
@@ -208,7 +210,7 @@ class Decoder(nn.Module):
         """Each layer with its part of CausalLM.checkpoint_slots."""
         for index, layer in enumerate(self.decoder_layers):
             start = f"{prefix}layers.{index}."
-            yield layer, {start + name: slot for name, slot in layer.slots() if slot is not None}
+            yield layer, {start + name: slot for name, slot in layer.slots().items()}
 
     def queries(self, index: int, residual_RD: Tensor, positions_R: Tensor) -> Tensor:
         """[R, H, C] of the stream's dtype: the queries of rows in a layer, as they meet the keys.
@@ -267,21 +269,21 @@ def _parts(config: ModelConfig, group: RankGroup) -> tuple[_Part, _Part, _Part]:
     )
 
 
-def _fused(prefix: str, linear: Linear, parts: dict[str, _Part]) -> Slots:
+def _fused(prefix: str, linear: Linear, parts: dict[str, _Part]) -> dict[str, Slot]:
     """Rows of one fused weight and bias, by the names of the parts."""
-    assert linear.weight is not None, "the weights are packed"
     sizes = [part.size for part in parts.values()]
-    for kind, fused in (("weight", linear.weight), ("bias", linear.bias)):
-        if fused is not None:
-            for (name, part), rows in zip(parts.items(), fused.data.split(sizes), strict=True):
-                yield f"{prefix}.{name}.{kind}", Slot(rows, 0, part.start, part.whole)
+    return {
+        f"{prefix}.{name}.{kind}": Slot(rows, 0, part.start, part.whole)
+        for kind, fused in own_slots(linear).items()
+        for (name, part), rows in zip(parts.items(), fused.to.split(sizes), strict=True)
+    }
 
 
-def _summed(name: str, linear: Linear, part: _Part) -> Slots:
+def _summed(prefix: str, linear: Linear, part: _Part) -> dict[str, Slot]:
     """Columns of a weight; the bias is whole on every rank."""
-    assert linear.weight is not None, "the weights are packed"
-    yield f"{name}.weight", Slot(linear.weight.data, 1, part.start, part.whole)
-    yield f"{name}.bias", slot_of(linear.bias)
+    slots = own_slots(linear, prefix)
+    slots[f"{prefix}weight"] = Slot(slots[f"{prefix}weight"].to, 1, part.start, part.whole)
+    return slots
 
 
 class Rotary(nn.Module):

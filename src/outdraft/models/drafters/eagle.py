@@ -24,7 +24,6 @@ vocabulary, V vocabulary.
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -37,25 +36,21 @@ from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALL_HERE, RequestShares
-from outdraft.kernels.decoder_ops import DecoderPass, FusedPasses, StateEntry
-from outdraft.models.base import LanguageModel, StateNetwork
+from outdraft.kernels.decoder_ops import FusedPasses, StateEntry
+from outdraft.models.base import StateNetwork
 from outdraft.models.checkpoints.config_json import read_config, read_json
 from outdraft.models.checkpoints.files import Place, read_tensor, tensor_places, weight_files
-from outdraft.models.checkpoints.slots import Slot, Slots, fill_slots, own_slots, slot_of
+from outdraft.models.checkpoints.slots import Slot, fill_slots, own_slots
 from outdraft.models.decoder.causal_lm import CausalLM
 from outdraft.models.decoder.config import ModelConfig
 from outdraft.models.decoder.layers import Decoder, Kind, product_of
 from outdraft.models.drafters.config import EagleConfig
 from outdraft.models.drafters.tables import (
     OF_TRAINING,
-    DrafterTables,
+    LayeredDrafter,
     TargetTables,
-    check_fit,
-    drop_the_targets_embedding,
-    take_draft_ids,
 )
-from outdraft.models.modules import Linear, RMSNorm, memory_bytes, norm_weight, pack_linears
-from outdraft.models.shape import DRAFT_RANKS
+from outdraft.models.modules import Linear, RMSNorm, norm_weight
 
 # Beginnings of names, and what they are in EAGLE's repository.
 _OTHER_NAMES = {
@@ -131,50 +126,27 @@ class Entry(nn.Module):
             leaves_out_first=self._leaves_out_first,
         )
 
-    def slots(self) -> Slots:
+    def slots(self) -> dict[str, Slot]:
         """The places of its tensors, by their names in EAGLE's repository."""
-        if self.fc is not None:
-            yield "fc.weight", slot_of(self.fc.weight)
-            yield "fc.bias", slot_of(self.fc.bias)
-            yield "embedding_layernorm.weight", slot_of(norm_weight(self.token_norm))
-        else:
-            yield "layers.0.input_layernorm.weight", slot_of(norm_weight(self.token_norm))
-        yield "layers.0.hidden_norm.weight", slot_of(norm_weight(self.state_norm))
+        token_norm = "layers.0.input_layernorm." if self.fc is None else "embedding_layernorm."
+        return {
+            **own_slots(self.fc, "fc."),
+            **own_slots(self.token_norm, token_norm),
+            **own_slots(self.state_norm, "layers.0.hidden_norm."),
+        }
 
 
-class EagleNetwork(nn.Module):
-    """An EAGLE drafter over a paged cache of its own. Weights are not initialised.
+class EagleNetwork(LayeredDrafter):
+    """An EAGLE drafter. Weights are not initialised.
 
     Its row for position i of a text reads the token at i + 1 and the features of position i; its
     keys are at cache index i.
-
-    Attributes:
-        taps: after how many of the target's layers `features` wants the residual streams.
-        feature_size: F.
-        shard: its layers as this rank has them, which is the shape of its cache.
     """
 
-    def __init__(
-        self, config: EagleConfig, tables: TargetTables, draft_ids_N: Tensor | None
-    ) -> None:
-        """Build it in the target's dtype, with its kernels, spread over the ranks of the tables.
-
-        Args:
-            draft_ids_N: int64, the target's id of each draft token; None: it has the same ids.
-
-        Raises:
-            ConfigError: the target does not have the layers that the config taps, or the drafter
-                cannot be divided over its ranks.
-        """
-        super().__init__()
-        layer, target, group = config.layer, tables.target, tables.group
-        self.shard = layer.shard(group.size, DRAFT_RANKS)
-        kind = Kind(dtype=target.dtype, device=target.device)
-        self.config, self.kernels = config, target.kernels
-        self.dtype, self.device = target.dtype, target.device
-        self.taps = config.taps_of(target.config.num_layers)
-        self.feature_size = layer.hidden_size
-        self.tables = DrafterTables(config, tables, draft_ids_N)
+    def __init__(self, config: EagleConfig, tables: TargetTables, found: dict[str, Place]) -> None:
+        is_first = config.version is DraftSource.EAGLE
+        super().__init__(config, tables, found, reads_own_size=is_first)
+        layer, kind, self.config = config.layer, self.kind, config
         self.fusion: TapFusion | None = None
         if config.version is DraftSource.EAGLE3:
             self.fusion = TapFusion(config, len(self.taps), kind)
@@ -186,15 +158,21 @@ class EagleNetwork(nn.Module):
             kind,
             self.entry.num_outputs,
             has_first_norm=has_first_norm,
-            group=group,
+            group=tables.group,
         )
         # EAGLE has a final norm only by exception.
         has_norm = config.version is DraftSource.EAGLE3 or config.layernorms
         self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps, **kind) if has_norm else None
         self.mask_hidden: nn.Parameter | None = None
-        if config.mask_shape is not None:
-            mask = torch.empty(config.mask_shape, **kind)
-            self.mask_hidden = nn.Parameter(mask, requires_grad=False)
+        if "mask_hidden" in found:
+            shape = read_tensor(found["mask_hidden"]).shape
+            widths = [len(self.taps) * config.target_hidden_size, layer.hidden_size]
+            if shape.numel() not in widths:
+                raise ConfigError(
+                    f"tensor 'mask_hidden' has shape {list(shape)}, but config.json asks for "
+                    f"{widths[0] or widths[1]} numbers"
+                )
+            self.mask_hidden = nn.Parameter(torch.empty(shape, **kind), requires_grad=False)
 
     def features(self, hidden_TD: Tensor, tapped_TKS: Tensor) -> Tensor:
         """[T, F]: what a row reads of the target's pass over its position.
@@ -218,16 +196,9 @@ class EagleNetwork(nn.Module):
         """Is true if it was trained to draft several tokens in one pass (P-EAGLE, 2602.01469)."""
         return self.mask_hidden is not None
 
-    @cached_property
-    def passes(self) -> DecoderPass:
-        """The network's computation, once its weights and the target's are packed."""
-        is_fed_back = self.config.norm_output
-        return self.tables.compile_passes(
-            self.decoder,
-            final_norm=self.norm if is_fed_back else None,
-            head_norm=None if is_fed_back else self.norm,
-            entry=self.entry.spec(),
-        )
+    def pass_options(self) -> dict[str, Any]:
+        norm = "final_norm" if self.config.norm_output else "head_norm"  # the first is fed back
+        return {norm: self.norm, "entry": self.entry.spec()}
 
     def forward(
         self,
@@ -249,53 +220,32 @@ class EagleNetwork(nn.Module):
     def logits(self, states_RD: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
         """[Q, V] over the target's vocabulary, of the rows that are this rank's; -inf where the
         drafter has no such token."""
-        logits_QN = shares.turn(self.passes.logits(states_RD), self.tables.num_drafted)
-        return self.tables.over_vocabulary(logits_QN)
+        return self.over_vocabulary(self.known_logits(states_RD, shares))
 
     @property
     def fused(self) -> FusedPasses | None:
         return self.passes.fused
 
     @property
-    def memory_bytes(self) -> int:
-        """Bytes of its own weights, packed ones included, and of copies of the target's."""
-        return memory_bytes(self) + self.tables.copied_bytes
-
-    @property
     def weight_bytes(self) -> int:
-        """Weights that one step of a draft reads as they lie in memory, the target's head included.
-
-        A step reads a few rows of the embedding table only; taps are fused once a draft.
-        """
-        unread = [self.tables.embed_tokens, self.fusion]
-        bytes_read = memory_bytes(self) - sum(
-            memory_bytes(part) for part in unread if part is not None
-        )
-        if self.mask_hidden is not None:
-            bytes_read -= self.mask_hidden.nbytes
-        return bytes_read + self.tables.borrowed_bytes
+        """Weights that one step of a draft reads as they lie in memory, the target's head included:
+        taps are fused once a draft."""
+        of_mask = 0 if self.mask_hidden is None else self.mask_hidden.nbytes
+        return self.bytes_read(self.fusion) - of_mask
 
     def checkpoint_slots(self) -> dict[str, Slot]:
-        """The place of each tensor of a checkpoint: views into this network; before packing.
+        """The names are those of EAGLE's repository, with layers.0 for its midlayer."""
+        norm = "pre_lm_head_layernorm." if self.fusion is None else "norm."
+        slots = self.entry.slots() | own_slots(self.fusion) | super().checkpoint_slots()
+        slots |= own_slots(self.norm, norm)
+        if self.mask_hidden is not None:
+            slots["mask_hidden"] = Slot(self.mask_hidden.data)
+        return slots
 
-        The names are those of EAGLE's repository, with layers.0 for its midlayer.
-        """
-        slots: dict[str, Slot | None] = dict(self.entry.slots())
-        if self.fusion is not None:
-            slots |= own_slots(self.fusion)  # named as in EAGLE's repository
-        for _, layer_slots in self.decoder.parts(""):
-            slots |= layer_slots
-        norm = "norm" if self.fusion is not None else "pre_lm_head_layernorm"
-        slots[f"{norm}.weight"] = slot_of(norm_weight(self.norm))
-        slots |= self.tables.slots()
-        slots["mask_hidden"] = slot_of(self.mask_hidden)
-        return {name: slot for name, slot in slots.items() if slot is not None}
-
-    def pack(self, quantization: WeightFormat | None = None) -> None:
-        """Make its own products, once and for good, when the weights are there."""
+    def pack(self, quantization: WeightFormat | None) -> None:
         for layer in self.decoder.layers:
             self.decoder.arrange(layer)
-        pack_linears(self, self.kernels, quantization)
+        super().pack(quantization)
 
 
 def load_eagle(
@@ -310,15 +260,9 @@ def load_eagle(
         ConfigError: the config is not supported, does not fit the target or cannot be divided over
             its ranks, or a tensor is missing, unknown, damaged or of another shape.
     """
-    target, found = tables.target, tensor_places(weight_files(path), _canonical_name)
-    drop_the_targets_embedding(found, target)
-    raw = read_json(path / "config.json")
-    config = _completed(EagleConfig.from_mapping(raw), found)
-    _check_fit(config, target)
-    network = EagleNetwork(config, tables, take_draft_ids(config, found))
-    fill_slots(network.checkpoint_slots(), found)
-    network.pack(quantization)
-    return network.eval()
+    found = tensor_places(weight_files(path), _canonical_name)
+    config = _completed(EagleConfig.from_mapping(read_json(path / "config.json")), found)
+    return EagleNetwork(config, tables, found).filled(found, quantization)
 
 
 def _canonical_name(name: str) -> str | None:
@@ -332,7 +276,7 @@ def _canonical_name(name: str) -> str | None:
 
 def _completed(config: EagleConfig, found: Mapping[str, Place]) -> EagleConfig:
     """The config with what the checkpoint has: config.json does not always have it."""
-    layer, mask = config.layer, found.get("mask_hidden")
+    layer = config.layer
     layer = replace(
         layer,
         qkv_bias=layer.qkv_bias or "layers.0.self_attn.q_proj.bias" in found,
@@ -344,25 +288,10 @@ def _completed(config: EagleConfig, found: Mapping[str, Place]) -> EagleConfig:
     return replace(
         config,
         layer=layer,
-        own_embedding="embed_tokens.weight" in found,
-        own_head="lm_head.weight" in found,
         fc_bias=config.fc_bias or "fc.bias" in found,
         layernorms=layernorms,
         input_norm=layernorms or "layers.0.input_layernorm.weight" in found,
-        mask_shape=None if mask is None else tuple(read_tensor(mask).shape),
     )
-
-
-def _check_fit(config: EagleConfig, target: LanguageModel) -> None:
-    """Raise ConfigError if the drafter, or the width of its mask, does not fit the target."""
-    check_fit(config, target, reads_own_size=config.version is DraftSource.EAGLE)
-    size, own_size = target.config.hidden_size, config.layer.hidden_size
-    widths = [len(config.taps_of(target.config.num_layers)) * size, own_size]
-    if config.mask_shape is not None and torch.Size(config.mask_shape).numel() not in widths:
-        raise ConfigError(
-            f"tensor 'mask_hidden' has shape {list(config.mask_shape)}, but config.json asks for "
-            f"{widths[0] or widths[1]} numbers"
-        )
 
 
 def load_mtp(
@@ -420,7 +349,7 @@ def _load_mimo(
         input_norm=True,
         norm_output=True,
     )
-    network = EagleNetwork(config, tables, None)
+    network = EagleNetwork(config, tables, found)
     fill_slots(network.checkpoint_slots(), found)
     fc = network.entry.fc
     assert fc is not None
