@@ -18,12 +18,7 @@ from outdraft.core.draft import MAX_DRAFTS, TreeShape
 from outdraft.core.errors import ConfigError
 from outdraft.drafting.request_limits import most_draft_rows
 from outdraft.kernels.choose import computed_by, has_graphs
-from outdraft.kernels.data.graph_sizes import (
-    GRAPH_BYTES,
-    GRAPHED_FUNCTIONS,
-    MOST_ROWS,
-    PASS_BYTES,
-)
+from outdraft.kernels.data.graph_sizes import GRAPH_BYTES, GRAPHED_FUNCTIONS, MOST_ROWS, PASS_BYTES
 from outdraft.kernels.data.logits import (
     SCORED_LOGITS,
     SCORED_ON_DEVICE,

@@ -334,7 +334,17 @@ def _load_self(
     """
     num_taps, model = 0, target
     if network.kv_budget is not None:
-        _check_layers(target, path)
+        name = f"{target.config.architecture} of {path}"
+        if not isinstance(target, CausalLM):
+            raise ConfigError(
+                f"kv_budget needs a model that outdraft computes itself, but the transformers "
+                f"library computes {name}: leave kv_budget out, and give a quantization"
+            )
+        if any(window is not None for window in target.config.windows):
+            raise ConfigError(
+                f"kv_budget needs layers that attend to the whole text, but {name} has some with a "
+                "window: leave kv_budget out, and give a quantization"
+            )
         num_taps = len(attention_layers(target.config.num_layers))
     if network.quantization is not None:
         model = load_language_model(
@@ -351,18 +361,3 @@ def _load_self(
     return LoadedDrafter(
         model, model.shard, num_taps=num_taps, shares_cache=True, max_context=network.kv_budget
     )
-
-
-def _check_layers(target: LanguageModel, path: Path) -> None:
-    """Raise ConfigError if a layer has a window, or the transformers library computes it."""
-    name = f"{target.config.architecture} of {path}"
-    if not isinstance(target, CausalLM):
-        raise ConfigError(
-            f"kv_budget needs a model that outdraft computes itself, but the transformers library "
-            f"computes {name}: leave kv_budget out, and give a quantization"
-        )
-    if any(window is not None for window in target.config.windows):
-        raise ConfigError(
-            f"kv_budget needs layers that attend to the whole text, but {name} has some with a "
-            "window: leave kv_budget out, and give a quantization"
-        )

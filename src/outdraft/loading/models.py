@@ -162,19 +162,13 @@ def find_files(config: EngineConfig) -> Path:
         raise ConfigError(f"load_format 'dummy' leaves {network.source} nothing to draft from")
     if network.source not in OWN_SOURCES:
         drafter_path = resolve_model_path(network.model)
-        if network.source is DraftSource.MODEL:
-            _check_is_model(drafter_path)
+        method = drafter_method(drafter_path) if network.source is DraftSource.MODEL else None
+        if method is not None:
+            raise ConfigError(
+                f"{drafter_path} holds {method}, which is no draft model: speculative_config must "
+                f'name it as the method, {{"method": "{method}", "model": ...}}'
+            )
     return path
-
-
-def _check_is_model(path: Path) -> None:
-    """Raise ConfigError if a draft model's checkpoint holds a drafter of another method."""
-    method = drafter_method(path)
-    if method is not None:
-        raise ConfigError(
-            f"{path} holds {method}, which is no draft model: speculative_config must name it as "
-            f'the method, {{"method": "{method}", "model": ...}}'
-        )
 
 
 def _check_activations(config: EngineConfig, path: Path) -> None:

@@ -61,7 +61,7 @@ def _kept(
     stored: StoredParameter, dtype: torch.dtype, has_tiles: bool, stays: bool
 ) -> tuple[str, int]:
     first = stored.rows_X[0][0]
-    if stays and stored.has_tiles:
+    if stays and stored.tile is not None:
         return f"{first.tile}, codes and scales as stored ({first.label})", stored.coded_bytes
     is_short = has_tiles and (not first.is_plain or first.label == "BF16")
     kept, size = ("bfloat16", 2) if is_short else (dtype_name(dtype), dtype.itemsize)

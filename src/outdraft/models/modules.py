@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from outdraft.core.weights import WeightFormat
-from outdraft.kernels.data.coded_weight import Codes
+from outdraft.kernels.data.block_weight import BlockWeight
+from outdraft.kernels.data.coded_weight import CodedWeight, Codes
 from outdraft.kernels.ops import Kernels, Product
 from outdraft.kernels.products import EmbeddingTable, ShardWrap
 from outdraft.kernels.torch.linear import linear
@@ -51,31 +52,23 @@ class Linear(nn.Module):
         self,
         kernels: Kernels,
         quantization: WeightFormat | None = None,
-        parts_ED: Sequence[Tensor] = (),
+        source: Codes | Sequence[Tensor] = (),
     ) -> None:
         """Make the product, once and for good; a plain weight that it does not read is freed.
 
-        `parts_ED`: the rows of the weight where they lie elsewhere, all of its dtype.
+        `source`: the codes of the weight; or its rows where they lie elsewhere, all of its dtype.
         """
         assert self.weight is not None, "packed twice"
         bias_E = None if self.bias is None else self.bias.data
-        weight_ED = parts_ED or self.weight.data
-        if self._spread is None:
-            self.product = kernels.pack_linear(weight_ED, bias_E, quantization)
+        own_bias_E, dtype = bias_E if self._spread is None else None, self.weight.dtype
+        if isinstance(source, CodedWeight | BlockWeight):
+            self.weight = None
+            product = kernels.pack_codes(source, own_bias_E, dtype)
         else:
-            self.product = self._spread(kernels.pack_linear(weight_ED, None, quantization), bias_E)
+            product = kernels.pack_linear(source or self.weight.data, own_bias_E, quantization)
+        self.product = product if self._spread is None else self._spread(product, bias_E)
         if self.product.nbytes > 0:
             self.weight = None
-
-    def pack_codes(self, kernels: Kernels, weight: Codes, dtype: torch.dtype) -> None:
-        """Make the product of a weight that comes as integers, once; `dtype`: of the rows."""
-        assert self.weight is not None, "packed twice"
-        bias_E = None if self.bias is None else self.bias.data
-        if self._spread is None:
-            self.product = kernels.pack_codes(weight, bias_E, dtype)
-        else:
-            self.product = self._spread(kernels.pack_codes(weight, None, dtype), bias_E)
-        self.weight = None
 
     def owns(self, slot: Tensor) -> bool:
         """Is true if a tensor is rows of the weight, which no other module reads."""

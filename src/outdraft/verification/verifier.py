@@ -17,11 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from outdraft.config.speculation import (
-    POSTERIOR_ALPHA,
-    POSTERIOR_THRESHOLD,
-    RejectionMethod,
-)
+from outdraft.config.speculation import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, RejectionMethod
 from outdraft.kernels.data.drafts import (
     DraftBatch,
     Rule,

@@ -21,11 +21,7 @@ EMBEDDING, HEAD, FREQUENCIES = "token_embd.weight", "output.weight", "rope_freqs
 ARCHITECTURE = "general.architecture"
 # Architectures by the names of llama.cpp and config.json's model_type, of families that have a
 # network here; llama.cpp has Mistral under llama.
-NETWORKS = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+NETWORKS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 # Numbers of the network, as config.json calls them; ModelConfig checks them.
 _SIZES = {

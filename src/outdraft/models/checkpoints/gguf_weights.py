@@ -5,10 +5,8 @@ Kinds of blocks that tiles can hold stay as they are; the gguf package gives the
 Dimension key: E outputs.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +46,10 @@ def gguf_weights(path: Path) -> dict[str, StoredWeight]:
     """
     file = open_gguf(path)
     values = file.values
-    heads = _permuted_heads(values) if values["general.architecture"] == "llama" else {}
+    heads: dict[str, int] = {}
+    if values["general.architecture"] == "llama":  # llama.cpp keeps them in another order
+        heads["attn_q"] = int(values["llama.attention.head_count"])
+        heads["attn_k"] = int(values.get("llama.attention.head_count_kv", heads["attn_q"]))
     stored: dict[str, StoredWeight] = {}
     for tensor in file.tensors.values():
         if tensor.name != FREQUENCIES:
@@ -66,13 +67,6 @@ def _slot_name(name: str) -> tuple[str, str]:
     if len(parts) != 2 or parts[0] not in _MODULES:
         raise ConfigError(f"the GGUF file has a tensor {name!r} that is not supported")
     return f"{prefix}{_MODULES[parts[0]]}.{parts[1]}", parts[0]
-
-
-def _permuted_heads(values: Mapping[str, Any]) -> dict[str, int]:
-    """The heads of queries and keys, which llama.cpp keeps in another order for this family."""
-    num_heads = int(values["llama.attention.head_count"])
-    num_kv_heads = int(values.get("llama.attention.head_count_kv", num_heads))
-    return {"attn_q": num_heads, "attn_k": num_kv_heads}
 
 
 def stored_tensor(tensor: GgufTensor, num_heads: int | None) -> StoredWeight:

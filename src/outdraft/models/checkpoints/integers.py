@@ -14,9 +14,10 @@ from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
+from outdraft.kernels.data.coded_weight import CodedWeight, decoded, regrouped
 from outdraft.models.checkpoints.files import StoredTensors
 from outdraft.models.checkpoints.quantization import Storage, WeightScheme
-from outdraft.models.checkpoints.stored import GroupedCodes, StoredWeight, tile_for
+from outdraft.models.checkpoints.stored import StoredWeight, tile_for
 
 # Where AWQ puts output j of eight: the bits from 4 * _AWQ_PLACES[j] of a word.
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -45,13 +46,17 @@ def integer_weight(tensors: StoredTensors, module: str, scheme: WeightScheme) ->
     tile = found if isinstance(found, WeightFormat) else None
     size = "all inputs" if scheme.group_inputs is None else f"{group_inputs} inputs"
 
-    def read() -> GroupedCodes | Tensor:
+    def read() -> CodedWeight | Tensor:
         fields_ED, (scales_EN, zeros_EN) = fields_of(), scales_of()
         codes_ED = (fields_ED.to(torch.int16) - middle).to(torch.int8)
         scales_EN = scales_EN.float().expand(len(codes_ED), -1)
         shifts_EN = middle - zeros_EN.float() if has_zero and zeros_EN is not None else None
+        if tile is not None:
+            sizes = group_inputs, num_inputs, tile.group_inputs or num_inputs
+            shifts_EN = None if shifts_EN is None else regrouped(shifts_EN, *sizes)
+            return CodedWeight(tile, codes_ED, regrouped(scales_EN, *sizes), shifts_EN)
         if order_D is None:
-            return GroupedCodes(group_inputs, codes_ED, scales_EN, shifts_EN)
+            return decoded(codes_ED, scales_EN, shifts_EN, group_inputs)
         shifts_ED = 0 if shifts_EN is None else shifts_EN[:, order_D]
         return (codes_ED.float() + shifts_ED) * scales_EN[:, order_D]
 

@@ -134,7 +134,7 @@ def stored_product(
         reason = "a part of the same product is not quantised"
     elif is_permuted:
         reason = "its heads turn in part, so their order changes"
-    elif (product := StoredParameter([found])).has_tiles:
+    elif (product := StoredParameter([found])).tile is not None:
         return product
     else:
         reason = "parts of the same product do not fit one tile"

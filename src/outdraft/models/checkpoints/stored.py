@@ -13,59 +13,9 @@ from torch import Tensor
 
 from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.block_weight import TILE_BYTES, TILE_OUTPUTS, BlockRows, fits_tiles
-from outdraft.kernels.data.coded_weight import CodedWeight, Codes, decoded, joined, of_inputs
+from outdraft.kernels.data.coded_weight import CodedWeight, Codes, joined
 
 CUT_GROUP = "a rank's part begins in the middle of a group"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupedCodes:
-    """Integers of a weight: w = scale * (code + shift), with one scale and shift for each group of
-    an output's inputs.
-
-    Attributes:
-        group_inputs: of one group; the last one may have fewer.
-        codes_ED: int8, from -8 to 7 or from -128 to 127.
-        scales_EN, shifts_EN: float32.
-    """
-
-    group_inputs: int
-    codes_ED: Tensor
-    scales_EN: Tensor
-    shifts_EN: Tensor | None = None
-
-    def numbers(self) -> Tensor:
-        """float32 [E, D]."""
-        return decoded(self.codes_ED, self.scales_EN, self.shifts_EN, self.group_inputs)
-
-    def part(self, rows: slice | Tensor, columns: slice) -> "GroupedCodes":
-        """Some outputs, or outputs in that order, and some inputs, which begin with a group."""
-        first, end = 0, 1
-        if self.scales_EN.shape[1] > 1:
-            assert columns.start % self.group_inputs == 0, "a group is cut"
-            first, end = columns.start // self.group_inputs, -(-columns.stop // self.group_inputs)
-        return replace(
-            self,
-            codes_ED=self.codes_ED[rows, columns],
-            scales_EN=self.scales_EN[rows, first:end],
-            shifts_EN=None if self.shifts_EN is None else self.shifts_EN[rows, first:end],
-        )
-
-    def coded(self, tile: WeightFormat) -> CodedWeight:
-        """These numbers in groups of that format, each a part of one of these groups."""
-        num_inputs = self.codes_ED.shape[1]
-        size = tile.group_inputs or num_inputs
-
-        def in_tiles(numbers_EN: Tensor) -> Tensor:
-            numbers_ED = of_inputs(numbers_EN, self.group_inputs, num_inputs)
-            return numbers_ED[:, ::size].contiguous()
-
-        scales_EN, shifts_EN = in_tiles(self.scales_EN), None
-        if self.shifts_EN is not None:
-            shifts_EN = in_tiles(self.shifts_EN)
-        elif tile.has_zero:
-            shifts_EN = torch.zeros_like(scales_EN)
-        return CodedWeight(tile, self.codes_ED, scales_EN, shifts_EN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,7 +45,7 @@ class StoredWeight:
     reason: str = ""
     scale_bytes: int = 4
     is_plain: bool = False
-    read: Callable[[], GroupedCodes | BlockRows | Tensor]
+    read: Callable[[], CodedWeight | BlockRows | Tensor]
     read_part: Callable[..., Tensor] | None = None
     whole: "StoredWeight | None" = None
 
@@ -139,7 +89,7 @@ class StoredWeight:
         if tile is not None and self.cuts_a_group(columns):
             tile, reason = None, CUT_GROUP
 
-        def read() -> GroupedCodes | BlockRows | Tensor:
+        def read() -> CodedWeight | BlockRows | Tensor:
             if self.read_part is not None:
                 return self.read_part(rows, columns)
             if tile is not None:
@@ -165,7 +115,7 @@ class StoredWeight:
             return columns.start % size > 0 or end % size > 0
         return size < self.shape[1] and columns.start % size > 0
 
-    def codes(self) -> GroupedCodes | BlockRows:
+    def codes(self) -> CodedWeight | BlockRows:
         """The codes; only of a weight with a tile."""
         read = self.read()
         assert not isinstance(read, Tensor), "a tile of numbers"
@@ -206,11 +156,6 @@ class StoredParameter:
         """The format that keeps the codes of all experts; None: there is none."""
         every = [_common_tile([(one.tile, one.shape[0]) for one in rows]) for rows in self.rows_X]
         return _common_tile([(tile, TILE_OUTPUTS) for tile in every])
-
-    @property
-    def has_tiles(self) -> bool:
-        """Is true if the codes of all experts fit one tile."""
-        return self.tile is not None
 
     @property
     def coded_bytes(self) -> int:

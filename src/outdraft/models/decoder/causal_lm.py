@@ -82,9 +82,9 @@ class CausalLM(nn.Module):
     def passes(self) -> DecoderPass:
         """The network's computation, once its weights are packed."""
         return self.decoder.compile_passes(
-            self.embed_tokens.table,
-            product_of(self.lm_head),
-            final_norm=self.norm,
+            embedding=self.embed_tokens.table,
+            head=product_of(self.lm_head),
+            final_norm_D=self.norm.weight.data,
             num_first_drafts=first_drafts(self.vocabulary) if self._drafts else 0,
             shard=None if self.group.size == 1 else self.vocabulary,
         )

@@ -229,7 +229,10 @@ class ModelConfig(ModelShape):
                 f"num_key_value_heads ({num_kv_heads})"
             )
         num_layers = read_count(raw, "num_hidden_layers")
-        head_size = _head_size(raw, family, hidden_size, num_heads)
+        head_size = family.head_size or hidden_size // num_heads
+        head_size = read_count(raw, "head_dim", default=head_size)
+        if head_size % 2:
+            raise ConfigError(f"config.json: head_dim must be even, got {head_size}")
         rope = read_rope(raw, head_size)
         attention_bias = bool(raw.get("attention_bias")) and family.reads_attention_bias
         return cls(
@@ -346,10 +349,3 @@ def _architecture(raw: Mapping[str, Any]) -> str:
     if names[0] not in _FAMILIES:
         raise ConfigError(f"architecture {names[0]!r} is not supported; supported: {supported}")
     return str(names[0])
-
-
-def _head_size(raw: Mapping[str, Any], family: _Family, hidden_size: int, num_heads: int) -> int:
-    head_size = read_count(raw, "head_dim", default=family.head_size or hidden_size // num_heads)
-    if head_size % 2:
-        raise ConfigError(f"config.json: head_dim must be even, got {head_size}")
-    return head_size

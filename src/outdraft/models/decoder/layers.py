@@ -16,7 +16,7 @@ C / 2 frequencies.
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec, LayerSpec, StateEntry
+from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec, LayerSpec
 from outdraft.kernels.ops import Kernels, Product
-from outdraft.kernels.products import EmbeddingTable, RowParallel, ShardWrap
+from outdraft.kernels.products import RowParallel, ShardWrap
 from outdraft.kernels.torch.pointwise import rotate
 from outdraft.models.checkpoints.slots import Slot, own_slots
 from outdraft.models.decoder.config import ModelConfig, RopeConfig, RopeKind
@@ -44,12 +44,7 @@ class Kind(TypedDict):
     device: torch.device
 
 
-class _Part(NamedTuple):
-    """The rows or columns of a weight that a rank has."""
-
-    size: int
-    start: int
-    whole: int
+_Part = tuple[int, int, int]  # of a rank's rows or columns: their number, the first, those of all
 
 
 class DecoderLayer(nn.Module):
@@ -74,15 +69,18 @@ class DecoderLayer(nn.Module):
         super().__init__()
         own, size, eps = config.shard(group.size), config.hidden_size, config.rms_norm_eps
         self.head_size, self.window = config.head_size, window
+        q_size, kv_size = own.num_heads * config.head_size, own.num_kv_heads * config.head_size
         self._q, self._kv, self._intermediate = _parts(config, group)
+        self._num_rotated = q_size + kv_size
         spread: ShardWrap | None = None if group.size == 1 else partial(RowParallel, group)
         intermediate, mlp_bias = own.intermediate_size, config.mlp_bias
-        qkv_size = self._q.size + 2 * self._kv.size
         self.input_norm = RMSNorm(size, eps, **kind) if has_input_norm else None
-        self.qkv_proj = Linear(input_size or size, qkv_size, bias=config.qkv_bias, **kind)
+        self.qkv_proj = Linear(
+            input_size or size, q_size + 2 * kv_size, bias=config.qkv_bias, **kind
+        )
         self.q_norm = RMSNorm(config.head_size, eps, **kind) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_size, eps, **kind) if config.qk_norm else None
-        self.o_proj = Linear(self._q.size, size, bias=config.o_bias, **kind, spread=spread)
+        self.o_proj = Linear(q_size, size, bias=config.o_bias, **kind, spread=spread)
         self.post_norm = RMSNorm(size, eps, **kind)
         self.gate_up_proj = Linear(size, 2 * intermediate, bias=mlp_bias, **kind)
         self.down_proj = Linear(intermediate, size, bias=mlp_bias, **kind, spread=spread)
@@ -121,7 +119,7 @@ class DecoderLayer(nn.Module):
         """Permute queries and keys into the order of `Rotary`, once the weights are there."""
         for weight in (self.qkv_proj.weight, self.qkv_proj.bias):
             if weight is not None:
-                rotated = weight.data[: self._q.size + self._kv.size]
+                rotated = weight.data[: self._num_rotated]
                 heads_HC = rotated.unflatten(0, (-1, self.head_size))
                 heads_HC.copy_(heads_HC[:, order_C.to(weight.device)])
         for norm in (self.q_norm, self.k_norm):
@@ -165,23 +163,13 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(self.decoder_layers)
 
     def compile_passes(
-        self,
-        embedding: EmbeddingTable,
-        head: Product,
-        *,
-        final_norm: RMSNorm | None = None,
-        head_norm: RMSNorm | None = None,
-        entry: StateEntry | None = None,
-        draft_ids_N: Tensor | None = None,
-        num_first_drafts: int = 0,
-        shard: VocabularyShard | None = None,
-        is_causal: Sequence[bool] | None = None,
+        self, *, is_causal: Sequence[bool] | None = None, **options: Any
     ) -> DecoderPass:
         """The passes, once all products are packed.
 
         Args:
-            shard: of a network that is spread over ranks, the tokens of `embedding`.
             is_causal: of each layer, as in LayerSpec; None: no layer is.
+            options: the fields of `DecoderSpec` that do not follow from the layers.
         """
         config = self.config
         is_causal = is_causal or [False] * len(self.decoder_layers)
@@ -192,17 +180,10 @@ class Decoder(nn.Module):
             intermediate_size=config.intermediate_size,
             eps=config.rms_norm_eps,
             scale=config.head_size**-0.5,
-            embedding=embedding,
             cos_sin_MC=self.rotary.cos_sin_MC,
             layers=[layer.spec(is_causal=one) for layer, one in pairs],
             attention=self.kernels.attention,
-            final_norm_D=norm_weight(final_norm),
-            entry=entry,
-            head=head,
-            head_norm_D=norm_weight(head_norm),
-            draft_ids_N=draft_ids_N,
-            num_first_drafts=num_first_drafts,
-            shard=shard,
+            **options,
         )
         return self.kernels.compile_decoder(spec)
 
@@ -263,26 +244,28 @@ def _parts(config: ModelConfig, group: RankGroup) -> tuple[_Part, _Part, _Part]:
     kv_rank = group.rank * config.num_kv_heads // (group.size * own.num_kv_heads)
     width = own.intermediate_size
     return (
-        _Part(q_size, group.rank * q_size, config.num_heads * head_size),
-        _Part(kv_size, kv_rank * kv_size, config.num_kv_heads * head_size),
-        _Part(width, group.rank * width, config.intermediate_size),
+        (q_size, group.rank * q_size, config.num_heads * head_size),
+        (kv_size, kv_rank * kv_size, config.num_kv_heads * head_size),
+        (width, group.rank * width, config.intermediate_size),
     )
 
 
 def _fused(prefix: str, linear: Linear, parts: dict[str, _Part]) -> dict[str, Slot]:
     """Rows of one fused weight and bias, by the names of the parts."""
-    sizes = [part.size for part in parts.values()]
+    sizes = [size for size, _, _ in parts.values()]
     return {
-        f"{prefix}.{name}.{kind}": Slot(rows, 0, part.start, part.whole)
+        f"{prefix}.{name}.{kind}": Slot(rows, 0, first, whole)
         for kind, fused in own_slots(linear).items()
-        for (name, part), rows in zip(parts.items(), fused.to.split(sizes), strict=True)
+        for (name, (_, first, whole)), rows in zip(
+            parts.items(), fused.to.split(sizes), strict=True
+        )
     }
 
 
 def _summed(prefix: str, linear: Linear, part: _Part) -> dict[str, Slot]:
     """Columns of a weight; the bias is whole on every rank."""
     slots = own_slots(linear, prefix)
-    slots[f"{prefix}weight"] = Slot(slots[f"{prefix}weight"].to, 1, part.start, part.whole)
+    slots[f"{prefix}weight"] = Slot(slots[f"{prefix}weight"].to, 1, *part[1:])
     return slots
 
 
@@ -309,13 +292,10 @@ class Rotary(nn.Module):
         positions_M = torch.arange(max_positions, dtype=table_dtype)
         angles_MF = positions_M[:, None] * frequencies(config, head_size).to(table_dtype)
         factor, width = attention_factor(config), head_size // 2
-        cos_sin_MC = torch.cat(
-            (
-                _widened(angles_MF.cos() * factor, width, 1.0),
-                _widened(angles_MF.sin() * factor, width, 0.0),
-            ),
-            dim=-1,
-        )
+        padding = 0, width - angles_MF.shape[1]
+        cos_MF = F.pad(angles_MF.cos() * factor, padding, value=1.0)
+        sin_MF = F.pad(angles_MF.sin() * factor, padding, value=0.0)
+        cos_sin_MC = torch.cat((cos_MF, sin_MF), dim=-1)
         self.register_buffer("cos_sin_MC", cos_sin_MC.to(device), persistent=False)
         self.order_C = rotary_order(config, head_size)
 
@@ -369,11 +349,6 @@ def attention_factor(config: RopeConfig) -> float:
     if config.kind is RopeKind.LONGROPE:
         return math.sqrt(1 + math.log(config.factor) / math.log(config.original_max_len))
     return 0.1 * math.log(config.factor) + 1.0
-
-
-def _widened(table_MF: Tensor, width: int, value: float) -> Tensor:
-    """The table, and columns of that value to the right of its own."""
-    return F.pad(table_MF, (0, width - table_MF.shape[1]), value=value)
 
 
 def _dynamic_theta(config: RopeConfig, rotary_size: int) -> float:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
-from outdraft.models.checkpoints.files import plain_weights, tensor_places, weight_files
+from outdraft.models.checkpoints.files import tensor_places, weight_files
 from outdraft.models.checkpoints.gguf_file import is_gguf, open_gguf
 from outdraft.models.checkpoints.gguf_weights import gguf_weights
-from outdraft.models.checkpoints.quantization import check_unquantised, log_purpose
-from outdraft.models.checkpoints.reader import Checkpoint, read_stored
+from outdraft.models.checkpoints.quantization import check_unquantised
+from outdraft.models.checkpoints.reader import Checkpoint, read_checkpoint
 from outdraft.models.checkpoints.slots import (
     Slot,
     check_quantization,
@@ -80,16 +80,12 @@ def open_checkpoint(path: Path, config: ModelConfig, wanted: Container[str]) -> 
     """
     if is_gguf(path):
         return Checkpoint(gguf_weights(path), release=open_gguf(path).release)
-    places, quantization = tensor_places(weight_files(path)), config.quantization
-    if config.mtp_prefix is not None:
-        places = {name: p for name, p in places.items() if not name.startswith(config.mtp_prefix)}
+    places, prefix = tensor_places(weight_files(path)), config.mtp_prefix
+    if prefix is not None:
+        places = {name: place for name, place in places.items() if not name.startswith(prefix)}
     if config.tie_word_embeddings:  # some checkpoints store the tied head again
         places.pop(HEAD_NAME, None)
-    if quantization is None:
-        return Checkpoint(plain_weights(places))
-    log_purpose(quantization)
-    stored, rest = read_stored(quantization, places, wanted)
-    return Checkpoint(stored | plain_weights(rest))
+    return read_checkpoint(config.quantization, places, wanted)
 
 
 def load_weights(
@@ -137,10 +133,8 @@ def load_weights(
                 dequantised.append((weights[name].label, "it is read row by row"))
         model.decoder.arrange(part)
         for linear in linears_of(part):
-            if linear in coded:
-                linear.pack_codes(model.kernels, coded[linear].coded(), model.dtype)
-            else:
-                linear.pack(model.kernels, quantization, parts.pop(linear, ()))
+            source = coded[linear].coded() if linear in coded else parts.pop(linear, ())
+            linear.pack(model.kernels, quantization, source)
         checkpoint.release()
     if table is not None:
         _keep_table(model, weights[EMBEDDING_NAME], table)
@@ -165,10 +159,7 @@ def _keep_table(model: CausalLM, weight: StoredWeight, slot: Slot) -> None:
 
 
 def stored_products(
-    model: CausalLM,
-    part: nn.Module,
-    slots: Mapping[str, Slot],
-    weights: Mapping[str, StoredWeight],
+    model: CausalLM, part: nn.Module, slots: Mapping[str, Slot], weights: Mapping[str, StoredWeight]
 ) -> Iterator[tuple[Linear, list[str], StoredParameter]]:
     """The products of a part, with the names of the weights that belong to no other module, and all
     that they are made of."""

@@ -134,7 +134,7 @@ class DFlashNetwork(LayeredDrafter):
 
     def pass_options(self) -> dict[str, Any]:
         is_causal = None if self.is_uniform else self.config.is_causal
-        return {"final_norm": self.norm, "is_causal": is_causal}
+        return {"final_norm_D": self.norm.weight.data, "is_causal": is_causal}
 
     @property
     def is_uniform(self) -> bool:

@@ -45,11 +45,7 @@ from outdraft.models.decoder.causal_lm import CausalLM
 from outdraft.models.decoder.config import ModelConfig
 from outdraft.models.decoder.layers import Decoder, Kind, product_of
 from outdraft.models.drafters.config import EagleConfig
-from outdraft.models.drafters.tables import (
-    OF_TRAINING,
-    LayeredDrafter,
-    TargetTables,
-)
+from outdraft.models.drafters.tables import OF_TRAINING, LayeredDrafter, TargetTables
 from outdraft.models.modules import Linear, RMSNorm, norm_weight
 
 # Beginnings of names, and what they are in EAGLE's repository.
@@ -96,46 +92,6 @@ class TapFusion(nn.Module):
         return self.fc(states_TW)
 
 
-class Entry(nn.Module):
-    """The input of layer 0: in EAGLE and MTP one state made of the token and the target's state, in
-    EAGLE-3 both side by side."""
-
-    def __init__(self, config: EagleConfig, kind: Kind) -> None:
-        super().__init__()
-        size, eps = config.layer.hidden_size, config.layer.rms_norm_eps
-        self._adds_to_normed = config.norm_before_residual
-        self.fc: Linear | None = None
-        self.token_norm: RMSNorm | None = None
-        self.state_norm: RMSNorm | None = None
-        if config.version is not DraftSource.EAGLE3:
-            self.fc = Linear(2 * size, size, bias=config.fc_bias, **kind)
-        if config.version is not DraftSource.EAGLE:
-            self.state_norm = RMSNorm(size, eps, **kind)
-        self._leaves_out_first = config.version is DraftSource.MTP
-        if self.fc is None or config.layernorms:
-            self.token_norm = RMSNorm(size, eps, **kind)
-        self.num_outputs = 2 * size if self.fc is None else size
-
-    def spec(self) -> StateEntry:
-        """The entry as kernels read it, once the product is packed."""
-        return StateEntry(
-            token_norm_D=norm_weight(self.token_norm),
-            state_norm_D=norm_weight(self.state_norm),
-            fc=None if self.fc is None else product_of(self.fc),
-            adds_to_normed=self._adds_to_normed,
-            leaves_out_first=self._leaves_out_first,
-        )
-
-    def slots(self) -> dict[str, Slot]:
-        """The places of its tensors, by their names in EAGLE's repository."""
-        token_norm = "layers.0.input_layernorm." if self.fc is None else "embedding_layernorm."
-        return {
-            **own_slots(self.fc, "fc."),
-            **own_slots(self.token_norm, token_norm),
-            **own_slots(self.state_norm, "layers.0.hidden_norm."),
-        }
-
-
 class EagleNetwork(LayeredDrafter):
     """An EAGLE drafter. Weights are not initialised.
 
@@ -147,22 +103,22 @@ class EagleNetwork(LayeredDrafter):
         is_first = config.version is DraftSource.EAGLE
         super().__init__(config, tables, found, reads_own_size=is_first)
         layer, kind, self.config = config.layer, self.kind, config
-        self.fusion: TapFusion | None = None
-        if config.version is DraftSource.EAGLE3:
-            self.fusion = TapFusion(config, len(self.taps), kind)
-        self.entry = Entry(config, kind)
-        has_first_norm = self.fusion is None and config.input_norm
+        size, eps = layer.hidden_size, layer.rms_norm_eps
+        is_newer = config.version is DraftSource.EAGLE3
+        self.fusion = TapFusion(config, len(self.taps), kind) if is_newer else None
+        self.fc = None if is_newer else Linear(2 * size, size, bias=config.fc_bias, **kind)
+        has_norms = is_newer or config.layernorms  # EAGLE has them only by exception
+        self.token_norm = RMSNorm(size, eps, **kind) if has_norms else None
+        self.state_norm = None if is_first else RMSNorm(size, eps, **kind)
         self.decoder = Decoder(
             layer,
             self.kernels,
             kind,
-            self.entry.num_outputs,
-            has_first_norm=has_first_norm,
+            2 * size if is_newer else size,
+            has_first_norm=not is_newer and config.input_norm,
             group=tables.group,
         )
-        # EAGLE has a final norm only by exception.
-        has_norm = config.version is DraftSource.EAGLE3 or config.layernorms
-        self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps, **kind) if has_norm else None
+        self.norm = RMSNorm(size, eps, **kind) if has_norms else None
         self.mask_hidden: nn.Parameter | None = None
         if "mask_hidden" in found:
             shape = read_tensor(found["mask_hidden"]).shape
@@ -197,8 +153,16 @@ class EagleNetwork(LayeredDrafter):
         return self.mask_hidden is not None
 
     def pass_options(self) -> dict[str, Any]:
-        norm = "final_norm" if self.config.norm_output else "head_norm"  # the first is fed back
-        return {norm: self.norm, "entry": self.entry.spec()}
+        entry = StateEntry(
+            token_norm_D=norm_weight(self.token_norm),
+            state_norm_D=norm_weight(self.state_norm),
+            fc=None if self.fc is None else product_of(self.fc),
+            adds_to_normed=self.config.norm_before_residual,
+            leaves_out_first=self.config.version is DraftSource.MTP,
+        )
+        norm_D = norm_weight(self.norm)
+        norms_D = (norm_D, None) if self.config.norm_output else (None, norm_D)
+        return {"final_norm_D": norms_D[0], "head_norm_D": norms_D[1], "entry": entry}
 
     def forward(
         self,
@@ -235,9 +199,17 @@ class EagleNetwork(LayeredDrafter):
 
     def checkpoint_slots(self) -> dict[str, Slot]:
         """The names are those of EAGLE's repository, with layers.0 for its midlayer."""
-        norm = "pre_lm_head_layernorm." if self.fusion is None else "norm."
-        slots = self.entry.slots() | own_slots(self.fusion) | super().checkpoint_slots()
-        slots |= own_slots(self.norm, norm)
+        norm, token_norm = "pre_lm_head_layernorm.", "embedding_layernorm."
+        if self.fusion is not None:
+            norm, token_norm = "norm.", "layers.0.input_layernorm."
+        slots = {
+            **own_slots(self.fc, "fc."),
+            **own_slots(self.token_norm, token_norm),
+            **own_slots(self.state_norm, "layers.0.hidden_norm."),
+            **own_slots(self.fusion),
+            **super().checkpoint_slots(),
+            **own_slots(self.norm, norm),
+        }
         if self.mask_hidden is not None:
             slots["mask_hidden"] = Slot(self.mask_hidden.data)
         return slots
@@ -351,10 +323,8 @@ def _load_mimo(
     )
     network = EagleNetwork(config, tables, found)
     fill_slots(network.checkpoint_slots(), found)
-    fc = network.entry.fc
-    assert fc is not None
-    assert fc.weight is not None
     # The layout reads the state before the token, EAGLE the token before the state.
-    fc.weight.data.copy_(fc.weight.data.roll(target.hidden_size, dims=1))
+    weight = own_slots(network.fc)["weight"].to
+    weight.copy_(weight.roll(target.hidden_size, dims=1))
     network.pack(quantization)
     return network.eval()

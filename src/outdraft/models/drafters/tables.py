@@ -216,8 +216,8 @@ class LayeredDrafter(TargetedNetwork):
         tables = self.tables
         head = tables.head if self.lm_head is None else self.lm_head
         return self.decoder.compile_passes(
-            self._embedding,
-            product_of(head),
+            embedding=self._embedding,
+            head=product_of(head),
             draft_ids_N=self.draft_ids_N,
             num_first_drafts=first_drafts(self._drafted) if self.draft_ids_N is None else 0,
             shard=None if tables.group.size == 1 else tables.vocabulary,
@@ -278,11 +278,7 @@ def check_sizes(raw: Mapping[str, Any], target: LanguageModel, *, hidden_key: st
 
 
 def _check_fit(
-    config: EagleConfig | DFlashConfig,
-    target: LanguageModel,
-    *,
-    has_own_size: bool,
-    has_head: bool,
+    config: EagleConfig | DFlashConfig, target: LanguageModel, *, has_own_size: bool, has_head: bool
 ) -> None:
     """Raise ConfigError if a drafter cannot read this target's states, or both mean other tokens.
 

@@ -25,14 +25,9 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.coded_weight import Codes
 from outdraft.kernels.ops import Kernels
-from outdraft.models.checkpoints.files import (
-    StoredTensors,
-    plain_weights,
-    tensor_places,
-    weight_files,
-)
-from outdraft.models.checkpoints.quantization import Quantization, log_purpose
-from outdraft.models.checkpoints.reader import Checkpoint, read_stacks, read_stored
+from outdraft.models.checkpoints.files import tensor_places, weight_files
+from outdraft.models.checkpoints.quantization import Quantization
+from outdraft.models.checkpoints.reader import Checkpoint, read_checkpoint
 from outdraft.models.checkpoints.slots import describe
 from outdraft.models.checkpoints.stored import StoredParameter, StoredWeight, below
 from outdraft.models.modules import Linear
@@ -56,7 +51,7 @@ def presented(
     """
     found = _small(checkpoint)
     for name, parameter in _parameters(checkpoint, dtype).items():
-        defers = (keeps_codes and parameter.has_tiles) or (is_cut and not parameter.is_stack)
+        defers = (keeps_codes and parameter.tile is not None) or (is_cut and not parameter.is_stack)
         first = parameter.weights[0]
         # The library converts plain numbers by itself, some of them to another dtype.
         read = first.numbers if first.is_plain else parameter.numbers
@@ -118,10 +113,7 @@ class PresentedTensor:
 
 
 def open_quantised(
-    path: Path,
-    quantization: Quantization,
-    wanted: Container[str],
-    left_out: Sequence[str] = (),
+    path: Path, quantization: Quantization, wanted: Container[str], left_out: Sequence[str] = ()
 ) -> Checkpoint:
     """The tensors of a checkpoint directory; none of a weight is read.
 
@@ -133,19 +125,17 @@ def open_quantised(
         ConfigError: a file is missing or damaged, or tensors of quantised weights do not fit each
             other.
     """
-    log_purpose(quantization)
-    found = tensor_places(
+    places = tensor_places(
         weight_files(path), lambda name: None if matches(name, left_out) else name
     )
-    stacks, places = read_stacks(quantization, found)
-    stored, rest = read_stored(quantization, places, wanted)
-    tensors = StoredTensors(rest)
-    if lost := sorted(name for name in rest if tensors.dtype(name) in _CODES):
-        raise ConfigError(
-            f"tensor {lost[0]!r} has dtype {tensors.dtype(lost[0])}, and its quantization_config "
-            "does not say what it stands for"
-        )
-    return Checkpoint(stored | plain_weights(rest), stacks)
+    found = read_checkpoint(quantization, places, wanted)
+    for name, weight in sorted(found.weights.items()):
+        if weight.is_plain and weight.dtype in _CODES:
+            raise ConfigError(
+                f"tensor {name!r} has dtype {weight.dtype}, and its quantization_config "
+                "does not say what it stands for"
+            )
+    return found
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -306,7 +296,7 @@ def replace_deferred(
             if not isinstance(weight, DeferredTensor):
                 continue
             made, stored = of_tied.get(id(weight)), weight.stored
-            if made is None and stored.has_tiles and can_keep(part, name, stored):
+            if made is None and stored.tile is not None and can_keep(part, name, stored):
                 made = CodedParameter(_random_like(stored), requires_grad=False)
                 made.stored = stored
                 kept += stored.weights
@@ -321,7 +311,7 @@ def replace_deferred(
 def can_join(weights: Sequence[Tensor]) -> bool:
     """Is true if these make one product: none is codes, or all are and fit one format."""
     kept = [weight.stored for weight in weights if isinstance(weight, CodedParameter)]
-    return not kept or (len(kept) == len(weights) and below(kept).has_tiles)
+    return not kept or (len(kept) == len(weights) and below(kept).tile is not None)
 
 
 def coded(weights: Sequence[Tensor]) -> Codes | None:
@@ -358,11 +348,10 @@ class Packing:
         self, linear: Linear, weights: Sequence[Tensor], parts_ED: Sequence[Tensor] = ()
     ) -> None:
         """Make a product of these weights of the network, one below the other; as Linear.pack."""
-        if (codes := coded(weights)) is not None:
-            linear.pack_codes(self.kernels, codes, weights[0].dtype)
+        codes = coded(weights)
+        linear.pack(self.kernels, self.quantization, codes or parts_ED)
+        if codes is not None:
             self.release()
-        else:
-            linear.pack(self.kernels, self.quantization, parts_ED)
 
 
 def _random_like(stored: StoredParameter) -> Tensor:

@@ -54,12 +54,7 @@ from outdraft.models.library.checkpoint import (
 from outdraft.models.library.experts import replace_experts
 from outdraft.models.library.gguf import library_config, open_gguf_checkpoint
 from outdraft.models.library.model import TransformersModel
-from outdraft.models.library.operations import (
-    NAME,
-    LayerAttention,
-    catch_operations,
-    register,
-)
+from outdraft.models.library.operations import NAME, Survey, catch_operations, register
 from outdraft.models.library.products import fuse_layers, keeps_codes, pack_products
 from outdraft.models.library.ranks import check_division, divide, divide_experts
 from outdraft.models.library.survey import (
@@ -102,7 +97,8 @@ def load_transformers_model(
     config = read_config(path)
     kind = causal_class(config, path)
     check_division(config, group.size, DRAFT_RANKS if drafts else TARGET_RANKS)
-    takes_attention = _takes_attention(kind, config.get_text_config())
+    kinds = kind, MODEL_MAPPING.get(type(config.get_text_config()), kind)
+    takes_attention = any(hasattr(sys.modules[one.__module__], _ATTENTION_TABLE) for one in kinds)
     name = NAME if takes_attention else "sdpa"
     register()
     has_tiles = torch.device(device).type == "cpu"
@@ -128,8 +124,8 @@ def load_transformers_model(
     context_len = _context_len(config)
     moves = fix_frequencies(model, min(max_model_len or context_len, context_len))
     mask = None if takes_attention else _caught_attention(model, kernels, dtype)
-    attention = survey_attention(model, config, mask)
-    shape = _shape(path, config, list(attention.values()), moves)
+    survey = survey_attention(model, config, mask)
+    shape = _shape(path, config, survey, moves)
     packing = Packing(kernels, quantization, checkpoint.release)
     replace_experts(model, packing, sums)
     fuse_layers(model, packing, group)
@@ -139,8 +135,7 @@ def load_transformers_model(
     log_summary(checkpoint, kept, dequantised, has_tiles=has_tiles)
     if group.size == 1:
         check_packed(model, mask)
-    forms = {module: layer.form for module, layer in attention.items()}
-    return TransformersModel(model, shape, forms, kernels, group, mask)
+    return TransformersModel(model, shape, survey.forms, kernels, group, mask)
 
 
 def unread_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -199,13 +194,6 @@ def causal_class(config: PretrainedConfig, path: Path) -> Any:
     if getattr(text_config, "use_bidirectional_attention", False):
         raise ConfigError(f"{names[0]} with use_bidirectional_attention looks ahead in the text")
     return kind
-
-
-def _takes_attention(kind: Any, text_config: PretrainedConfig) -> bool:
-    """Is true if the class of a model, or of its part for texts, asks the library's table for its
-    attention."""
-    kinds = kind, MODEL_MAPPING.get(type(text_config), kind)
-    return any(hasattr(sys.modules[one.__module__], _ATTENTION_TABLE) for one in kinds)
 
 
 def _caught_attention(model: PreTrainedModel, kernels: Kernels, dtype: torch.dtype) -> Tensor:
@@ -322,26 +310,22 @@ def _context_len(config: PretrainedConfig) -> int:
     raise ConfigError(f"config.json tells no longest text: {' or '.join(_LENGTHS)}")
 
 
-def _shape(
-    path: Path, config: PretrainedConfig, layers: list[LayerAttention], moves: bool
-) -> ModelShape:
-    text = config.get_text_config()
+def _shape(path: Path, config: PretrainedConfig, survey: Survey, moves: bool) -> ModelShape:
+    text, raw, caches = config.get_text_config(), read_raw_config(path), survey.caches
     generation = read_generation_config(path)
-    raw = read_raw_config(path)
 
     def ids_of(name: str) -> tuple[int, ...]:
         # The part for texts leaves out what is its family's default.
         of_part = text.to_dict() if text is not config else {}
         return read_token_ids(raw, name) or read_token_ids(of_part, name)
 
-    caches = [layer.cache for layer in layers]
     return ModelShape(
         architecture=(config.architectures or [""])[0],
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
         intermediate_size=_intermediate_size(text),
-        num_layers=len(layers),
-        num_heads=max(one.num_heads for one in layers),
+        num_layers=len(caches),
+        num_heads=survey.num_heads,
         num_kv_heads=max(one.num_kv_heads for one in caches),
         head_size=max(max(one.key_size, one.value_size) for one in caches),
         max_model_len=_context_len(config),

@@ -22,12 +22,7 @@ from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.products import EmbeddingTable
 from outdraft.models.library.experts import routed_weights
-from outdraft.models.library.operations import (
-    PagedAttention,
-    computed_by,
-    leaves_threads,
-    one_torch_thread,
-)
+from outdraft.models.library.operations import computed_by, leaves_threads, one_torch_thread, paged
 from outdraft.models.library.products import FlatLinear, table_of
 from outdraft.models.modules import Embedding, is_one_tensor, memory_bytes, numbers_of
 from outdraft.models.shape import ModelShape
@@ -94,7 +89,7 @@ class TransformersModel(nn.Module):
             module: (cache, form)
             for (module, form), cache in zip(self._attention.items(), caches, strict=True)
         }
-        attention = PagedAttention(self.kernels.attention, layers, metadata)
+        attention = paged(self.kernels.attention, layers, metadata)
         positions_T, past = metadata.positions_T, None
         if self._counts_rows:
             past = _TokensBefore(positions_T)

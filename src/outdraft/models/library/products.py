@@ -265,9 +265,7 @@ def _block(part: Any, packing: Packing) -> FusedBlock | None:
     if not _is_same(part(x_2D), F.linear(between_2I, down)):
         return None
     weights = ExpertWeights(
-        [coded(kept[:2]) or (gate, up)],
-        [coded(kept[2:]) or down],
-        dtype=down.dtype,
+        [coded(kept[:2]) or (gate, up)], [coded(kept[2:]) or down], dtype=down.dtype
     )
     experts = packing.kernels.pack_experts(weights, Gate(activation), packing.quantization)
     return FusedBlock(experts, 1, gate.nbytes + up.nbytes + down.nbytes)
