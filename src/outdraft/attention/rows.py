@@ -81,8 +81,7 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
     """Tensors of the arrays' own shapes and types; one copy for all of them."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    sent = pack(arrays, pinned=device.type == "cuda").to(device, non_blocking=True)
-    return unpack(sent, arrays)
+    return unpack(pack(arrays, pinned=device.type == "cuda").to(device, non_blocking=True), arrays)
 
 
 def pack(arrays: Sequence[np.ndarray], *, pinned: bool = False) -> Tensor:

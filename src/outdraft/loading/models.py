@@ -117,15 +117,13 @@ def load_models(
     path = find_files(config)
     _check_activations(config, path)
     dtype = choose_dtype(config.dtype, checkpoint_dtype(path), device, config.kernels)
-    has_graphs = not config.enforce_eager
     kernels = choose_kernels(
         config.kernels,
         device,
         dtype,
-        has_graphs=has_graphs,
+        has_graphs=not config.enforce_eager,
         activation_dtype=config.activation_dtype,
     )
-    kept = WeightFormat(config.quantization) if config.quantization else None
     with naming(path), stage(f"loaded the weights of {path}"):
         target = load_language_model(
             path,
@@ -134,7 +132,7 @@ def load_models(
             kernels,
             implementation=config.model_impl,
             max_model_len=config.max_model_len,
-            quantization=kept,
+            quantization=WeightFormat(config.quantization) if config.quantization else None,
             group=ranks.target,
             has_random_weights=config.load_format == "dummy",
         )
@@ -196,8 +194,7 @@ def check_division(config: EngineConfig) -> None:
         path = resolve_model_path(network.model, with_weights=False)
     if network.source in (DraftSource.EAGLE, DraftSource.EAGLE3, *BLOCK_SOURCES):
         kind = DFlashConfig if network.source in BLOCK_SOURCES else EagleConfig
-        layers = kind.from_mapping(read_json(path / "config.json")).layer
-        layers.shard(draft_size, DRAFT_RANKS)
+        kind.from_mapping(read_json(path / "config.json")).layer.shard(draft_size, DRAFT_RANKS)
     elif network.source in (DraftSource.MODEL, DraftSource.MTP):
         check_shards(path, draft_size, DRAFT_RANKS)
 

@@ -123,9 +123,8 @@ class Verifier:
         processed_RV = torch.empty_like(logits_RV, dtype=dtype)
         for first in range(0, num_rows, most):
             rows = slice(first, first + most)
-            some = paths.of_rows(rows), sampling
             processed_RV[rows] = process_logits(
-                self._kernels, logits_RV[rows], request_R[rows], *some
+                self._kernels, logits_RV[rows], request_R[rows], paths.of_rows(rows), sampling
             )
         return processed_RV
 

@@ -142,8 +142,7 @@ def _awq(tensors: StoredTensors, module: str, scheme: WeightScheme) -> Layout:
     num_inputs, num_words = tensors.shape(names[0])
 
     def unpacked(name: str) -> Tensor:
-        eights = fields(tensors.read(name), 4).unflatten(-1, (-1, 8))
-        return eights[..., _AWQ_PLACES].flatten(-2)
+        return fields(tensors.read(name), 4).unflatten(-1, (-1, 8))[..., _AWQ_PLACES].flatten(-2)
 
     def fields_of() -> Tensor:
         return unpacked(names[0]).T.contiguous()
@@ -171,8 +170,7 @@ def _order(tensors: StoredTensors, module: str, group_inputs: int) -> Tensor | N
     # compressed-tensors writes -1 where there is no order, others write nothing but 0.
     if (order_D == -1).all() or not order_D.any():
         return None
-    plain_D = torch.arange(len(order_D)) // group_inputs
-    return None if torch.equal(order_D, plain_D) else order_D
+    return None if torch.equal(order_D, torch.arange(len(order_D)) // group_inputs) else order_D
 
 
 def _check(

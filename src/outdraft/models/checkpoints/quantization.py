@@ -134,10 +134,9 @@ def _compressed_tensors(values: Mapping[str, Any]) -> Quantization:
             raise ConfigError(f"{_WHERE}{key} is not supported")
     if not values.get("config_groups"):
         raise ConfigError(f"{_WHERE}config_groups is missing")
-    groups = checked("config_groups", values["config_groups"], _GROUPS, _WHERE)
     schemes = [
         (tuple(map(str, group.get("targets", ()))), _compressed_scheme(group, values.get("format")))
-        for group in groups.values()
+        for group in checked("config_groups", values["config_groups"], _GROUPS, _WHERE).values()
     ]
     return Quantization(
         method="compressed-tensors",

@@ -146,8 +146,7 @@ class StoredParameter:
     @property
     def shape(self) -> tuple[int, ...]:
         """The sizes of the parameter."""
-        num_outputs = sum(weight.shape[0] for weight in self.rows_X[0])
-        sizes = num_outputs, self.rows_X[0][0].shape[1]
+        sizes = sum(weight.shape[0] for weight in self.rows_X[0]), self.rows_X[0][0].shape[1]
         sizes = (sizes[1], sizes[0]) if self.is_transposed else sizes
         return (len(self.rows_X), *sizes) if self.is_stack else sizes
 

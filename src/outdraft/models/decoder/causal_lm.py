@@ -66,7 +66,6 @@ class CausalLM(nn.Module):
         num_tokens = self.vocabulary.num_own
         table_VD = torch.empty(num_tokens, config.hidden_size, **kind)
         self.embed_tokens = Embedding(EmbeddingTable.of(table_VD))
-        is_tied = config.tie_word_embeddings
         self.decoder = Decoder(config, kernels, kind, group=group)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kind)
         self.lm_head = Linear(
@@ -74,7 +73,7 @@ class CausalLM(nn.Module):
             num_tokens,
             bias=False,
             **kind,
-            weight=self.embed_tokens.weight if is_tied else None,
+            weight=self.embed_tokens.weight if config.tie_word_embeddings else None,
             spread=None if group.size == 1 else partial(VocabParallel, self.vocabulary),
         )
 

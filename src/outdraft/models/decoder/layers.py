@@ -119,8 +119,7 @@ class DecoderLayer(nn.Module):
         """Permute queries and keys into the order of `Rotary`, once the weights are there."""
         for weight in (self.qkv_proj.weight, self.qkv_proj.bias):
             if weight is not None:
-                rotated = weight.data[: self._num_rotated]
-                heads_HC = rotated.unflatten(0, (-1, self.head_size))
+                heads_HC = weight.data[: self._num_rotated].unflatten(0, (-1, self.head_size))
                 heads_HC.copy_(heads_HC[:, order_C.to(weight.device)])
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:
@@ -252,12 +251,11 @@ def _parts(config: ModelConfig, group: RankGroup) -> tuple[_Part, _Part, _Part]:
 
 def _fused(prefix: str, linear: Linear, parts: dict[str, _Part]) -> dict[str, Slot]:
     """Rows of one fused weight and bias, by the names of the parts."""
-    sizes = [size for size, _, _ in parts.values()]
     return {
         f"{prefix}.{name}.{kind}": Slot(rows, 0, first, whole)
         for kind, fused in own_slots(linear).items()
         for (name, (_, first, whole)), rows in zip(
-            parts.items(), fused.to.split(sizes), strict=True
+            parts.items(), fused.to.split([size for size, _, _ in parts.values()]), strict=True
         )
     }
 

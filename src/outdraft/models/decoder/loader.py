@@ -53,8 +53,7 @@ def load_model(
         _fill_randomly(model)
         model.pack(quantization)
     else:
-        checkpoint = open_checkpoint(path, config, model.checkpoint_slots())
-        load_weights(model, checkpoint, quantization)
+        load_weights(model, open_checkpoint(path, config, model.checkpoint_slots()), quantization)
     return model.eval()
 
 

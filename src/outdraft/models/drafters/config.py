@@ -371,12 +371,11 @@ class DFlashConfig:
         mask_token_id = read_mask_token(raw, layer.vocab_size)
         if mask_token_id is None:
             raise ConfigError("config.json: mask_token_id is missing")
-        block_size = read_count(options, "block_size")
         is_spark = kind is DraftSource.DSPARK
         config = cls(
             kind=kind,
             layer=layer,
-            block_size=block_size,
+            block_size=read_count(options, "block_size"),
             mask_token_id=mask_token_id,
             taps=_dflash_taps(options),
             is_causal=_causal_layers(options, layer),

@@ -86,8 +86,7 @@ class TapFusion(nn.Module):
         if self.input_norm is not None:
             states_TW = self.input_norm(states_TW)
         if self._norms:
-            taps_KTS = states_TW.chunk(len(self._norms), dim=-1)
-            pairs = zip(self._norms, taps_KTS, strict=True)
+            pairs = zip(self._norms, states_TW.chunk(len(self._norms), dim=-1), strict=True)
             states_TW = torch.cat([norm(tap_TS.contiguous()) for norm, tap_TS in pairs], dim=-1)
         return self.fc(states_TW)
 

@@ -149,8 +149,7 @@ def load_library_mtp(
     nn.Module.to(layer, target.device).eval().requires_grad_(False)
     rotary = _rotary_of(target.rotary, found)
     survey = _surveyed(layer, rotary, target)
-    masks = makes_window_masks({kind, *map(type, survey.forms)})
-    add_windows(survey, mtp_config, says_masks=masks)
+    add_windows(survey, mtp_config, says_masks=makes_window_masks({kind, *map(type, survey.forms)}))
     [attention], [cache] = survey.forms.items(), survey.caches
     holder = nn.ModuleDict({"layer": layer})
     packing = Packing(target.kernels, quantization)

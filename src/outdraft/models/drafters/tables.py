@@ -250,8 +250,7 @@ class LayeredDrafter(TargetedNetwork):
         for _, layer_slots in self.decoder.parts(""):
             slots |= layer_slots
         if self.embed_tokens is not None:
-            weight = self.embed_tokens.weight
-            slots["embed_tokens.weight"] = rows_of(self.tables.vocabulary, weight)
+            slots["embed_tokens.weight"] = rows_of(self.tables.vocabulary, self.embed_tokens.weight)
         if self.lm_head is not None:
             slots["lm_head.weight"] = rows_of(self._drafted, self.lm_head.weight)
         return slots

@@ -234,8 +234,7 @@ def _cut(
         return None
     first, stop, _ = slice(start, end).indices(old.shape[dim])
     cut = _columns if (dim == last) != old.is_transposed else _rows
-    rows_X = [cut(weights, first, stop) for weights in old.rows_X]
-    return replace(old, rows_X=rows_X)
+    return replace(old, rows_X=[cut(weights, first, stop) for weights in old.rows_X])
 
 
 def _columns(weights: Sequence[StoredWeight], first: int, stop: int) -> list[StoredWeight]:

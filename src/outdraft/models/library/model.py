@@ -204,8 +204,7 @@ class _TokensBefore:
     """Stands for a cache, for code that asks how many tokens are before the rows."""
 
     def __init__(self, positions_T: Tensor) -> None:
-        rows_T = torch.arange(len(positions_T), device=positions_T.device)
-        self._before_T = positions_T - rows_T
+        self._before_T = positions_T - torch.arange(len(positions_T), device=positions_T.device)
 
     def get_seq_length(self, layer: int = 0) -> Tensor:
         """[T]: added to the numbers of the rows, their positions."""
@@ -253,8 +252,7 @@ def _base_name(model: PreTrainedModel) -> str:
 def _head_of(model: PreTrainedModel) -> nn.Module:
     """The model's own head: what it makes of hidden states, scales and caps of logits included."""
     head = copy.copy(model)
-    parts = dict(model.named_children()) | {_base_name(model): _PassedOn()}
-    head.__dict__["_modules"] = parts
+    head.__dict__["_modules"] = dict(model.named_children()) | {_base_name(model): _PassedOn()}
     return head
 
 

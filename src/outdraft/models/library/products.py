@@ -272,8 +272,7 @@ def _block(part: Any, packing: Packing) -> FusedBlock | None:
 
 
 def _random(num_rows: int, size: int, like: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(num_rows, size, generator=generator)
+    rows = torch.randn(num_rows, size, generator=torch.Generator().manual_seed(0))
     return rows.to(dtype=like.dtype, device=like.device)
 
 
