@@ -27,6 +27,7 @@ from outdraft.loading import models as loading
 from outdraft.loading.memory import (
     DRAFT_PROBS,
     NOISE_BYTES,
+    SAMPLING,
     STATES,
     StepShape,
     activation_bytes,
@@ -357,7 +358,7 @@ def test_the_reference_attention_takes_no_more_than_it_says(batch, mode, dtype):
 
 def test_an_engine_without_speculation_pays_for_no_drafts():
     plain, drafting = (engine("qwen2", method).memory.step for method in ("plain", "ngram"))
-    assert plain.sampling < drafting.sampling
+    assert plain[SAMPLING] < drafting[SAMPLING]
     assert plain.draft_probs == drafting.draft_probs == 0
     assert engine("qwen2", "draft_model").memory.step[DRAFT_PROBS] > 0
 

@@ -141,7 +141,7 @@ class StepShape:
 
 # The parts of a step's memory that are kept between steps. Graphs have memory of their own.
 TEXTS, STATES, GRAPHS = "texts on the device", "states for the drafter", "graphs of the GPU"
-DRAFT_PROBS = "draft probabilities"
+SAMPLING, DRAFT_PROBS = "logits and sampling", "draft probabilities"
 _KEPT = {TEXTS, STATES, GRAPHS}
 
 
@@ -465,7 +465,7 @@ def _step_memory(models: LoadedModels) -> dict[str, int]:
         TEXTS: text_bytes(shape),
         "activations of a full step": activation_bytes(shape, layers),
         "attention's temporaries": attention,
-        "logits and sampling": sampling_bytes(shape, vocab_size),
+        SAMPLING: sampling_bytes(shape, vocab_size),
         "log-probabilities of prompts": prompt_score_bytes(shape, vocab_size),
         DRAFT_PROBS: draft_prob_bytes(shape, vocab_size),
         STATES: state_bytes(shape, models),

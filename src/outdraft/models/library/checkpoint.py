@@ -343,12 +343,10 @@ class Packing:
     quantization: WeightFormat | None = None
     release: Callable[[], None] = lambda: None
 
-    def pack(
-        self, linear: Linear, weights: Sequence[Tensor], parts_ED: Sequence[Tensor] = ()
-    ) -> None:
-        """Make a product of these weights of the network, one below the other; as Linear.pack."""
-        codes = coded(weights)
-        linear.pack(self.kernels, self.quantization, codes or parts_ED)
+    def pack(self, linear: Linear, weight: Tensor) -> None:
+        """Make a product of this weight of the network; as Linear.pack."""
+        codes = coded([weight])
+        linear.pack(self.kernels, self.quantization, codes or ())
         if codes is not None:
             self.release()
 
