@@ -359,7 +359,7 @@ def test_the_reference_attention_takes_no_more_than_it_says(batch, mode, dtype):
 def test_an_engine_without_speculation_pays_for_no_drafts():
     plain, drafting = (engine("qwen2", method).memory.step for method in ("plain", "ngram"))
     assert plain[SAMPLING] < drafting[SAMPLING]
-    assert plain.draft_probs == drafting.draft_probs == 0
+    assert plain[DRAFT_PROBS] == drafting[DRAFT_PROBS] == 0
     assert engine("qwen2", "draft_model").memory.step[DRAFT_PROBS] > 0
 
 

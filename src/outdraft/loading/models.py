@@ -20,10 +20,9 @@ from outdraft.distributed.group import ONE_RANK, Ranks
 from outdraft.kernels.choose import AUTO, automatic_dtype, check_option, choose_kernels, has_library
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import KVCache
-from outdraft.loading.generation_config import default_sampling
 from outdraft.loading.methods import LoadedDrafter, device_proposer, load_drafter, naming
 from outdraft.models.base import LanguageModel
-from outdraft.models.checkpoints.config_json import read_config, read_json
+from outdraft.models.checkpoints.config_json import default_sampling, read_config, read_json
 from outdraft.models.checkpoints.files import resolve_model_path
 from outdraft.models.checkpoints.gguf_file import is_gguf
 from outdraft.models.checkpoints.quantization import read_quantization

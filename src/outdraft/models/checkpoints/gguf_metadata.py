@@ -5,8 +5,7 @@ an output follows llama.cpp's rules by text (src/llama-vocab.cpp): many files ma
 end, and some have their marks as plain text. Needs no torch.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
@@ -113,54 +112,41 @@ _SHOWN = {"<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"}  # are a p
 _WITH_ROLE = _ENDS | _SHOWN | {text for texts in _ROLES.values() for text in texts}
 
 
-@dataclass(frozen=True, slots=True)
-class GgufVocabulary:
-    """The tokens of a file.
-
-    Attributes:
-        kinds_V: a TokenKind each.
-        ends: ids that end an output, the one that the file names first.
-    """
-
-    tokens: Sequence[str]
-    kinds_V: np.ndarray
-    ends: tuple[int, ...]
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "GgufVocabulary":
-        """Read a file's metadata; the vocabulary is empty where there are no tokens."""
-        tokens = list[str](values.get("tokenizer.ggml.tokens") or ())
-        kinds_V = np.full(len(tokens), TokenKind.NORMAL, dtype=np.int32)
-        given = np.asarray(values.get("tokenizer.ggml.token_type", kinds_V), dtype=np.int32)
-        if len(given) < len(tokens):
-            raise ConfigError(f"GGUF: {len(given)} types for {len(tokens)} tokens")
-        kinds_V[:] = given[: len(tokens)]
-        ids = {token: number for number, token in enumerate(tokens) if token in _WITH_ROLE}
-        roles: dict[str, int] = {}
-        for role in ("eos", *_ROLES):
-            named = named_token(values, role)
-            if named is None and (texts := [one for one in _ROLES.get(role, ()) if one in ids]):
-                named = ids[texts[0]]
-                kinds_V[named] = TokenKind.CONTROL
-            if named is not None:
-                roles[role] = named
-        ends = [roles[role] for role in _END_ROLES if role in roles]
-        by_text = [ids[text] for text in sorted(_ENDS & ids.keys())]
-        kinds_V[by_text] = TokenKind.CONTROL
-        kinds_V[[ids[text] for text in _SHOWN & ids.keys()]] = TokenKind.USER_DEFINED
-        ends = list(dict.fromkeys([*ends, *by_text]))
-        texts_of_ends = {tokens[one] for one in ends}
-        for together, exempt, kind in _EXCEPTIONS:
-            if texts_of_ends >= {*together, exempt} and ids[exempt] in ends:
-                ends.remove(ids[exempt])
-                kinds_V[ids[exempt]] = kind
-        return cls(tokens, kinds_V, tuple(ends))
+def vocabulary_of(values: Mapping[str, Any]) -> tuple[list[str], np.ndarray, tuple[int, ...]]:
+    """The tokens in a file's metadata, the kind of each, and the ids that end an output, first the
+    one that the file names. There may be no tokens."""
+    tokens = list[str](values.get("tokenizer.ggml.tokens") or ())
+    kinds_V = np.full(len(tokens), TokenKind.NORMAL, dtype=np.int32)
+    given = np.asarray(values.get("tokenizer.ggml.token_type", kinds_V), dtype=np.int32)
+    if len(given) < len(tokens):
+        raise ConfigError(f"GGUF: {len(given)} types for {len(tokens)} tokens")
+    kinds_V[:] = given[: len(tokens)]
+    ids = {token: number for number, token in enumerate(tokens) if token in _WITH_ROLE}
+    roles: dict[str, int] = {}
+    for role in ("eos", *_ROLES):
+        named = named_token(values, role)
+        if named is None and (texts := [one for one in _ROLES.get(role, ()) if one in ids]):
+            named = ids[texts[0]]
+            kinds_V[named] = TokenKind.CONTROL
+        if named is not None:
+            roles[role] = named
+    ends = [roles[role] for role in _END_ROLES if role in roles]
+    by_text = [ids[text] for text in sorted(_ENDS & ids.keys())]
+    kinds_V[by_text] = TokenKind.CONTROL
+    kinds_V[[ids[text] for text in _SHOWN & ids.keys()]] = TokenKind.USER_DEFINED
+    ends = list(dict.fromkeys([*ends, *by_text]))
+    texts_of_ends = {tokens[one] for one in ends}
+    for together, exempt, kind in _EXCEPTIONS:
+        if texts_of_ends >= {*together, exempt} and ids[exempt] in ends:
+            ends.remove(ids[exempt])
+            kinds_V[ids[exempt]] = kind
+    return tokens, kinds_V, tuple(ends)
 
 
 @lru_cache(maxsize=4)
 def end_tokens(file: GgufFile) -> tuple[int, ...]:
     """The ends of a file's vocabulary, looked for once: a start asks often."""
-    return GgufVocabulary.of(file.values).ends
+    return vocabulary_of(file.values)[2]
 
 
 def named_token(values: Mapping[str, Any], role: str) -> int | None:

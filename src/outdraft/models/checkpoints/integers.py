@@ -121,43 +121,38 @@ def _plain_integers(tensors: StoredTensors, module: str, scheme: WeightScheme) -
     return (rows, columns), names[1], fields_of, scales_of
 
 
-def _gptq(tensors: StoredTensors, module: str, scheme: WeightScheme) -> Layout:
+def _gptq_or_awq(tensors: StoredTensors, module: str, scheme: WeightScheme) -> Layout:
+    """GPTQ puts inputs into a word, AWQ outputs; both put zero points of outputs."""
     names = [f"{module}.{part}" for part in ("qweight", "scales", "qzeros")]
-    num_words, rows = tensors.shape(names[0])
+    is_awq, bits = scheme.storage is Storage.AWQ, scheme.bits
+    num_inputs, num_outputs = tensors.shape(names[0])
+    if is_awq:
+        num_outputs = num_outputs * 32 // bits
+    else:
+        num_inputs = num_inputs * 32 // bits
+
+    def by_outputs(name: str) -> Tensor:
+        numbers = fields(tensors.read(name), bits)[:, :num_outputs]
+        return numbers.unflatten(-1, (-1, 8))[..., _AWQ_PLACES].flatten(-2) if is_awq else numbers
 
     def fields_of() -> Tensor:
-        return fields(tensors.read(names[0]).T, scheme.bits)
+        if is_awq:
+            return by_outputs(names[0]).T.contiguous()
+        return fields(tensors.read(names[0]).T, bits)
 
     def scales_of() -> tuple[Tensor, Tensor | None]:
-        zeros_NE = fields(tensors.read(names[2]), scheme.bits)[:, :rows].to(torch.int16)
         # Zero less one is all ones.
-        zeros_NE = (zeros_NE + int(scheme.adds_one)) & ((1 << scheme.bits) - 1)
-        return tensors.read(names[1]).T, zeros_NE.T
+        zeros_NE = by_outputs(names[2]).to(torch.int16) + int(scheme.adds_one)
+        return tensors.read(names[1]).T, (zeros_NE & ((1 << bits) - 1)).T
 
-    return (rows, num_words * 32 // scheme.bits), names[1], fields_of, scales_of
-
-
-def _awq(tensors: StoredTensors, module: str, scheme: WeightScheme) -> Layout:
-    names = [f"{module}.{part}" for part in ("qweight", "scales", "qzeros")]
-    num_inputs, num_words = tensors.shape(names[0])
-
-    def unpacked(name: str) -> Tensor:
-        return fields(tensors.read(name), 4).unflatten(-1, (-1, 8))[..., _AWQ_PLACES].flatten(-2)
-
-    def fields_of() -> Tensor:
-        return unpacked(names[0]).T.contiguous()
-
-    def scales_of() -> tuple[Tensor, Tensor | None]:
-        return tensors.read(names[1]).T, unpacked(names[2]).T
-
-    return (num_words * 8, num_inputs), names[1], fields_of, scales_of
+    return (num_outputs, num_inputs), names[1], fields_of, scales_of
 
 
 _LAYOUTS: dict[Storage, Callable[[StoredTensors, str, WeightScheme], Layout]] = {
     Storage.PACKED: _packed,
     Storage.INTEGERS: _plain_integers,
-    Storage.GPTQ: _gptq,
-    Storage.AWQ: _awq,
+    Storage.GPTQ: _gptq_or_awq,
+    Storage.AWQ: _gptq_or_awq,
 }
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from outdraft.core.errors import ConfigError
-from outdraft.models.checkpoints.config_json import COUNT, OBJECT, checked
+from outdraft.models.checkpoints.config_json import COUNT, OBJECT, check_supported, checked
 
 _KEY = "config.json: quantization_config"
 _WHERE = f"{_KEY}: "
@@ -101,11 +101,8 @@ def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
         return _compressed_tensors(values)
     if method == "gguf":  # the file's tensors say how they are stored
         return Quantization(method=method, schemes=())
-    if method not in _METHODS:
-        supported = ", ".join(("compressed-tensors", *_METHODS, "gguf"))
-        raise ConfigError(
-            f"{_WHERE}quant_method {method!r} is not supported; supported: {supported}"
-        )
+    methods = "compressed-tensors", *_METHODS, "gguf"
+    check_supported(method, methods, f"{_WHERE}quant_method {method!r}")
     return Quantization(method=method, schemes=((("re:.*",), _METHODS[method](values)),))
 
 
@@ -209,8 +206,7 @@ def _awq(values: Mapping[str, Any]) -> WeightScheme:
     _check_dynamic(values, "AWQ")
     names = ("version", "checkpoint_format", "format")  # AutoAWQ's, and GPTQModel's
     version = str(next((values[name] for name in names if values.get(name)), "gemm")).lower()
-    if version != "gemm":
-        raise ConfigError(f"{_WHERE}AWQ's version {version!r} is not supported; supported: gemm")
+    check_supported(version, ["gemm"], f"{_WHERE}AWQ's version {version!r}")
     return WeightScheme(
         storage=Storage.AWQ,
         bits=_bits(values, "AWQ", (4,)),
@@ -229,8 +225,8 @@ def _check_dynamic(values: Mapping[str, Any], name: str) -> None:
 
 
 def _fp8(values: Mapping[str, Any]) -> WeightScheme:
-    if (kind := str(values.get("fmt") or "e4m3")) != "e4m3":
-        raise ConfigError(f"{_WHERE}FP8's fmt {kind!r} is not supported; supported: e4m3")
+    kind = str(values.get("fmt") or "e4m3")
+    check_supported(kind, ["e4m3"], f"{_WHERE}FP8's fmt {kind!r}")
     return WeightScheme(
         storage=Storage.FP8,
         bits=8,
@@ -269,11 +265,7 @@ def _matches(module: str, target: str) -> bool:
 
 def _bits(values: Mapping[str, Any], name: str, allowed: tuple[int, ...]) -> int:
     bits = values.get("bits", values.get("w_bit"))
-    if bits not in allowed:
-        raise ConfigError(
-            f"{_WHERE}{name} with {bits!r} bits is not supported; supported: "
-            f"{', '.join(map(str, allowed))}"
-        )
+    check_supported(bits, allowed, f"{_WHERE}{name} with {bits!r} bits")
     return bits
 
 

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.vocabulary import VocabularyShard
+from outdraft.models.checkpoints.config_json import check_supported
 from outdraft.models.checkpoints.files import Place, listed, plain_weights
 from outdraft.models.checkpoints.stored import StoredParameter, StoredWeight
 
-_READABLE = {"F64", "F32", "F16", "BF16"}
+_READABLE = ("BF16", "F16", "F32", "F64")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,11 +109,8 @@ def check_slots(slots: Mapping[str, Slot], weights: Mapping[str, StoredWeight]) 
             raise ConfigError(
                 f"{what} has shape {list(one.shape)}, but config.json asks for {slots[name].shape}"
             )
-        if one.is_plain and dtype not in _READABLE:
-            raise ConfigError(
-                f"{what} has dtype {dtype}, which is not supported; "
-                f"supported: {', '.join(sorted(_READABLE))}"
-            )
+        if one.is_plain:
+            check_supported(dtype, _READABLE, f"{what} has dtype {dtype}, which")
 
 
 def stored_product(

@@ -15,9 +15,10 @@ from msgspec import Meta
 
 from outdraft.config.speculation import BLOCK_SOURCES
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
-from outdraft.core.errors import ConfigError, did_you_mean
+from outdraft.core.errors import ConfigError
 from outdraft.models.checkpoints.config_json import (
     FLAG,
+    check_known,
     checked,
     read_count,
     read_json,
@@ -267,11 +268,8 @@ def _version(raw: Mapping[str, Any]) -> DraftSource:
     a draft vocabulary.
     """
     if (kind := raw.get(SPECULATORS_KIND)) is not None:
-        if kind not in _SPECULATORS:
-            raise ConfigError(
-                f"config.json: {SPECULATORS_KIND} {kind!r} is not an EAGLE drafter: "
-                f"{did_you_mean(str(kind), _SPECULATORS)}"
-            )
+        what = f"{SPECULATORS_KIND} {kind!r} is not an EAGLE drafter"
+        check_known(kind, _SPECULATORS, what)
         return _SPECULATORS[kind]
     names = raw.get("architectures") or []
     if len(names) != 1:
@@ -297,11 +295,8 @@ def _eagle_layer(raw: Mapping[str, Any]) -> ModelConfig:
     if raw.get("model_type") == "eagle" and isinstance(nested, dict):
         layer = nested
     model_type = str(layer.get("model_type", "llama"))
-    if model_type not in NETWORKS:
-        raise ConfigError(
-            f"config.json: EAGLE layers of model_type {model_type!r} are not supported: "
-            f"{did_you_mean(model_type, NETWORKS)}"
-        )
+    what = f"EAGLE layers of model_type {model_type!r} are not supported"
+    check_known(model_type, NETWORKS, what)
     if model_type == "llama":
         kinds = set(layer.get("layer_types") or [])
         if layer.get("use_sliding_window") or not kinds <= {"full_attention"}:
@@ -399,11 +394,7 @@ _KINDS = {
 def _kind(raw: Mapping[str, Any]) -> DraftSource:
     """DFlash or DSpark, by the speculators' type, else by the architecture's name."""
     if (written := raw.get(SPECULATORS_KIND)) is not None:
-        if written not in BLOCK_SOURCES:
-            raise ConfigError(
-                f"config.json: {SPECULATORS_KIND} {written!r} drafts no blocks: "
-                f"{did_you_mean(str(written), BLOCK_SOURCES)}"
-            )
+        check_known(written, BLOCK_SOURCES, f"{SPECULATORS_KIND} {written!r} drafts no blocks")
         return DraftSource(written)
     names = raw.get("architectures") or []
     if len(names) != 1 or names[0] not in _KINDS:

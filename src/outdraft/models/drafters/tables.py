@@ -58,6 +58,7 @@ class TargetTables:
         group: the ranks of the drafter.
         copied_bytes: what was read anew so far.
         path: of the target's checkpoint; None: it is not known.
+        kind: dtype and device of the target.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class TargetTables:
         """
         self.target, self.group, self.copied_bytes = target, group, 0
         self.vocabulary = VocabularyShard(group, target.config.vocab_size)
-        self.path = path
+        self.path, self.kind = path, Kind(dtype=target.dtype, device=target.device)
 
     @property
     def _are_the_targets(self) -> bool:
@@ -82,9 +83,7 @@ class TargetTables:
         own = self.target.embed_tokens.table
         if self._are_the_targets:
             return own
-        table_ND = torch.empty(
-            self.vocabulary.num_own, own.size, dtype=own.dtype, device=self.target.device
-        )
+        table_ND = torch.empty(self.vocabulary.num_own, own.size, **self.kind)
         self._read(EMBEDDING_NAME, rows_of(self.vocabulary, table_ND))
         self.copied_bytes += table_ND.nbytes
         return EmbeddingTable.of(table_ND)
@@ -96,11 +95,8 @@ class TargetTables:
         own = self.target.lm_head
         if self._are_the_targets:
             return own
-        config = self.target.config
-        kind = Kind(dtype=self.target.dtype, device=self.target.device)
-        head = vocabulary_linear(config.hidden_size, self.vocabulary, kind)
-        name = EMBEDDING_NAME if config.tie_word_embeddings else HEAD_NAME
-        self._read(name, rows_of(self.vocabulary, head.weight))
+        head = vocabulary_linear(self.target.config.hidden_size, self.vocabulary, self.kind)
+        self._read(_head_name(self.target), rows_of(self.vocabulary, head.weight))
         head.pack(self.target.kernels, own.format if own.format in QUANTIZATIONS else None)
         self.copied_bytes += memory_bytes(head)
         return head
@@ -126,7 +122,7 @@ class TargetedNetwork(nn.Module):
         target = tables.target
         self.tables, self.kernels = tables, target.kernels
         self.dtype, self.device = target.dtype, target.device
-        self.kind = Kind(dtype=self.dtype, device=self.device)
+        self.kind = tables.kind
 
     @property
     def memory_bytes(self) -> int:
@@ -193,9 +189,8 @@ class LayeredDrafter(TargetedNetwork):
         _check_fit(config, tables.target, has_own_size=has_own_size, has_head=has_head)
         self.taps = config.taps_of(tables.target.config.num_layers)
         self.shard = layer.shard(tables.group.size, DRAFT_RANKS)
-        self.feature_size, self._vocab_size = layer.hidden_size, layer.vocab_size
-        self._drafted = VocabularyShard(tables.group, config.draft_vocab_size)
-        self.num_drafted = config.draft_vocab_size
+        self.feature_size, self.num_drafted = layer.hidden_size, config.draft_vocab_size
+        self._drafted = VocabularyShard(tables.group, self.num_drafted)
         self.embed_tokens: Embedding | None = None
         if has_embedding:
             table_ND = torch.empty(tables.vocabulary.num_own, layer.hidden_size, **self.kind)
@@ -237,7 +232,7 @@ class LayeredDrafter(TargetedNetwork):
         """[R, V]: -inf where the drafter has no such token."""
         if self.draft_ids_N is None:
             return logits_RN
-        return over_vocabulary(logits_RN, self.draft_ids_N, self._vocab_size)
+        return over_vocabulary(logits_RN, self.draft_ids_N, self.tables.vocabulary.num_tokens)
 
     def bytes_read(self, *unread: nn.Module | None) -> int:
         """Weights that a pass reads as they lie in memory, the target's head included; of the
@@ -328,13 +323,16 @@ def drop_the_targets_head(
     place = found.get("lm_head.weight")
     if place is None or path is None or is_gguf(path):
         return
-    name = EMBEDDING_NAME if target.config.tie_word_embeddings else HEAD_NAME
-    places = tensor_places(weight_files(path))
-    if name not in places:
+    own = tensor_places(weight_files(path)).get(_head_name(target))
+    if own is None:
         return
-    stored, own = read_tensor(place), read_tensor(places[name])
+    stored, own = read_tensor(place), read_tensor(own)
     if stored.dtype == own.dtype and torch.equal(stored, own):
         del found["lm_head.weight"]
+
+
+def _head_name(target: LanguageModel) -> str:
+    return EMBEDDING_NAME if target.config.tie_word_embeddings else HEAD_NAME
 
 
 def _take_draft_ids(config: EagleConfig | DFlashConfig, found: dict[str, Place]) -> Tensor | None:
