@@ -132,7 +132,7 @@ def _own_weights(path: Path, model: CausalLM, has_tiles: bool) -> Iterator[Kept]
     check_slots(model.checkpoint_slots(), checkpoint.weights)
     for part, slots in model.parts():
         products = {module: name for name, module in part.named_modules()}
-        for linear, _, product in stored_products(model, part, slots, checkpoint.weights):
+        for linear, _, product in stored_products(part, slots, checkpoint.weights):
             for kept in _kept_formats(product, model.dtype, has_tiles):
                 yield products[linear] or "lm_head", *kept
     yield from _table(checkpoint, model, has_tiles)

@@ -96,7 +96,7 @@ def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
         return None
     if not isinstance(values, Mapping):
         raise ConfigError(f"{_KEY} must be an object, got {values!r:.80}")
-    method = values.get("quant_method")
+    method: Any = values.get("quant_method")
     if method == "compressed-tensors":
         return _compressed_tensors(values)
     if method == "gguf":  # the file's tensors say how they are stored

@@ -30,12 +30,14 @@ class Slot:
         dim: along which the part is cut out.
         start: where in the whole tensor the part begins.
         whole: size of the whole tensor along `dim`; None: the part is all of it.
+        order: int64, the row of the part that each row is to be; None: they stay in order.
     """
 
     to: Tensor
     dim: int = 0
     start: int = 0
     whole: int | None = None
+    order: Tensor | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -52,11 +54,12 @@ class Slot:
     def numbers(self, weight: StoredWeight) -> Tensor:
         """The numbers of the weight that belong here, as the network keeps them; of plain ones no
         more is read."""
-        if self.is_whole:
-            return weight.rounded(self.to.dtype)
-        if weight.read_part is not None:
-            return weight.read_part(*self.indices)
-        return weight.rounded(self.to.dtype)[self.indices]
+        if not self.is_whole and weight.read_part is not None:
+            numbers = weight.read_part(*self.indices)
+        else:
+            numbers = weight.rounded(self.to.dtype)
+            numbers = numbers if self.is_whole else numbers[self.indices]
+        return numbers if self.order is None else numbers[self.order]
 
     @property
     def indices(self) -> tuple[slice, ...]:
@@ -113,15 +116,9 @@ def check_slots(slots: Mapping[str, Slot], weights: Mapping[str, StoredWeight]) 
             check_supported(dtype, _READABLE, f"{what} has dtype {dtype}, which")
 
 
-def stored_product(
-    weights: Sequence[StoredWeight], slots: Sequence[Slot], *, is_permuted: bool = False
-) -> StoredParameter:
+def stored_product(weights: Sequence[StoredWeight], slots: Sequence[Slot]) -> StoredParameter:
     """This rank's parts of the weights of a product, one below the other; where they cannot stay
-    codes together, none has a tile, but those that are quantised have a reason.
-
-    Args:
-        is_permuted: the order of the outputs changes.
-    """
+    codes together, none has a tile, but those that are quantised have a reason."""
     found = [one.part(*slot.indices) for one, slot in zip(weights, slots, strict=True)]
     quantised = [one for one in found if not one.is_plain]
     if numbers := [one for one in quantised if one.tile is None]:
@@ -130,7 +127,7 @@ def stored_product(
         reason = ""
     elif len(quantised) < len(found):
         reason = "a part of the same product is not quantised"
-    elif is_permuted:
+    elif any(slot.order is not None for slot in slots):
         reason = "its heads turn in part, so their order changes"
     elif (product := StoredParameter([found])).tile is not None:
         return product

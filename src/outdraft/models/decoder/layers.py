@@ -15,6 +15,7 @@ C / 2 frequencies.
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypedDict
 
@@ -35,6 +36,7 @@ from outdraft.models.modules import Linear, RMSNorm, norm_weight
 # Ids that a drafter with a large vocabulary chooses among, and the ids of its texts: 92 to
 # 97 % of the tokens of English and code, in a vocabulary of 152,000.
 FIRST_DRAFTS = 1 << 15
+_TURNED = "self_attn.q_", "self_attn.k_"  # the beginnings of tensors whose heads turn
 
 
 class Kind(TypedDict):
@@ -71,7 +73,7 @@ class DecoderLayer(nn.Module):
         self.head_size, self.window = config.head_size, window
         q_size, kv_size = own.num_heads * config.head_size, own.num_kv_heads * config.head_size
         self._q, self._kv, self._intermediate = _parts(config, group)
-        self._num_rotated = q_size + kv_size
+        self._order_C = rotary_order(config.rope, config.head_size)
         spread: ShardWrap | None = None if group.size == 1 else partial(RowParallel, group)
         intermediate, mlp_bias = own.intermediate_size, config.mlp_bias
         self.input_norm = RMSNorm(size, eps, **kind) if has_input_norm else None
@@ -104,7 +106,7 @@ class DecoderLayer(nn.Module):
         """The places of the layer's tensors, by their names without the prefix of the layer."""
         heads = {"q_proj": self._q, "k_proj": self._kv, "v_proj": self._kv}
         width = {"gate_proj": self._intermediate, "up_proj": self._intermediate}
-        return {
+        slots = {
             **own_slots(self.input_norm, "input_layernorm."),
             **own_slots(self.post_norm, "post_attention_layernorm."),
             **_fused("self_attn", self.qkv_proj, heads),
@@ -114,20 +116,17 @@ class DecoderLayer(nn.Module):
             **_fused("mlp", self.gate_up_proj, width),
             **_summed("mlp.down_proj.", self.down_proj, self._intermediate),
         }
-
-    def arrange(self, order_C: Tensor) -> None:
-        """Permute queries and keys into the order of `Rotary`, once the weights are there."""
-        for weight in (self.qkv_proj.weight, self.qkv_proj.bias):
-            if weight is not None:
-                heads_HC = weight.data[: self._num_rotated].unflatten(0, (-1, self.head_size))
-                heads_HC.copy_(heads_HC[:, order_C.to(weight.device)])
-        for norm in (self.q_norm, self.k_norm):
-            if norm is not None:
-                norm.weight.data.copy_(norm.weight.data[order_C.to(norm.weight.device)])
+        if (order_C := self._order_C) is not None:
+            for name in [one for one in slots if one.startswith(_TURNED)]:
+                heads_HC = torch.arange(len(slots[name].to)).unflatten(0, (-1, len(order_C)))
+                slots[name] = replace(slots[name], order=heads_HC[:, order_C].flatten())
+        return slots
 
 
 class Decoder(nn.Module):
     """The layers of a network and their rotary positions."""
+
+    cos_sin_MC: Tensor
 
     def __init__(
         self,
@@ -151,7 +150,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.kernels = config.shard(group.size), kernels
         num_positions = num_positions or config.max_model_len
-        self.rotary = Rotary(config.rope, config.head_size, num_positions, **kind)
+        table_MC = rotary_table(config.rope, config.head_size, num_positions, kind)
+        self.register_buffer("cos_sin_MC", table_MC, persistent=False)
         first, *further = config.windows
         self.decoder_layers = [
             DecoderLayer(
@@ -179,7 +179,7 @@ class Decoder(nn.Module):
             intermediate_size=config.intermediate_size,
             eps=config.rms_norm_eps,
             scale=config.head_size**-0.5,
-            cos_sin_MC=self.rotary.cos_sin_MC,
+            cos_sin_MC=self.cos_sin_MC,
             layers=[layer.spec(is_causal=one) for layer, one in pairs],
             attention=self.kernels.attention,
             **options,
@@ -205,17 +205,7 @@ class Decoder(nn.Module):
         q_RHC = q_RHC[:, : self.config.num_heads]
         if layer.q_norm is not None:
             q_RHC = layer.q_norm(q_RHC)
-        return rotate(q_RHC, self.rotary.cos_sin_MC.index_select(0, positions_R))
-
-    def arrange(self, part: nn.Module) -> None:
-        """Permute queries and keys of a layer into the order of `Rotary`, once."""
-        if self.rotary.order_C is not None and isinstance(part, DecoderLayer):
-            part.arrange(self.rotary.order_C)
-
-    def permutes(self, part: nn.Module, linear: Linear) -> bool:
-        """Is true if `arrange` changes the weight of a product of that part."""
-        is_layer = self.rotary.order_C is not None and isinstance(part, DecoderLayer)
-        return is_layer and linear is part.qkv_proj
+        return rotate(q_RHC, self.cos_sin_MC.index_select(0, positions_R))
 
 
 def first_drafts(vocabulary: VocabularyShard) -> int:
@@ -267,35 +257,15 @@ def _summed(prefix: str, linear: Linear, part: _Part) -> dict[str, Slot]:
     return slots
 
 
-class Rotary(nn.Module):
-    """The table of cos and sin for all positions: [M, C], cos of all frequencies, then sin.
-
-    Attributes:
-        order_C: which dimension of the checkpoint each of ours is; None: the same.
-    """
-
-    cos_sin_MC: Tensor
-
-    def __init__(
-        self,
-        config: RopeConfig,
-        head_size: int,
-        max_positions: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        super().__init__()
-        table_dtype = torch.promote_types(dtype, torch.float32)
-        positions_M = torch.arange(max_positions, dtype=table_dtype)
-        angles_MF = positions_M[:, None] * frequencies(config, head_size).to(table_dtype)
-        factor, width = attention_factor(config), head_size // 2
-        padding = 0, width - angles_MF.shape[1]
-        cos_MF = F.pad(angles_MF.cos() * factor, padding, value=1.0)
-        sin_MF = F.pad(angles_MF.sin() * factor, padding, value=0.0)
-        cos_sin_MC = torch.cat((cos_MF, sin_MF), dim=-1)
-        self.register_buffer("cos_sin_MC", cos_sin_MC.to(device), persistent=False)
-        self.order_C = rotary_order(config, head_size)
+def rotary_table(config: RopeConfig, head_size: int, max_positions: int, kind: Kind) -> Tensor:
+    """[M, C], float32 at least: cos of all frequencies, then sin, for all positions."""
+    table_dtype = torch.promote_types(kind["dtype"], torch.float32)
+    positions_M = torch.arange(max_positions, dtype=table_dtype)
+    angles_MF = positions_M[:, None] * frequencies(config, head_size).to(table_dtype)
+    factor, padding = attention_factor(config), (0, head_size // 2 - angles_MF.shape[1])
+    cos_MF = F.pad(angles_MF.cos() * factor, padding, value=1.0)
+    sin_MF = F.pad(angles_MF.sin() * factor, padding, value=0.0)
+    return torch.cat((cos_MF, sin_MF), dim=-1).to(kind["device"])
 
 
 def rotary_order(config: RopeConfig, head_size: int) -> Tensor | None:

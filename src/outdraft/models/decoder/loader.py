@@ -109,7 +109,7 @@ def load_weights(
     for part, slots in model.parts():
         coded: dict[Linear, StoredParameter] = {}
         parts: dict[Linear, list[Tensor]] = {}
-        for linear, names, product in stored_products(model, part, slots, weights):
+        for linear, names, product in stored_products(part, slots, weights):
             own = [slots.pop(name) for name in names]
             if product.tile is not None:
                 coded[linear] = product
@@ -119,7 +119,7 @@ def load_weights(
             quantised = [one for one in product.weights if not one.is_plain]
             dequantised += [(one.label, one.reason) for one in quantised]
             numbers = [slot.numbers(weights[name]) for name, slot in zip(names, own, strict=True)]
-            if model.decoder.rotary.order_C is None and all(map(_is_alike, numbers, own)):
+            if all(map(_is_alike, numbers, own)):
                 parts[linear] = numbers
                 continue
             for slot, own_ED in zip(own, numbers, strict=True):
@@ -130,7 +130,6 @@ def load_weights(
             slot.to.copy_(slot.numbers(weights[name]))
             if not weights[name].is_plain:
                 dequantised.append((weights[name].label, "it is read row by row"))
-        model.decoder.arrange(part)
         for linear in linears_of(part):
             source = coded[linear].coded() if linear in coded else parts.pop(linear, ())
             linear.pack(model.kernels, quantization, source)
@@ -158,7 +157,7 @@ def _keep_table(model: CausalLM, weight: StoredWeight, slot: Slot) -> None:
 
 
 def stored_products(
-    model: CausalLM, part: nn.Module, slots: Mapping[str, Slot], weights: Mapping[str, StoredWeight]
+    part: nn.Module, slots: Mapping[str, Slot], weights: Mapping[str, StoredWeight]
 ) -> Iterator[tuple[Linear, list[str], StoredParameter]]:
     """The products of a part, with the names of the weights that belong to no other module, and all
     that they are made of."""
@@ -171,11 +170,7 @@ def stored_products(
         yield (
             linear,
             names,
-            stored_product(
-                [weights[name] for name in read],
-                [slots[name] for name in read],
-                is_permuted=model.decoder.permutes(part, linear),
-            ),
+            stored_product([weights[name] for name in read], [slots[name] for name in read]),
         )
 
 

@@ -239,7 +239,7 @@ _HARMLESS_TO_EAGLE: dict[str, Sequence[object]] = {
     # Counts layers in another way; eagle_aux_hidden_state_layer_ids is what all others write.
     "target_layer_ids": (None,),
 }
-_HARMLESS_TO_DFLASH: dict[str, Sequence[object]] = {
+_HARMLESS_TO_DFLASH: Mapping[str, Sequence[object]] = {
     "quantization_config": (None,),
     "input_embedding_scale": (None, 1.0),
 } | dict.fromkeys(

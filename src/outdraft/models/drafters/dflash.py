@@ -193,7 +193,6 @@ class DFlashNetwork(LayeredDrafter):
         """Make its own products, once and for good, when the weights are there. The taps' is not
         quantized: a small error there is one of every draft."""
         for index, layer in enumerate(self.decoder.decoder_layers):
-            self.decoder.arrange(layer)
             # Its keys and values, which a pass over a block reads with its queries.
             rows = slice(2 * index * self._kv_size, 2 * (index + 1) * self._kv_size)
             own, fused = self.context_kv, layer.qkv_proj

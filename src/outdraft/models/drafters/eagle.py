@@ -213,11 +213,6 @@ class EagleNetwork(LayeredDrafter):
             slots["mask_hidden"] = Slot(self.mask_hidden.data)
         return slots
 
-    def pack(self, quantization: WeightFormat | None) -> None:
-        for layer in self.decoder.layers:
-            self.decoder.arrange(layer)
-        super().pack(quantization)
-
 
 def load_eagle(
     path: Path, tables: TargetTables, quantization: WeightFormat | None = None
