@@ -141,7 +141,7 @@ def _own_weights(path: Path, model: CausalLM, has_tiles: bool) -> Iterator[Kept]
 def _table(checkpoint: Checkpoint, model: CausalLM, has_tiles: bool) -> Iterator[Kept]:
     """List the embedding, unless the head uses its weights."""
     stored = checkpoint.weights[EMBEDDING_NAME]
-    slot = rows_of(model.vocabulary, model.embed_tokens.weight)
+    slot = rows_of(model.vocabulary, model.embed_weight)
     if keeps_blocks(stored) and has_tiles:
         if not model.config.tie_word_embeddings:
             product = stored_product([stored], [slot])

@@ -1,8 +1,8 @@
-"""Modules that networks are built of: a linear layer, an embedding, a norm.
+"""Modules that networks are built of: a linear layer and a norm.
 
 A linear layer's weight is packed once, when it is loaded, as its kernel reads it fastest.
 
-Dimension key: T rows, D inputs or hidden, E outputs, V vocabulary.
+Dimension key: T rows, D inputs or hidden, E outputs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -128,43 +128,6 @@ def memory_bytes(module: nn.Module) -> int:
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
-
-class Embedding(nn.Module):
-    """A table [V, D].
-
-    Attributes:
-        weight: its numbers; None: they are codes.
-        table: what is read.
-    """
-
-    def __init__(self, table: EmbeddingTable) -> None:
-        super().__init__()
-        numbers = table.source
-        self.weight: nn.Parameter | None = None
-        if isinstance(numbers, Tensor):
-            self.weight = nn.Parameter(numbers, requires_grad=False)
-        self.table, self._owns_codes = table, False
-
-    def take(self, product: Product, *, is_shared: bool) -> None:
-        """Read the outputs of a product from now on; the numbers are freed.
-
-        Args:
-            is_shared: it is a head, which counts its bytes.
-        """
-        self.table = EmbeddingTable(
-            product, self.table.num_tokens, self.table.size, self.table.dtype
-        )
-        self.weight, self._owns_codes = None, not is_shared
-
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes of codes that no head counts."""
-        return self.table.nbytes if self._owns_codes else 0
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """The vectors of int64 ids of any shape, [*, D]."""
-        return self.table(token_ids)
 
 
 def is_one_tensor(table: EmbeddingTable, head: Linear) -> bool:

@@ -153,7 +153,7 @@ def _keep_table(model: CausalLM, weight: StoredWeight, slot: Slot) -> None:
     if product is None:
         coded = StoredParameter([[weight.part(*slot.indices)]]).coded()
         product = model.kernels.pack_codes(coded, None, model.dtype)
-    model.embed_tokens.take(product, is_shared=is_shared)
+    model.keep_codes(product, is_shared=is_shared)
 
 
 def stored_products(

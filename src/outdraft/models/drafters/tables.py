@@ -34,7 +34,7 @@ from outdraft.models.decoder.config import ModelConfig
 from outdraft.models.decoder.layers import Decoder, Kind, first_drafts, product_of
 from outdraft.models.decoder.loader import open_checkpoint
 from outdraft.models.drafters.config import DFlashConfig, EagleConfig
-from outdraft.models.modules import Embedding, Linear, memory_bytes, pack_linears
+from outdraft.models.modules import Linear, memory_bytes, pack_linears
 from outdraft.models.shape import DRAFT_RANKS
 
 OF_TRAINING = ("verifier_norm.weight", "verifier_lm_head.weight")  # copies of the target's
@@ -80,7 +80,7 @@ class TargetTables:
     @cached_property
     def embedding(self) -> EmbeddingTable:
         """The vectors of this rank's tokens."""
-        own = self.target.embed_tokens.table
+        own = self.target.embed_tokens
         if self._are_the_targets:
             return own
         table_ND = torch.empty(self.vocabulary.num_own, own.size, **self.kind)
@@ -191,12 +191,13 @@ class LayeredDrafter(TargetedNetwork):
         self.shard = layer.shard(tables.group.size, DRAFT_RANKS)
         self.feature_size, self.num_drafted = layer.hidden_size, config.draft_vocab_size
         self._drafted = VocabularyShard(tables.group, self.num_drafted)
-        self.embed_tokens: Embedding | None = None
+        self.embed_tokens: nn.Parameter | None = None
         if has_embedding:
             table_ND = torch.empty(tables.vocabulary.num_own, layer.hidden_size, **self.kind)
-            self.embed_tokens = Embedding(EmbeddingTable.of(table_ND))
+            self.embed_tokens = nn.Parameter(table_ND, requires_grad=False)
         # Copies of the target's count before the first draft.
-        self._embedding = self.embed_tokens.table if self.embed_tokens else tables.embedding
+        own = self.embed_tokens
+        self._embedding = tables.embedding if own is None else EmbeddingTable.of(own.data)
         self.lm_head: Linear | None = None
         if has_head:
             self.lm_head = vocabulary_linear(layer.hidden_size, self._drafted, self.kind)
@@ -237,15 +238,16 @@ class LayeredDrafter(TargetedNetwork):
     def bytes_read(self, *unread: nn.Module | None) -> int:
         """Weights that a pass reads as they lie in memory, the target's head included; of the
         embedding it reads a few rows, and these parts it does not read."""
-        parts = [part for part in (self.embed_tokens, *unread) if part is not None]
-        return memory_bytes(self) - sum(map(memory_bytes, parts)) + self._borrowed_bytes
+        of_unread = sum(memory_bytes(part) for part in unread if part is not None)
+        of_table = 0 if self.embed_tokens is None else self.embed_tokens.nbytes
+        return memory_bytes(self) - of_unread - of_table + self._borrowed_bytes
 
     def checkpoint_slots(self) -> dict[str, Slot]:
         slots: dict[str, Slot] = {}
         for _, layer_slots in self.decoder.parts(""):
             slots |= layer_slots
         if self.embed_tokens is not None:
-            slots["embed_tokens.weight"] = rows_of(self.tables.vocabulary, self.embed_tokens.weight)
+            slots["embed_tokens.weight"] = rows_of(self.tables.vocabulary, self.embed_tokens)
         if self.lm_head is not None:
             slots["lm_head.weight"] = rows_of(self._drafted, self.lm_head.weight)
         return slots
@@ -306,7 +308,7 @@ def _check_fit(
 def _drop_the_targets_embedding(found: dict[str, Place], target: LanguageModel) -> None:
     """Drop a copy of the target's embedding: it is large, and not kept twice. Each rank looks at
     the vectors of its own tokens."""
-    place, own_ND = found.get("embed_tokens.weight"), target.embed_tokens.table.source
+    place, own_ND = found.get("embed_tokens.weight"), target.embed_tokens.source
     if place is not None and isinstance(own_ND, Tensor):  # plain numbers are no codes
         slot, [stored] = rows_of(target.vocabulary, own_ND), plain_weights({"": place}).values()
         is_own = list(stored.shape) == slot.shape

@@ -24,7 +24,7 @@ from outdraft.kernels.products import EmbeddingTable
 from outdraft.models.library.experts import routed_weights
 from outdraft.models.library.operations import computed_by, leaves_threads, one_torch_thread, paged
 from outdraft.models.library.products import FlatLinear, table_of
-from outdraft.models.modules import Embedding, is_one_tensor, memory_bytes, numbers_of
+from outdraft.models.modules import is_one_tensor, memory_bytes, numbers_of
 from outdraft.models.shape import ModelShape
 
 
@@ -133,15 +133,15 @@ class TransformersModel(nn.Module):
         return getattr(self._base, "rotary_emb", None)
 
     @property
-    def embed_tokens(self) -> Embedding:
+    def embed_tokens(self) -> EmbeddingTable:
         """A view: every rank has the whole table, and drafters read their rank's part of it."""
         table, first = table_of(self._embedding), self.vocabulary.first
         if self.group.size == 1:
-            return Embedding(table)
+            return table
         end = first + self.vocabulary.num_own
         if isinstance(table.source, Tensor):
-            return Embedding(EmbeddingTable.of(table.source[first:end]))
-        return Embedding(EmbeddingTable.of(table(torch.arange(first, end))))
+            return EmbeddingTable.of(table.source[first:end])
+        return EmbeddingTable.of(table(torch.arange(first, end)))
 
     @property
     def weight_bytes(self) -> int:
