@@ -259,7 +259,8 @@ class _Header:
         return self._numbers(kind, 1)[0].item()
 
     def string(self) -> str:
-        return str(self._taken(self.number("<u8")), "utf-8")
+        (size,) = _LENGTH.unpack(self._taken(_LENGTH.size))
+        return str(self._taken(size), "utf-8")
 
     def value(self, kind: int) -> Any:
         """A metadata value of this type."""
@@ -269,7 +270,7 @@ class _Header:
             return self.number(_NUMBERS[kind])
         kind, count = self.number("<u4"), self.number("<u8")
         if kind == _STRING:
-            return self._strings(count)
+            return [self.string() for _ in range(count)]
         numbers = self._numbers(_NUMBERS[kind], count).copy()  # at an address that fits them
         numbers.flags.writeable = False
         return numbers
@@ -285,18 +286,6 @@ class _Header:
     def _numbers(self, kind: str, count: int) -> np.ndarray:
         dtype = np.dtype(kind)
         return np.frombuffer(self._taken(count * dtype.itemsize), dtype)
-
-    def _strings(self, count: int) -> list[str]:
-        content, at, read = self.content, self.at, _LENGTH.unpack_from
-        found = list[str]()
-        for _ in range(count):
-            end = at + 8 + read(content, at)[0]
-            if end > len(content):
-                raise ValueError(f"an array of {count} strings ends after the file")
-            found.append(str(content[at + 8 : end], "utf-8"))
-            at = end
-        self.at = at
-        return found
 
     def _taken(self, size: int) -> memoryview:
         first, end = self.at, self.at + size

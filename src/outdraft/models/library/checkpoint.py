@@ -11,29 +11,23 @@ Dimension key: X experts, D inputs, E outputs.
 
 import logging
 import re
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.coded_weight import Codes
 from outdraft.kernels.ops import Kernels
-from outdraft.models.checkpoints.files import tensor_places, weight_files
-from outdraft.models.checkpoints.quantization import Quantization
-from outdraft.models.checkpoints.reader import Checkpoint, read_checkpoint
+from outdraft.models.checkpoints.reader import Checkpoint
 from outdraft.models.checkpoints.slots import describe
 from outdraft.models.checkpoints.stored import StoredParameter, StoredWeight, below
 from outdraft.models.modules import Linear
 
-# What has no meaning without scales.
-_CODES = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I32", "I8", "U8"}
 _NO_PRODUCT = "no product of this network can read its codes"
 _NO_CPU = "tiles are for CPUs"
 _logger = logging.getLogger(__name__)
@@ -110,32 +104,6 @@ class PresentedTensor:
     def __getitem__(self, place: Any) -> Tensor:
         assert place is Ellipsis, "the library asks for a part"
         return self._read()
-
-
-def open_quantised(
-    path: Path, quantization: Quantization, wanted: Container[str], left_out: Sequence[str] = ()
-) -> Checkpoint:
-    """The tensors of a checkpoint directory; none of a weight is read.
-
-    Args:
-        wanted: the names that the network has.
-        left_out: patterns that the names of unwanted tensors match.
-
-    Raises:
-        ConfigError: a file is missing or damaged, or tensors of quantised weights do not fit each
-            other.
-    """
-    places = tensor_places(
-        weight_files(path), lambda name: None if matches(name, left_out) else name
-    )
-    found = read_checkpoint(quantization, places, wanted)
-    for name, weight in sorted(found.weights.items()):
-        if weight.is_plain and weight.dtype in _CODES:
-            raise ConfigError(
-                f"tensor {name!r} has dtype {weight.dtype}, and its quantization_config "
-                "does not say what it stands for"
-            )
-    return found
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

@@ -20,7 +20,7 @@ from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers import logging as library_logging
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -36,16 +36,15 @@ from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
 from outdraft.models.checkpoints.config_json import read_config as read_raw_config
 from outdraft.models.checkpoints.config_json import read_generation_config, read_token_ids
-from outdraft.models.checkpoints.files import listed, plain_weights, tensor_places, weight_files
+from outdraft.models.checkpoints.files import listed, tensor_places, weight_files
 from outdraft.models.checkpoints.gguf_file import is_gguf
 from outdraft.models.checkpoints.quantization import check_unquantised, read_quantization
-from outdraft.models.checkpoints.reader import Checkpoint
+from outdraft.models.checkpoints.reader import Checkpoint, read_checkpoint
 from outdraft.models.checkpoints.slots import check_quantization
 from outdraft.models.library.checkpoint import (
     Packing,
     log_summary,
     matches,
-    open_quantised,
     presented,
     read_rest,
     replace_deferred,
@@ -73,6 +72,8 @@ _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _ATTENTION_TABLE = "ALL_ATTENTION_FUNCTIONS"
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _MOVING = ("dynamic", "longrope")
+# Dtypes that have no meaning without scales.
+_CODES = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I32", "I8", "U8"}
 _FIXED = "fixed"  # no kind of the library: nothing is updated
 
 
@@ -123,7 +124,14 @@ def load_transformers_model(
     model.set_experts_implementation("eager")  # the others do not know all dtypes
     context_len = _context_len(config)
     moves = fix_frequencies(model, min(max_model_len or context_len, context_len))
-    mask = None if takes_attention else _caught_attention(model, kernels, dtype)
+    mask = None
+    if (
+        not takes_attention
+    ):  # it asks no table of the library: caught, and given a mask to make none
+        for module in model.modules():
+            if hasattr(module, "layer_idx") and "Attention" in type(module).__name__:
+                catch_operations(module, kernels)
+        mask = torch.zeros((1, 1, 1, 1), dtype=dtype, device=model.device)
     survey = survey_attention(model, config, mask)
     shape = _shape(path, config, survey, moves)
     packing = Packing(kernels, quantization, checkpoint.release)
@@ -196,15 +204,6 @@ def causal_class(config: PretrainedConfig, path: Path) -> Any:
     return kind
 
 
-def _caught_attention(model: PreTrainedModel, kernels: Kernels, dtype: torch.dtype) -> Tensor:
-    """Catch attention that asks no table of the library; a mask to give to the model, which then
-    makes none."""
-    for module in model.modules():
-        if hasattr(module, "layer_idx") and "Attention" in type(module).__name__:
-            catch_operations(module, kernels)
-    return torch.zeros((1, 1, 1, 1), dtype=dtype, device=model.device)
-
-
 def _loaded(
     kind: Any,
     source: Mapping[str, Any],
@@ -252,14 +251,24 @@ def quiet_library() -> Generator[None]:
 
 
 def _opened(kind: Any, path: Path, config: PretrainedConfig) -> Checkpoint:
-    """The tensors of a checkpoint."""
+    """The tensors of a checkpoint; none of a weight is read."""
     if is_gguf(path):
         return open_gguf_checkpoint(path, _empty(kind, config))
     quantization = read_quantization(read_raw_config(path))
     if quantization is None:
-        return Checkpoint(plain_weights(tensor_places(weight_files(path))))
-    wanted = _empty(kind, config).state_dict()
-    return open_quantised(path, quantization, wanted, mtp_patterns(config, kind))
+        return read_checkpoint(None, tensor_places(weight_files(path)), ())
+    left_out = mtp_patterns(config, kind)
+    places = tensor_places(
+        weight_files(path), lambda name: None if matches(name, left_out) else name
+    )
+    found = read_checkpoint(quantization, places, _empty(kind, config).state_dict())
+    for name, weight in sorted(found.weights.items()):
+        if weight.is_plain and weight.dtype in _CODES:
+            raise ConfigError(
+                f"tensor {name!r} has dtype {weight.dtype}, and its quantization_config "
+                "does not say what it stands for"
+            )
+    return found
 
 
 def _plain(config: PretrainedConfig) -> PretrainedConfig:
