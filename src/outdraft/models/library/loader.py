@@ -125,9 +125,8 @@ def load_transformers_model(
     context_len = _context_len(config)
     moves = fix_frequencies(model, min(max_model_len or context_len, context_len))
     mask = None
-    if (
-        not takes_attention
-    ):  # it asks no table of the library: caught, and given a mask to make none
+    # Attention that asks no table of the library is caught. Given a mask, the model makes none.
+    if not takes_attention:
         for module in model.modules():
             if hasattr(module, "layer_idx") and "Attention" in type(module).__name__:
                 catch_operations(module, kernels)
