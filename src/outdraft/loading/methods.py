@@ -5,6 +5,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -154,22 +155,17 @@ def _load_network(
     source, kept = config.source, WeightFormat(config.quantization) if config.quantization else None
     tables = TargetTables(target, group, target_path)
     if source is DraftSource.MTP:
-        mtp = load_mtp(path, tables, kept)
-        return LoadedDrafter(mtp, mtp.shard, mtp.feature_size)
+        return _of_layers(load_mtp(path, tables, kept))
     if source in (DraftSource.EAGLE, DraftSource.EAGLE3):
         eagle = load_eagle(path, tables, kept)
         _check_kind(path, eagle.config.version, source)
         mask = eagle.config.mask_token_id if eagle.has_mask_state else None
-        layers, size = eagle.shard, eagle.feature_size
-        return LoadedDrafter(eagle, layers, size, len(eagle.taps), mask_token_id=mask)
+        return _of_layers(eagle, mask_token_id=mask)
     if source in BLOCK_SOURCES:
         blocks = load_dflash(path, tables, kept)
-        shape, size = blocks.config, blocks.feature_size
+        shape = blocks.config
         _check_kind(path, shape.kind, source)
-        most, rows = shape.num_drafts, shape.block_size
-        return LoadedDrafter(
-            blocks, blocks.shard, size, len(blocks.taps), max_drafts=most, block_rows=rows
-        )
+        return _of_layers(blocks, max_drafts=shape.num_drafts, block_rows=shape.block_size)
     if source in HEAD_SOURCES:
         load = load_medusa if source is DraftSource.MEDUSA else load_mlp_speculator
         heads = load(path, tables, kept)
@@ -187,6 +183,11 @@ def _load_network(
         )
     translated = TranslatedModel(model, vocabulary)
     return LoadedDrafter(translated, translated.shard)
+
+
+def _of_layers(network: StateNetwork | DFlashNetwork, **others: Any) -> LoadedDrafter:
+    taps = len(network.taps)
+    return LoadedDrafter(network, network.shard, network.feature_size, taps, **others)
 
 
 def _check_kind(path: Path, kind: str, source: DraftSource) -> None:

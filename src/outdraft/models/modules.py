@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from outdraft.core.weights import WeightFormat
-from outdraft.kernels.data.block_weight import BlockWeight
-from outdraft.kernels.data.coded_weight import CodedWeight, Codes
+from outdraft.kernels.data.coded_weight import Codes
 from outdraft.kernels.ops import Kernels, Product
 from outdraft.kernels.products import EmbeddingTable, ShardWrap
 from outdraft.kernels.torch.linear import linear
@@ -61,7 +60,7 @@ class Linear(nn.Module):
         assert self.weight is not None, "packed twice"
         bias_E = None if self.bias is None else self.bias.data
         own_bias_E, dtype = bias_E if self._spread is None else None, self.weight.dtype
-        if isinstance(source, CodedWeight | BlockWeight):
+        if isinstance(source, Codes):
             self.weight = None
             product = kernels.pack_codes(source, own_bias_E, dtype)
         else:

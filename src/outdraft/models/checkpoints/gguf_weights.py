@@ -77,7 +77,9 @@ def stored_tensor(tensor: GgufTensor, num_heads: int | None) -> StoredWeight:
     """
     kind, shape = tensor.kind, tensor.shape
     order_E = None if num_heads is None else _row_order(shape[0], num_heads)
-    tile = _tile(tensor)
+    # The blocks of a matrix can stay as they are.
+    is_blocks = len(shape) > 1 and kind.lower() in BLOCK_FORMATS
+    tile = WeightFormat(kind.lower()) if is_blocks else None
     is_plain = kind in _PLAIN
     has_reason = tile is None and not is_plain and len(shape) > 1
     return StoredWeight(
@@ -87,14 +89,8 @@ def stored_tensor(tensor: GgufTensor, num_heads: int | None) -> StoredWeight:
         tile=tile,
         reason=f"there are no tiles for {kind}" if has_reason else "",
         is_plain=is_plain,
-        read=partial(_read, tensor, order_E),
+        read=partial(_read, tensor, tile, order_E),
     )
-
-
-def _tile(tensor: GgufTensor) -> WeightFormat | None:
-    """The format that keeps its blocks; None: there is none, or it is no matrix."""
-    is_blocks = len(tensor.shape) > 1 and tensor.kind.lower() in BLOCK_FORMATS
-    return WeightFormat(tensor.kind.lower()) if is_blocks else None
 
 
 def _row_order(num_rows: int, num_heads: int) -> np.ndarray:
@@ -105,8 +101,10 @@ def _row_order(num_rows: int, num_heads: int) -> np.ndarray:
     return rows.transpose(0, 2, 1).reshape(-1)
 
 
-def _read(tensor: GgufTensor, order_E: np.ndarray | None) -> BlockRows | Tensor:
-    if (tile := _tile(tensor)) is not None:
+def _read(
+    tensor: GgufTensor, tile: WeightFormat | None, order_E: np.ndarray | None
+) -> BlockRows | Tensor:
+    if tile is not None:
         return BlockRows(tile, tensor.shape[-1], tensor.raw, order_E)
     if (dtype := _PLAIN.get(tensor.kind)) is None:
         numbers = dequantised(tensor.raw, tensor.kind)

@@ -47,7 +47,7 @@ from outdraft.models.library.operations import (
     register,
 )
 from outdraft.models.library.products import fuse_layers, pack_products
-from outdraft.models.library.survey import FAILURES, add_windows, makes_window_masks
+from outdraft.models.library.survey import FAILURES, add_windows
 from outdraft.models.modules import memory_bytes
 from outdraft.models.shape import DRAFT_RANKS, ModelShape
 
@@ -149,7 +149,7 @@ def load_library_mtp(
     nn.Module.to(layer, target.device).eval().requires_grad_(False)
     rotary = _rotary_of(target.rotary, found)
     survey = _surveyed(layer, rotary, target)
-    add_windows(survey, mtp_config, says_masks=makes_window_masks({kind, *map(type, survey.forms)}))
+    add_windows(survey, mtp_config, {kind, *map(type, survey.forms)})
     [attention], [cache] = survey.forms.items(), survey.caches
     holder = nn.ModuleDict({"layer": layer})
     packing = Packing(target.kernels, quantization)

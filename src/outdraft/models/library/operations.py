@@ -184,13 +184,9 @@ def one_torch_thread(is_wanted: bool) -> Generator[None]:
 
 def is_router(module: nn.Module) -> bool:
     """Is true if it chooses experts by products of its own, of which it may read the weights."""
-    weights = [part.weight for part in (module, *module.children()) if _has_weight(part)]
-    return bool(weights) and type(module).__name__.endswith(_ROUTERS)
-
-
-def _has_weight(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, nn.Parameter) and weight.dim() == 2
+    weights = [getattr(part, "weight", None) for part in (module, *module.children())]
+    has_product = any(isinstance(one, nn.Parameter) and one.dim() == 2 for one in weights)
+    return has_product and type(module).__name__.endswith(_ROUTERS)
 
 
 class _OwnOperations(TorchFunctionMode):

@@ -55,8 +55,7 @@ def survey_attention(
             f"{type(model).__name__} cannot read rows at given positions: they depend on their "
             "order, or on each other outside of attention"
         )
-    masks = makes_window_masks({type(part) for part in (model, *survey.forms)})
-    add_windows(survey, text_config, says_masks=masks)
+    add_windows(survey, text_config, {type(part) for part in (model, *survey.forms)})
     return survey
 
 
@@ -94,16 +93,18 @@ def _pass(
     return survey, torch.cat([*survey.seen_2N, out.logits[0].double()], dim=1)
 
 
-def add_windows(survey: Survey, config: PretrainedConfig, *, says_masks: bool) -> None:
+def add_windows(survey: Survey, config: PretrainedConfig, kinds: Iterable[type]) -> None:
     """Add what the library says by its masks only: chunks, and windows of some families.
 
     Args:
-        says_masks: as `makes_window_masks`. Where the family's code makes none, config.json may
-            name a window that nothing reads.
+        kinds: the classes of the model and of its attention; the part for texts may have another
+            family's code. Where none of them makes masks of windows, config.json may name a window
+            that nothing reads.
 
     Raises:
         ConfigError: the masks and the attention do not agree.
     """
+    says_masks = any(hasattr(sys.modules[kind.__module__], _WINDOW_MASK) for kind in kinds)
     types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     for index, (module, form) in enumerate(survey.forms.items()):
         kind = types[index] if types is not None else "sliding_attention" if says_masks else ""
@@ -115,12 +116,6 @@ def add_windows(survey: Survey, config: PretrainedConfig, *, says_masks: bool) -
                 f"masks say {masked}"
             )
         survey.forms[module] = replace(form, window=masked, chunk=chunk)
-
-
-def makes_window_masks(kinds: Iterable[type]) -> bool:
-    """Is true if the code of one of these classes makes masks of windows; the part for texts may
-    have another family's code."""
-    return any(hasattr(sys.modules[kind.__module__], _WINDOW_MASK) for kind in kinds)
 
 
 def text_part(model: PreTrainedModel) -> PreTrainedModel:
