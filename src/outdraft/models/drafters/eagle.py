@@ -159,9 +159,12 @@ class EagleNetwork(LayeredDrafter):
             adds_to_normed=self.config.norm_before_residual,
             leaves_out_first=self.config.version is DraftSource.MTP,
         )
-        norm_D = norm_weight(self.norm)
-        norms_D = (norm_D, None) if self.config.norm_output else (None, norm_D)
-        return {"final_norm_D": norms_D[0], "head_norm_D": norms_D[1], "entry": entry}
+        norm_D, is_fed_back = norm_weight(self.norm), self.config.norm_output
+        return {
+            "final_norm_D": norm_D if is_fed_back else None,
+            "head_norm_D": None if is_fed_back else norm_D,
+            "entry": entry,
+        }
 
     def forward(
         self,
