@@ -188,11 +188,9 @@ def _compressed_scheme(group: Mapping[str, Any], common_format: object) -> Weigh
 def _gptq(values: Mapping[str, Any]) -> WeightScheme:
     _check_dynamic(values, "GPTQ")
     stored_as = values.get("checkpoint_format") or values.get("format") or "gptq"
-    if stored_as not in ("gptq", "gptq_v2") or values.get("is_marlin_format"):
-        raise ConfigError(
-            f"{_WHERE}GPTQ's checkpoint_format {stored_as!r} is not supported; supported: "
-            "gptq, gptq_v2"
-        )
+    stored_as = "marlin" if values.get("is_marlin_format") else stored_as
+    what = f"{_WHERE}GPTQ's checkpoint_format {stored_as!r}"
+    check_supported(stored_as, ("gptq", "gptq_v2"), what)
     return WeightScheme(
         storage=Storage.GPTQ,
         bits=_bits(values, "GPTQ", (4, 8)),

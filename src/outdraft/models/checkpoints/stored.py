@@ -197,10 +197,12 @@ def tile_for(
     sizes = [size for size in (128, 32) if group_inputs % size == 0 or group_inputs >= num_inputs]
     if not sizes:
         return f"tiles have groups of 32 and 128 inputs, not of {group_inputs}"
-    if bits == 8:
-        return WeightFormat.INT8_G128 if sizes[0] == 128 else WeightFormat.INT8_G32
-    name = WeightFormat.INT4 if sizes[0] == 128 else WeightFormat.INT4_G32
-    return WeightFormat(f"{name}-zero" if has_zero else name)
+    return _named_tile(is_int8=bits == 8, group_inputs=sizes[0], has_zero=has_zero)
+
+
+def _named_tile(*, is_int8: bool, group_inputs: int, has_zero: bool) -> WeightFormat:
+    size = "-g32" if group_inputs == 32 else "-g128" if is_int8 else ""
+    return WeightFormat(f"{'int8' if is_int8 else 'int4'}{size}{'-zero' if has_zero else ''}")
 
 
 def _common_tile(parts: Sequence[tuple[WeightFormat | None, int]]) -> WeightFormat | None:
@@ -218,8 +220,8 @@ def _common_tile(parts: Sequence[tuple[WeightFormat | None, int]]) -> WeightForm
     if any(tile.is_blocks for tile in tiles):
         fits = all(tile.is_blocks for tile in tiles) and fits_tiles(sizes)
         return WeightFormat.MIXED if fits else None
-    least = min(tile.group_inputs or 128 for tile in tiles)
-    bits = "int8" if tiles[0].is_int8 else "int4"
-    size = "-g32" if least == 32 else "-g128" if bits == "int8" else ""
-    zero = "-zero" if any(tile.has_zero for tile in tiles) else ""
-    return WeightFormat(bits + size + zero)
+    return _named_tile(
+        is_int8=tiles[0].is_int8,
+        group_inputs=min(tile.group_inputs or 128 for tile in tiles),
+        has_zero=any(tile.has_zero for tile in tiles),
+    )

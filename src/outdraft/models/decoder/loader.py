@@ -107,12 +107,11 @@ def load_weights(
     dequantised: list[tuple[str, str]] = []
     table: Slot | None = None
     for part, slots in model.parts():
-        coded: dict[Linear, StoredParameter] = {}
-        parts: dict[Linear, list[Tensor]] = {}
+        sources: dict[Linear, StoredParameter | list[Tensor]] = {}
         for linear, names, product in stored_products(part, slots, weights):
             own = [slots.pop(name) for name in names]
             if product.tile is not None:
-                coded[linear] = product
+                sources[linear] = product
                 kept += [(one.label, str(product.tile)) for one in product.weights]
                 check_quantization(quantization, product.weights)
                 continue
@@ -120,7 +119,7 @@ def load_weights(
             dequantised += [(one.label, one.reason) for one in quantised]
             numbers = [slot.numbers(weights[name]) for name, slot in zip(names, own, strict=True)]
             if all(map(_is_alike, numbers, own)):
-                parts[linear] = numbers
+                sources[linear] = numbers
                 continue
             for slot, own_ED in zip(own, numbers, strict=True):
                 slot.to.copy_(own_ED)
@@ -131,7 +130,8 @@ def load_weights(
             if not weights[name].is_plain:
                 dequantised.append((weights[name].label, "it is read row by row"))
         for linear in linears_of(part):
-            source = coded[linear].coded() if linear in coded else parts.pop(linear, ())
+            source = sources.pop(linear, ())
+            source = source.coded() if isinstance(source, StoredParameter) else source
             linear.pack(model.kernels, quantization, source)
         checkpoint.release()
     if table is not None:
