@@ -20,7 +20,7 @@ from threading import Lock
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers import logging as library_logging
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -124,13 +124,7 @@ def load_transformers_model(
     model.set_experts_implementation("eager")  # the others do not know all dtypes
     context_len = _context_len(config)
     moves = fix_frequencies(model, min(max_model_len or context_len, context_len))
-    mask = None
-    # Attention that asks no table of the library is caught. Given a mask, the model makes none.
-    if not takes_attention:
-        for module in model.modules():
-            if hasattr(module, "layer_idx") and "Attention" in type(module).__name__:
-                catch_operations(module, kernels)
-        mask = torch.zeros((1, 1, 1, 1), dtype=dtype, device=model.device)
+    mask = None if takes_attention else _caught_attention(model, kernels, dtype)
     survey = survey_attention(model, config, mask)
     shape = _shape(path, config, survey, moves)
     packing = Packing(kernels, quantization, checkpoint.release)
@@ -201,6 +195,15 @@ def causal_class(config: PretrainedConfig, path: Path) -> Any:
     if getattr(text_config, "use_bidirectional_attention", False):
         raise ConfigError(f"{names[0]} with use_bidirectional_attention looks ahead in the text")
     return kind
+
+
+def _caught_attention(model: PreTrainedModel, kernels: Kernels, dtype: torch.dtype) -> Tensor:
+    """Catch attention that asks no table of the library; a mask to give to the model, which then
+    makes none."""
+    for module in model.modules():
+        if hasattr(module, "layer_idx") and "Attention" in type(module).__name__:
+            catch_operations(module, kernels)
+    return torch.zeros((1, 1, 1, 1), dtype=dtype, device=model.device)
 
 
 def _loaded(
