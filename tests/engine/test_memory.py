@@ -1,6 +1,6 @@
 """How many blocks the cache gets, and what is said when it cannot have them."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,9 @@ from outdraft.core.errors import ConfigError
 from outdraft.loading.machine import limited_groups
 from outdraft.loading.memory import (
     CPU_SHARE,
+    DRAFT_PROBS,
     DeviceMemory,
     MemoryPlan,
-    StepMemory,
     device_memory,
     num_blocks,
 )
@@ -87,8 +87,7 @@ def test_a_cpu_gives_the_cache_no_more_than_its_default_unasked():
 
 def test_the_plan_says_that_the_default_was_the_limit():
     def told(count, limit):
-        step = StepMemory(0, 0, 0, 0, 0, 0)
-        return str(MemoryPlan("float32", 0, 0, step, 2**20, count, 16, cache_limit=limit))
+        return str(MemoryPlan("float32", 0, 0, {}, 2**20, count, 16, cache_limit=limit))
 
     assert "at most 40.0 MiB unless kv_cache_memory_bytes says" in told(40, 40 * 2**20)
     assert "unless" not in told(39, 40 * 2**20) + told(40, None)
@@ -134,7 +133,12 @@ def test_the_table_adds_up():
         numbers="float32 over bfloat16 weights",
         target_weights=3 * mebi,
         drafter_weights=mebi,
-        step=StepMemory(mebi // 8, mebi // 8, 0, mebi // 4, 0, 0),
+        step={
+            "texts on the device": mebi // 8,
+            "activations of a full step": mebi // 8,
+            "logits and sampling": mebi // 4,
+            DRAFT_PROBS: 0,
+        },
         block_bytes=mebi // 4,
         num_blocks=10,
         block_size=16,
@@ -145,16 +149,7 @@ def test_the_table_adds_up():
     assert rows["total"] == "7.0 MiB"
     assert rows["activations of a full step"] == "0.1 MiB"
     assert rows["logits and sampling"] == "0.2 MiB"
-    assert "draft probabilities" not in rows
-
-
-def test_each_part_of_a_step_has_a_row():
-    parts = [field.name for field in fields(StepMemory)]
-    step = StepMemory(**{name: (1 << place) * 2**20 for place, name in enumerate(parts)})
-    plan = MemoryPlan("float32", 0, 0, step, block_bytes=0, num_blocks=0, block_size=16)
-    *rows, (_, total) = plan.table()
-    in_mib = [float(size.split()[0].replace(",", "")) for _, size in rows]
-    assert sum(in_mib) == float(total.split()[0].replace(",", "")) == (1 << len(parts)) - 1
+    assert DRAFT_PROBS not in rows
 
 
 def test_there_is_memory_on_this_machine():
@@ -212,7 +207,7 @@ def test_a_groups_limit_is_what_the_share_is_of(monkeypatch):
 
 
 def rank_plan(weights: int, block_bytes: int, count: int) -> MemoryPlan:
-    return MemoryPlan("float32", weights, 0, StepMemory(0, 0, 0, 0, 0, 0), block_bytes, count, 16)
+    return MemoryPlan("float32", weights, 0, {}, block_bytes, count, 16)
 
 
 def test_ranks_agree_on_the_fewest_blocks_and_tell_what_each_leaves_idle():

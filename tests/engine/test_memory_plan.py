@@ -9,7 +9,14 @@ from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.choose import with_triton
 from outdraft.kernels.data.graph_sizes import GRAPH_BYTES, GRAPHED_FUNCTIONS
-from outdraft.loading.memory import DeviceMemory, plan_memory, plan_together
+from outdraft.loading.memory import (
+    GRAPHS,
+    STATES,
+    TEXTS,
+    DeviceMemory,
+    plan_memory,
+    plan_together,
+)
 from outdraft.loading.models import load_models
 from tests.cli.pair import pair
 from tests.ranks import spread_models
@@ -38,9 +45,10 @@ def taken(plans, parts):
     networks |= {id(m.drafter): m.drafter.network for _, m in parts if m.drafter}
     weights = sum(network.memory_bytes for network in networks.values())
     steps = [plan.step for plan in plans]
-    between = max(step.total - step.texts - step.states for step in steps)
+    kept = [step[TEXTS] + step[STATES] for step in steps]
+    between = max(sum(step.values()) - own for step, own in zip(steps, kept, strict=True))
     caches = sum(plan.block_bytes * plan.num_blocks for plan in plans)
-    return weights + between + caches + sum(step.texts + step.states for step in steps)
+    return weights + between + caches + sum(kept)
 
 
 @pytest.mark.parametrize("sources", [(None,), (None, "draft_model"), (None, "eagle3", "medusa")])
@@ -119,6 +127,6 @@ def test_graphs_take_memory_where_they_are_made():
             with_triton(models.kernels, has_graphs=has_graphs) for has_graphs in (True, False)
         )
     )
-    assert without.step.graphs == 0
-    assert with_graphs.step.graphs > GRAPHED_FUNCTIONS * GRAPH_BYTES
-    assert with_graphs.step.total == without.step.total + with_graphs.step.graphs
+    assert without.step[GRAPHS] == 0
+    assert with_graphs.step[GRAPHS] > GRAPHED_FUNCTIONS * GRAPH_BYTES
+    assert dict(with_graphs.step) == {**without.step, GRAPHS: with_graphs.step[GRAPHS]}

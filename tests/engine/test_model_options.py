@@ -12,8 +12,8 @@ from outdraft import LLM, SamplingParams
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.loading import models as loading
-from outdraft.loading.generation_config import default_sampling
 from outdraft.loading.models import choose_dtype
+from outdraft.models.checkpoints.config_json import default_sampling
 from outdraft.models.checkpoints.files import resolve_model_path
 from outdraft.ranks.launch import load_on_ranks
 from tests.cli.pair import pair

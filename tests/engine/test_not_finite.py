@@ -37,7 +37,7 @@ PARAMS = {
 @contextmanager
 def broken(llm: LLM, token_id: int, value: float = float("nan")) -> Iterator[None]:
     """Engines share their weights: they are mended afterwards."""
-    table = llm.models.target.embed_tokens.weight.data
+    table = llm.models.target.embed_tokens.source
     row = table[token_id].clone()
     table[token_id] = value
     try:

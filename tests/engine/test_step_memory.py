@@ -25,7 +25,10 @@ from outdraft.kv.block_pool import LayerCacheShape
 from outdraft.loading import memory
 from outdraft.loading import models as loading
 from outdraft.loading.memory import (
+    DRAFT_PROBS,
     NOISE_BYTES,
+    SAMPLING,
+    STATES,
     StepShape,
     activation_bytes,
     draft_prob_bytes,
@@ -348,9 +351,9 @@ def test_the_reference_attention_takes_no_more_than_it_says(batch, mode, dtype):
 
 def test_an_engine_without_speculation_pays_for_no_drafts():
     plain, drafting = (engine("qwen2", method).memory.step for method in ("plain", "ngram"))
-    assert plain.sampling < drafting.sampling
-    assert plain.draft_probs == drafting.draft_probs == 0
-    assert engine("qwen2", "draft_model").memory.step.draft_probs > 0
+    assert plain[SAMPLING] < drafting[SAMPLING]
+    assert plain[DRAFT_PROBS] == drafting[DRAFT_PROBS] == 0
+    assert engine("qwen2", "draft_model").memory.step[DRAFT_PROBS] > 0
 
 
 def test_free_memory_is_read_before_anything_is_allocated(monkeypatch):
@@ -369,15 +372,15 @@ def test_free_memory_is_read_before_anything_is_allocated(monkeypatch):
 
 def test_a_drafter_that_reads_states_pays_for_them_and_for_its_window():
     plans = {m: engine("qwen2", m).memory for m in ("plain", "draft_model", "eagle3", "medusa")}
-    assert plans["plain"].step.states == plans["draft_model"].step.states == 0
-    assert plans["eagle3"].step.states > plans["medusa"].step.states > 0
+    assert plans["plain"].step[STATES] == plans["draft_model"].step[STATES] == 0
+    assert plans["eagle3"].step[STATES] > plans["medusa"].step[STATES] > 0
     hidden, block = 32, plans["plain"].block_size
     own_keys = 2 * 2 * 8 * block * 4  # of one layer with two heads of eight
     kept = plans["eagle3"].block_bytes - plans["plain"].block_bytes
     assert kept == own_keys
     # Beside the window: three streams of each row, twice, and twice what is made of them.
     rows, window = 24 * 8 * hidden * 4, (4 * STATE_WINDOW + 1) * hidden * 4
-    assert plans["eagle3"].step.states == rows + window
+    assert plans["eagle3"].step[STATES] == rows + window
     assert plans["medusa"].block_bytes == plans["plain"].block_bytes
 
 
@@ -392,4 +395,4 @@ def test_a_step_takes_no_more_than_the_plan_says(method: str):
     def generate():
         return run(llm, prompts, params)
 
-    assert peak_bytes(generate) <= llm.memory.step.total
+    assert peak_bytes(generate) <= sum(llm.memory.step.values())

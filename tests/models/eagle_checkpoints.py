@@ -146,7 +146,7 @@ class Layout:
 
     def reference(self, target: CausalLM) -> tuple[dict[str, Tensor], Settings]:
         """What tests/reference/eagle.py reads; what is left out is the target's."""
-        own = {"embed_tokens.weight": target.embed_tokens.weight}
+        own = {"embed_tokens.weight": target.embed_tokens.source}
         assert target.lm_head.weight is not None
         own["lm_head.weight"] = target.lm_head.weight
         weights = {name: weight.detach().cpu().double() for name, weight in own.items()}

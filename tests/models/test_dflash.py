@@ -211,8 +211,8 @@ def test_tables_that_are_the_targets_are_not_kept_twice(tmp_path: Path):
         tensors["embed_tokens.weight"] = table
 
     network = load_dflash(written(tmp_path, "dflash", with_copy), TargetTables(target))
-    assert network.tables.embed_tokens is None
-    assert network.tables.lm_head is None
+    assert network.embed_tokens is None
+    assert network.lm_head is None
 
 
 def _set(**changes: Any) -> Change:

@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outdraft.kernels.torch.pointwise import rotate, silu_mul
 from outdraft.models.decoder.config import ModelConfig, RopeConfig
-from outdraft.models.decoder.layers import Rotary, attention_factor, frequencies
+from outdraft.models.decoder.layers import Kind, attention_factor, frequencies, rotary_table
 from tests.models.checkpoints import LINEAR, LLAMA3, TINY, YARN
 
 CPU = torch.device("cpu")
@@ -49,11 +49,11 @@ def test_the_gate_keeps_the_values_at_the_ends(dtype):
 
 
 def test_rotated_products_depend_on_the_distance_only():
-    rotary = Rotary(RopeConfig(), 16, 100, dtype=torch.float64, device=CPU)
+    table_MC = rotary_table(RopeConfig(), 16, 100, Kind(dtype=torch.float64, device=CPU))
     q_C, k_C = torch.randn(2, 16, dtype=torch.float64)
 
     def product(q_position: int, k_position: int) -> float:
-        cos_sin_TC = rotary.cos_sin_MC[[q_position, k_position]]
+        cos_sin_TC = table_MC[[q_position, k_position]]
         q, k = rotate(torch.stack((q_C, k_C))[:, None], cos_sin_TC)
         return float((q * k).sum())
 

@@ -98,7 +98,7 @@ def test_a_tied_head_shares_the_memory_of_the_embedding(tmp_path: Path):
 
     model = load_model(path, torch.float64, "cpu", reference_kernels())
 
-    assert model.lm_head.weight is model.embed_tokens.weight
+    assert model.lm_head.weight is model.embed_weight
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3-window"])

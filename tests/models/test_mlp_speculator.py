@@ -115,7 +115,7 @@ def test_an_inner_width_that_is_not_told_is_the_targets(
     tensors |= {f"speculator.ln.0.{kind}": torch.ones(HIDDEN) for kind in ("weight", "bias")}
     path = write(tmp_path, mlp_config(1, inner_dim=inner_dim), tensors)
 
-    assert load(path, target).config.inner_dim == HIDDEN
+    assert load(path, target).inner_dim == HIDDEN
 
 
 def test_shared_weights_take_memory_once_and_are_read_by_every_head(

@@ -14,8 +14,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.torch.pointwise import rms_norm
 from outdraft.kernels.torch.table import reference_kernels
+from outdraft.models.decoder.causal_lm import CausalLM
 from outdraft.models.decoder.config import ModelConfig, read_rope
-from outdraft.models.decoder.layers import DecoderLayer, attention_factor, frequencies
+from outdraft.models.decoder.layers import attention_factor, frequencies, rotary_order
 from outdraft.models.decoder.loader import load_model
 from tests.models.checkpoints import (
     LINEAR,
@@ -170,25 +171,25 @@ def test_the_compiled_pass_agrees_with_the_layers(kind, tmp_path):
 
 def test_norms_and_biases_of_heads_are_put_in_order_too(tmp_path):
     save(randomised(qwen3(attention_bias=True)), tmp_path)
+    plain = load_model(tmp_path, torch.float64, "cpu", reference_kernels())
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"partial_rotary_factor": 0.5}))
     model = load_model(tmp_path, torch.float64, "cpu", reference_kernels())
-    layer, order_C = next(iter(model.decoder.layers)), model.decoder.rotary.order_C
-    assert isinstance(layer, DecoderLayer)
+    order_C = rotary_order(model.config.rope, model.config.head_size)
     assert order_C is not None
     x_TD = torch.randn(3, TINY["hidden_size"], dtype=torch.float64)
 
-    def queries_and_keys() -> Tensor:
-        spec, sizes = layer.spec(), (model.config.num_heads, model.config.num_kv_heads)
+    def queries_and_keys(model: CausalLM) -> Tensor:
+        layer, config = model.decoder.decoder_layers[0], model.config
+        spec, sizes = layer.spec(), (config.num_heads, config.num_kv_heads)
         assert spec.q_norm_C is not None
         assert spec.k_norm_C is not None
-        heads_THC = spec.qkv(x_TD).unflatten(1, (-1, model.config.head_size))
+        heads_THC = spec.qkv(x_TD).unflatten(1, (-1, config.head_size))
         q, k, _ = heads_THC.split((*sizes, sizes[1]), dim=1)
         return torch.cat((rms_norm(q, spec.q_norm_C, 1e-6), rms_norm(k, spec.k_norm_C, 1e-6)), 1)
 
-    ours_THC = queries_and_keys()
-    layer.arrange(order_C.argsort())  # back to the checkpoint's order
-    torch.testing.assert_close(ours_THC, queries_and_keys()[..., order_C], rtol=1e-12, atol=1e-12)
+    ours_THC, plain_THC = queries_and_keys(model), queries_and_keys(plain)
+    torch.testing.assert_close(ours_THC, plain_THC[..., order_C], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from outdraft.core.structured_outputs import StructuredOutput
 from outdraft.models.checkpoints.gguf_file import open_gguf
-from outdraft.models.checkpoints.gguf_metadata import GgufVocabulary, TokenKind
+from outdraft.models.checkpoints.gguf_metadata import TokenKind, vocabulary_of
 from outdraft.structured.compiler import GrammarCompiler
 from outdraft.text.chat import ChatTemplate
 from outdraft.text.detokenizer import Detokenizer
@@ -37,8 +38,8 @@ def path(request: pytest.FixtureRequest, published: Callable[[str], Path]) -> Pa
 
 
 @cache
-def vocabulary(path: Path) -> GgufVocabulary:
-    return GgufVocabulary.of(open_gguf(path).values)
+def vocabulary(path: Path) -> tuple[list[str], np.ndarray, tuple[int, ...]]:
+    return vocabulary_of(open_gguf(path).values)
 
 
 @cache
@@ -57,8 +58,8 @@ def tokenizer(path: Path, *, parse_special: bool = True) -> Tokenizer:
 @cache
 def corpus(path: Path) -> list[str]:
     kinds = (TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.USER_DEFINED)
-    known = vocabulary(path)
-    special = [known.tokens[i] for i, kind in enumerate(known.kinds_V) if kind in kinds]
+    tokens, kinds_V, _ = vocabulary(path)
+    special = [tokens[i] for i, kind in enumerate(kinds_V) if kind in kinds]
     return texts(20, NUM_TEXTS, special[:60])
 
 
@@ -105,16 +106,16 @@ def test_what_a_stream_shows_adds_up_to_the_text_of_all_ids(
 
 
 def test_an_output_ends_where_llama_cpp_ends_it(path: Path):
-    assert set(vocabulary(path).ends) == oracle(path).ends()
+    assert set(vocabulary(path)[2]) == oracle(path).ends()
 
 
 def test_an_output_can_keep_to_a_form(path: Path):
     ours = tokenizer(path)
     schema = {"type": "object", "properties": {"é日": {"type": "integer"}}, "required": ["é日"]}
     form = StructuredOutput("json_schema", json.dumps(schema))
-    grammar = GrammarCompiler(ours, len(vocabulary(path).tokens)).compile(form)
+    grammar = GrammarCompiler(ours, len(vocabulary(path)[0])).compile(form)
     for text, keeps in (('{"é日":12}', True), ('{"é日":"12"}', False)):
-        matcher = grammar.matcher(set(vocabulary(path).ends))
+        matcher = grammar.matcher(set(vocabulary(path)[2]))
         for token_id in ours.encode(text, add_special_tokens=False).ids:
             matcher.advance(token_id)
         assert (matcher.failure is None) is keeps
@@ -269,11 +270,11 @@ def test_conversations_are_written_as_transformers_writes_them(
         assert ours is None
         pytest.skip("the file has no template")
     assert ours is not None
-    known = vocabulary(path)
+    tokens, _, _ = vocabulary(path)
     theirs = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")),
-        bos_token=known.tokens[open_gguf(path).values["tokenizer.ggml.bos_token_id"]],
-        eos_token=known.tokens[open_gguf(path).values["tokenizer.ggml.eos_token_id"]],
+        bos_token=tokens[open_gguf(path).values["tokenizer.ggml.bos_token_id"]],
+        eos_token=tokens[open_gguf(path).values["tokenizer.ggml.eos_token_id"]],
     )
     messages = CONVERSATIONS[conversation]
     wanted = theirs.apply_chat_template(

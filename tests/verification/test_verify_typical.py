@@ -12,7 +12,7 @@ from outdraft.kernels.data.drafts import DraftBatch, row_start_B
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.data.sampling import Paths
 from outdraft.kernels.torch import noise
-from outdraft.verification.verifier import TypicalAcceptance, Verifier
+from outdraft.verification.verifier import Verifier
 from tests.drafting.lockstep import ALPHA, PLAIN, Decoding, exact_joint, p_value
 from tests.kernels.tables import kernels_for
 from tests.reference import verification
@@ -48,7 +48,7 @@ def test_the_longest_typical_path_is_that_of_a_plain_loop(sizes, vocab_size, eps
     )
     tokens_B = torch.arange(5, 5 + len(sizes))
     kernels = kernels_for(torch.float64)
-    verdict = Verifier(kernels, "lossy_typical", TypicalAcceptance(eps, delta)).verify(
+    verdict = Verifier(kernels, "lossy_typical", eps, delta).verify(
         logits_RV, drafts, sampling, Paths(None, tokens_B, tokens_B, None)
     )
     for b, (tree, start) in enumerate(zip(trees, row_start_B(drafts).tolist(), strict=True)):
@@ -68,7 +68,7 @@ def test_the_longest_typical_path_is_that_of_a_plain_loop(sizes, vocab_size, eps
         assert verdict.rows_BN[b].tolist() == [*rows, *[-1] * (drafts.width - len(rows))]
 
 
-def verdict_of(tree, p_NV, typical):
+def verdict_of(tree, p_NV, bounds):
     """The verdict of one request, with the target's probabilities of all rows."""
     sampling = batch_of_params(
         [SamplingParams()], seeds=[0], vocab_size=p_NV.shape[1], device="cpu"
@@ -76,7 +76,7 @@ def verdict_of(tree, p_NV, typical):
     one_B = torch.ones(1, dtype=torch.int64)
     drafts = DraftBatch.from_drafts([tree], "cpu")
     paths = Paths(None, one_B, one_B, None)
-    verifier = Verifier(kernels_for(p_NV.dtype), "lossy_typical", typical)
+    verifier = Verifier(kernels_for(p_NV.dtype), "lossy_typical", *bounds)
     return verifier.verify(p_NV.log(), drafts, sampling, paths)
 
 
@@ -84,20 +84,20 @@ def test_a_draft_is_kept_above_the_threshold_of_its_row():
     """In an even row the bound by entropy is alpha / V; in a peaked one the threshold counts."""
     even_V, peaked_V = torch.full((8,), 1 / 8), torch.tensor([0.91] + [0.09 / 7] * 7)
     tree = Draft.chain((3,))
-    for p_V, typical, want in (
-        (even_V, TypicalAcceptance(0.2, 0.9), 1),
-        (even_V, TypicalAcceptance(0.12, 1.0), 1),
-        (even_V, TypicalAcceptance(0.13, 1.0), 0),
-        (peaked_V, TypicalAcceptance(0.09, 0.3), 0),
-        (peaked_V, TypicalAcceptance(0.01, 0.3), 1),
+    for p_V, bounds, want in (
+        (even_V, (0.2, 0.9), 1),
+        (even_V, (0.12, 1.0), 1),
+        (even_V, (0.13, 1.0), 0),
+        (peaked_V, (0.09, 0.3), 0),
+        (peaked_V, (0.01, 0.3), 1),
     ):
-        verdict = verdict_of(tree, torch.stack([p_V, p_V]), typical)
+        verdict = verdict_of(tree, torch.stack([p_V, p_V]), bounds)
         assert int((verdict.rows_BN >= 0).sum()) == want
 
 
 def test_of_equal_paths_the_likelier_is_taken_and_then_the_first():
     p_NV = torch.tensor([[0.3, 0.4, 0.3]]).expand(4, 3)
-    anything = TypicalAcceptance(0.01, 0.01)
+    anything = (0.01, 0.01)
     for tokens, want in (((0, 1, 2), 1), ((0, 2, 0), 0), ((2, 0, 2), 0)):
         verdict = verdict_of(Draft(tokens, (0, 0, 0)), p_NV, anything)
         assert verdict.rows_BN[0, 0] == want

@@ -7,9 +7,8 @@ Dimension key: W works, B of them sample, T rows, R rows that need logits, N mos
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -82,8 +81,7 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
     """Tensors of the arrays' own shapes and types; one copy for all of them."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    sent = pack(arrays, pinned=device.type == "cuda").to(device, non_blocking=True)
-    return unpack(sent, arrays)
+    return unpack(pack(arrays, pinned=device.type == "cuda").to(device, non_blocking=True), arrays)
 
 
 def pack(arrays: Sequence[np.ndarray], *, pinned: bool = False) -> Tensor:
@@ -99,7 +97,9 @@ def pack(arrays: Sequence[np.ndarray], *, pinned: bool = False) -> Tensor:
 def unpack(packed: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
     """Views of what `pack` made of arrays of these shapes and types."""
     return [
-        packed[start : start + array.nbytes].view(_torch_dtype(array.dtype)).view(array.shape)
+        packed[start : start + array.nbytes]
+        .view(torch.from_numpy(array[:0]).dtype)
+        .view(array.shape)
         for start, array in zip(_starts(arrays), arrays, strict=False)
     ]
 
@@ -108,8 +108,3 @@ def _starts(arrays: Sequence[np.ndarray]) -> list[int]:
     """Bytes at which the arrays begin, and the end of all."""
     sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
     return [0, *accumulate(sizes)]
-
-
-@cache
-def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, dtype)).dtype

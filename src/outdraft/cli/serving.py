@@ -27,7 +27,7 @@ from outdraft.config.fields import as_choice, check_choice
 from outdraft.core.errors import ConfigError, EngineDeadError
 from outdraft.dashboard.feed import LiveFeed
 from outdraft.dashboard.router import dashboard_router
-from outdraft.loading.generation_config import default_sampling
+from outdraft.models.checkpoints.config_json import default_sampling
 from outdraft.server.api.app import create_app
 from outdraft.server.api.middleware import is_loopback
 from outdraft.server.api.reasoning import check_marks

@@ -16,9 +16,9 @@ from outdraft.engine.assembly import Assembler, Queued
 from outdraft.engine.build import build_engine
 from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import Prompt, is_one_prompt
-from outdraft.loading.generation_config import default_sampling
 from outdraft.loading.memory import MemoryPlan
 from outdraft.loading.models import LoadedModels, tokenizer_path
+from outdraft.models.checkpoints.config_json import default_sampling
 from outdraft.ranks.launch import load_on_ranks
 from outdraft.text.chat import (
     ChatTemplate,

@@ -5,8 +5,8 @@ the moment with most live tensors, in plain PyTorch; compiled paths take less. T
 all needed at once, but an allocator keeps the memory that it once had.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -18,12 +18,7 @@ from outdraft.core.draft import MAX_DRAFTS, TreeShape
 from outdraft.core.errors import ConfigError
 from outdraft.drafting.request_limits import most_draft_rows
 from outdraft.kernels.choose import computed_by, has_graphs
-from outdraft.kernels.data.graph_sizes import (
-    GRAPH_BYTES,
-    GRAPHED_FUNCTIONS,
-    MOST_ROWS,
-    PASS_BYTES,
-)
+from outdraft.kernels.data.graph_sizes import GRAPH_BYTES, GRAPHED_FUNCTIONS, MOST_ROWS, PASS_BYTES
 from outdraft.kernels.data.logits import (
     SCORED_LOGITS,
     SCORED_ON_DEVICE,
@@ -144,38 +139,10 @@ class StepShape:
         return torch.promote_types(self.dtype, torch.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class StepMemory:
-    """Bytes.
-
-    Attributes:
-        texts: token ids of the running requests on the device.
-        activations: of a pass of most rows through the widest layer.
-        attention: temporaries of the attention in that pass.
-        sampling: logits, their processed copies, probabilities, noise.
-        prompt_scores: logits of a prompt's tokens, for their log-probabilities.
-        draft_probs: of the network's sampled drafts.
-        states: of the target, on their way to a drafter that reads them.
-        graphs: of a GPU, in memory of their own.
-    """
-
-    texts: int
-    activations: int
-    attention: int
-    sampling: int
-    prompt_scores: int
-    draft_probs: int
-    states: int = 0
-    graphs: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(getattr(self, part.name) for part in fields(self))
-
-    @property
-    def kept(self) -> int:
-        """Also between steps."""
-        return self.texts + self.states + self.graphs
+# The parts of a step's memory that are kept between steps. Graphs have memory of their own.
+TEXTS, STATES, GRAPHS = "texts on the device", "states for the drafter", "graphs of the GPU"
+SAMPLING, DRAFT_PROBS = "logits and sampling", "draft probabilities"
+_KEPT = {TEXTS, STATES, GRAPHS}
 
 
 def activation_bytes(shape: StepShape, models: Sequence[ModelShape]) -> int:
@@ -290,7 +257,7 @@ class MemoryPlan:
     Attributes:
         numbers: the target's number formats, of its products and of its weights.
         target_weights, drafter_weights: as loaded, packed copies included.
-        step: of the largest step.
+        step: of the largest step, by the names of its parts.
         block_bytes: of one block, the target's and the drafter's layers together.
         cache_limit: most bytes of a cache without a configured size; None: it has one, or the
             device has no such limit.
@@ -301,7 +268,7 @@ class MemoryPlan:
     numbers: str
     target_weights: int
     drafter_weights: int
-    step: StepMemory
+    step: Mapping[str, int]
     block_bytes: int
     num_blocks: int
     block_size: int
@@ -311,7 +278,7 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         weights = self.target_weights + self.drafter_weights
-        return weights + self.step.total + self.block_bytes * self.num_blocks
+        return weights + sum(self.step.values()) + self.block_bytes * self.num_blocks
 
     def agreed(self, others: Sequence["MemoryPlan"]) -> "MemoryPlan":
         """This rank's plan with as many blocks as all ranks have room for."""
@@ -327,14 +294,7 @@ class MemoryPlan:
         parts = {
             f"target weights: {self.numbers}": self.target_weights,
             "drafter weights": self.drafter_weights,
-            "texts on the device": self.step.texts,
-            "activations of a full step": self.step.activations,
-            "attention's temporaries": self.step.attention,
-            "logits and sampling": self.step.sampling,
-            "log-probabilities of prompts": self.step.prompt_scores,
-            "draft probabilities": self.step.draft_probs,
-            "states for the drafter": self.step.states,
-            "graphs of the GPU": self.step.graphs,
+            **self.step,
             cache: cache_bytes,
         }
         rows = {name: size for name, size in parts.items() if size > 0}
@@ -431,9 +391,10 @@ def plan_together(
     steps = [_step_memory(models) for models in used]
     weights = {id(one): one.memory_bytes for models in used for one in _networks(models)}
     number = len(engines)
-    shared = max(step.total - step.kept for step in steps)
+    kept = [sum(size for part, size in step.items() if part in _KEPT) for step in steps]
+    shared = max(sum(step.values()) - own for step, own in zip(steps, kept, strict=True))
     plans: list[MemoryPlan] = []
-    for models, step in zip(used, steps, strict=True):
+    for models, step, own in zip(used, steps, kept, strict=True):
         config, target, drafter = models.config, models.target, models.drafter
         size = config.cache.block_size
         block_bytes = cache_bytes(target.shard, size, target.dtype)
@@ -443,7 +404,7 @@ def plan_together(
             block_bytes=block_bytes,
             useful_tokens=config.scheduler.max_num_seqs * models.longest_text,
             weights=sum(weights.values()) // number,
-            buffers=step.kept + shared // number,
+            buffers=own + shared // number,
             memory=memory.part(number),
         )
         plans.append(
@@ -466,13 +427,12 @@ def _networks(models: LoadedModels) -> list[Network]:
     return [models.target] if models.drafter is None else [models.target, models.drafter.network]
 
 
-def _step_memory(models: LoadedModels) -> StepMemory:
+def _step_memory(models: LoadedModels) -> dict[str, int]:
+    """Bytes of the largest step by the names of its parts: of passes of most rows, from token ids
+    to verified drafts."""
     config, target, drafter = models.config, models.target, models.drafter
-    scheduler, speculation, network = (
-        config.scheduler,
-        config.speculation,
-        config.speculation.network,
-    )
+    scheduler, speculation = config.scheduler, config.speculation
+    network = speculation.network
     vocab_size, max_model_len = target.config.vocab_size, models.longest_text
     _check_num_drafts(speculation, drafter, vocab_size)
     layers = [target.shard]
@@ -496,21 +456,21 @@ def _step_memory(models: LoadedModels) -> StepMemory:
     most = scheduler.max_num_seqs, shape.num_rows, max_model_len
     attention = max(
         models.kernels.attention.temporary_bytes(
-            AttentionSizes(*most, one.num_heads, shape, target.dtype)
+            AttentionSizes(*most, one.num_heads, cache, target.dtype)
         )
         for one in layers
-        for shape in set(one.cache_shapes)
+        for cache in set(one.cache_shapes)
     )
-    return StepMemory(
-        texts=text_bytes(shape),
-        activations=activation_bytes(shape, layers),
-        attention=attention,
-        sampling=sampling_bytes(shape, vocab_size),
-        prompt_scores=prompt_score_bytes(shape, vocab_size),
-        draft_probs=draft_prob_bytes(shape, vocab_size),
-        states=state_bytes(shape, models),
-        graphs=graph_bytes(shape, layers, vocab_size) if has_graphs(models.kernels) else 0,
-    )
+    return {
+        TEXTS: text_bytes(shape),
+        "activations of a full step": activation_bytes(shape, layers),
+        "attention's temporaries": attention,
+        SAMPLING: sampling_bytes(shape, vocab_size),
+        "log-probabilities of prompts": prompt_score_bytes(shape, vocab_size),
+        DRAFT_PROBS: draft_prob_bytes(shape, vocab_size),
+        STATES: state_bytes(shape, models),
+        GRAPHS: graph_bytes(shape, layers, vocab_size) if has_graphs(models.kernels) else 0,
+    }
 
 
 def _check_num_drafts(

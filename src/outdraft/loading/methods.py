@@ -5,6 +5,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -154,22 +155,17 @@ def _load_network(
     source, kept = config.source, WeightFormat(config.quantization) if config.quantization else None
     tables = TargetTables(target, group, target_path)
     if source is DraftSource.MTP:
-        mtp = load_mtp(path, tables, kept)
-        return LoadedDrafter(mtp, mtp.shard, mtp.feature_size)
+        return _of_layers(load_mtp(path, tables, kept))
     if source in (DraftSource.EAGLE, DraftSource.EAGLE3):
         eagle = load_eagle(path, tables, kept)
         _check_kind(path, eagle.config.version, source)
         mask = eagle.config.mask_token_id if eagle.has_mask_state else None
-        layers, size = eagle.shard, eagle.feature_size
-        return LoadedDrafter(eagle, layers, size, len(eagle.taps), mask_token_id=mask)
+        return _of_layers(eagle, mask_token_id=mask)
     if source in BLOCK_SOURCES:
         blocks = load_dflash(path, tables, kept)
-        shape, size = blocks.config, blocks.feature_size
+        shape = blocks.config
         _check_kind(path, shape.kind, source)
-        most, rows = shape.num_drafts, shape.block_size
-        return LoadedDrafter(
-            blocks, blocks.shard, size, len(blocks.taps), max_drafts=most, block_rows=rows
-        )
+        return _of_layers(blocks, max_drafts=shape.num_drafts, block_rows=shape.block_size)
     if source in HEAD_SOURCES:
         load = load_medusa if source is DraftSource.MEDUSA else load_mlp_speculator
         heads = load(path, tables, kept)
@@ -187,6 +183,11 @@ def _load_network(
         )
     translated = TranslatedModel(model, vocabulary)
     return LoadedDrafter(translated, translated.shard)
+
+
+def _of_layers(network: StateNetwork | DFlashNetwork, **others: Any) -> LoadedDrafter:
+    taps = len(network.taps)
+    return LoadedDrafter(network, network.shard, network.feature_size, taps, **others)
 
 
 def _check_kind(path: Path, kind: str, source: DraftSource) -> None:
@@ -334,7 +335,17 @@ def _load_self(
     """
     num_taps, model = 0, target
     if network.kv_budget is not None:
-        _check_layers(target, path)
+        name = f"{target.config.architecture} of {path}"
+        if not isinstance(target, CausalLM):
+            raise ConfigError(
+                f"kv_budget needs a model that outdraft computes itself, but the transformers "
+                f"library computes {name}: leave kv_budget out, and give a quantization"
+            )
+        if any(window is not None for window in target.config.windows):
+            raise ConfigError(
+                f"kv_budget needs layers that attend to the whole text, but {name} has some with a "
+                "window: leave kv_budget out, and give a quantization"
+            )
         num_taps = len(attention_layers(target.config.num_layers))
     if network.quantization is not None:
         model = load_language_model(
@@ -351,18 +362,3 @@ def _load_self(
     return LoadedDrafter(
         model, model.shard, num_taps=num_taps, shares_cache=True, max_context=network.kv_budget
     )
-
-
-def _check_layers(target: LanguageModel, path: Path) -> None:
-    """Raise ConfigError if a layer has a window, or the transformers library computes it."""
-    name = f"{target.config.architecture} of {path}"
-    if not isinstance(target, CausalLM):
-        raise ConfigError(
-            f"kv_budget needs a model that outdraft computes itself, but the transformers library "
-            f"computes {name}: leave kv_budget out, and give a quantization"
-        )
-    if any(window is not None for window in target.config.windows):
-        raise ConfigError(
-            f"kv_budget needs layers that attend to the whole text, but {name} has some with a "
-            "window: leave kv_budget out, and give a quantization"
-        )

@@ -20,10 +20,9 @@ from outdraft.distributed.group import ONE_RANK, Ranks
 from outdraft.kernels.choose import AUTO, automatic_dtype, check_option, choose_kernels, has_library
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import KVCache
-from outdraft.loading.generation_config import default_sampling
 from outdraft.loading.methods import LoadedDrafter, device_proposer, load_drafter, naming
 from outdraft.models.base import LanguageModel
-from outdraft.models.checkpoints.config_json import read_config, read_json
+from outdraft.models.checkpoints.config_json import default_sampling, read_config, read_json
 from outdraft.models.checkpoints.files import resolve_model_path
 from outdraft.models.checkpoints.gguf_file import is_gguf
 from outdraft.models.checkpoints.quantization import read_quantization
@@ -34,7 +33,7 @@ from outdraft.runner.model_runner import ModelRunner
 from outdraft.runner.sharded_runner import ShardedRunner
 from outdraft.runner.state import DeviceState
 from outdraft.text.tokenizer import load_tokenizer
-from outdraft.verification.verifier import TypicalAcceptance, Verifier
+from outdraft.verification.verifier import Verifier
 
 if TYPE_CHECKING:
     from outdraft.ranks.processes import RankProcesses
@@ -117,15 +116,13 @@ def load_models(
     path = find_files(config)
     _check_activations(config, path)
     dtype = choose_dtype(config.dtype, checkpoint_dtype(path), device, config.kernels)
-    has_graphs = not config.enforce_eager
     kernels = choose_kernels(
         config.kernels,
         device,
         dtype,
-        has_graphs=has_graphs,
+        has_graphs=not config.enforce_eager,
         activation_dtype=config.activation_dtype,
     )
-    kept = WeightFormat(config.quantization) if config.quantization else None
     with naming(path), stage(f"loaded the weights of {path}"):
         target = load_language_model(
             path,
@@ -134,7 +131,7 @@ def load_models(
             kernels,
             implementation=config.model_impl,
             max_model_len=config.max_model_len,
-            quantization=kept,
+            quantization=WeightFormat(config.quantization) if config.quantization else None,
             group=ranks.target,
             has_random_weights=config.load_format == "dummy",
         )
@@ -162,19 +159,13 @@ def find_files(config: EngineConfig) -> Path:
         raise ConfigError(f"load_format 'dummy' leaves {network.source} nothing to draft from")
     if network.source not in OWN_SOURCES:
         drafter_path = resolve_model_path(network.model)
-        if network.source is DraftSource.MODEL:
-            _check_is_model(drafter_path)
+        method = drafter_method(drafter_path) if network.source is DraftSource.MODEL else None
+        if method is not None:
+            raise ConfigError(
+                f"{drafter_path} holds {method}, which is no draft model: speculative_config must "
+                f'name it as the method, {{"method": "{method}", "model": ...}}'
+            )
     return path
-
-
-def _check_is_model(path: Path) -> None:
-    """Raise ConfigError if a draft model's checkpoint holds a drafter of another method."""
-    method = drafter_method(path)
-    if method is not None:
-        raise ConfigError(
-            f"{path} holds {method}, which is no draft model: speculative_config must name it as "
-            f'the method, {{"method": "{method}", "model": ...}}'
-        )
 
 
 def _check_activations(config: EngineConfig, path: Path) -> None:
@@ -202,8 +193,7 @@ def check_division(config: EngineConfig) -> None:
         path = resolve_model_path(network.model, with_weights=False)
     if network.source in (DraftSource.EAGLE, DraftSource.EAGLE3, *BLOCK_SOURCES):
         kind = DFlashConfig if network.source in BLOCK_SOURCES else EagleConfig
-        layers = kind.from_mapping(read_json(path / "config.json")).layer
-        layers.shard(draft_size, DRAFT_RANKS)
+        kind.from_mapping(read_json(path / "config.json")).layer.shard(draft_size, DRAFT_RANKS)
     elif network.source in (DraftSource.MODEL, DraftSource.MTP):
         check_shards(path, draft_size, DRAFT_RANKS)
 
@@ -265,8 +255,8 @@ def build_runner(models: LoadedModels, num_blocks: int) -> ModelRunner:
     if models.drafter is not None:
         proposer = device_proposer(config, models.drafter, target, cache)
     asked = config.speculation
-    bounds = TypicalAcceptance(asked.posterior_threshold, asked.posterior_alpha)
-    verifier = Verifier(kernels, asked.rejection_sample_method, bounds)
+    bounds = asked.posterior_threshold, asked.posterior_alpha
+    verifier = Verifier(kernels, asked.rejection_sample_method, *bounds)
     parts = target, cache, state, verifier, proposer
     if models.ranks.target.size > 1:
         return ShardedRunner(*parts, ranks=models.ranks)

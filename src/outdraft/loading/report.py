@@ -61,7 +61,7 @@ def _kept(
     stored: StoredParameter, dtype: torch.dtype, has_tiles: bool, stays: bool
 ) -> tuple[str, int]:
     first = stored.rows_X[0][0]
-    if stays and stored.has_tiles:
+    if stays and stored.tile is not None:
         return f"{first.tile}, codes and scales as stored ({first.label})", stored.coded_bytes
     is_short = has_tiles and (not first.is_plain or first.label == "BF16")
     kept, size = ("bfloat16", 2) if is_short else (dtype_name(dtype), dtype.itemsize)
@@ -132,7 +132,7 @@ def _own_weights(path: Path, model: CausalLM, has_tiles: bool) -> Iterator[Kept]
     check_slots(model.checkpoint_slots(), checkpoint.weights)
     for part, slots in model.parts():
         products = {module: name for name, module in part.named_modules()}
-        for linear, _, product in stored_products(model, part, slots, checkpoint.weights):
+        for linear, _, product in stored_products(part, slots, checkpoint.weights):
             for kept in _kept_formats(product, model.dtype, has_tiles):
                 yield products[linear] or "lm_head", *kept
     yield from _table(checkpoint, model, has_tiles)
@@ -141,7 +141,7 @@ def _own_weights(path: Path, model: CausalLM, has_tiles: bool) -> Iterator[Kept]
 def _table(checkpoint: Checkpoint, model: CausalLM, has_tiles: bool) -> Iterator[Kept]:
     """List the embedding, unless the head uses its weights."""
     stored = checkpoint.weights[EMBEDDING_NAME]
-    slot = rows_of(model.vocabulary, model.embed_tokens.weight)
+    slot = rows_of(model.vocabulary, model.embed_weight)
     if keeps_blocks(stored) and has_tiles:
         if not model.config.tie_word_embeddings:
             product = stored_product([stored], [slot])

@@ -16,7 +16,8 @@ from outdraft.distributed.group import ALL_HERE, RankGroup, RequestShares
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.decoder_ops import FusedPasses
 from outdraft.kernels.ops import Kernels
-from outdraft.models.modules import Embedding, Linear
+from outdraft.kernels.products import EmbeddingTable
+from outdraft.models.modules import Linear
 from outdraft.models.shape import ModelShape
 
 
@@ -68,7 +69,7 @@ class LanguageModel(CachedNetwork, Protocol):
     def config(self) -> ModelShape: ...
 
     @property
-    def embed_tokens(self) -> Embedding: ...
+    def embed_tokens(self) -> EmbeddingTable: ...
 
     @property
     def routed(self) -> RoutedWeights | None: ...

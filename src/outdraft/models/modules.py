@@ -1,8 +1,8 @@
-"""Modules that networks are built of: a linear layer, an embedding, a norm.
+"""Modules that networks are built of: a linear layer and a norm.
 
 A linear layer's weight is packed once, when it is loaded, as its kernel reads it fastest.
 
-Dimension key: T rows, D inputs or hidden, E outputs, V vocabulary.
+Dimension key: T rows, D inputs or hidden, E outputs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,31 +51,23 @@ class Linear(nn.Module):
         self,
         kernels: Kernels,
         quantization: WeightFormat | None = None,
-        parts_ED: Sequence[Tensor] = (),
+        source: Codes | Sequence[Tensor] = (),
     ) -> None:
         """Make the product, once and for good; a plain weight that it does not read is freed.
 
-        `parts_ED`: the rows of the weight where they lie elsewhere, all of its dtype.
+        `source`: the codes of the weight; or its rows where they lie elsewhere, all of its dtype.
         """
         assert self.weight is not None, "packed twice"
         bias_E = None if self.bias is None else self.bias.data
-        weight_ED = parts_ED or self.weight.data
-        if self._spread is None:
-            self.product = kernels.pack_linear(weight_ED, bias_E, quantization)
+        own_bias_E, dtype = bias_E if self._spread is None else None, self.weight.dtype
+        if isinstance(source, Codes):
+            self.weight = None
+            product = kernels.pack_codes(source, own_bias_E, dtype)
         else:
-            self.product = self._spread(kernels.pack_linear(weight_ED, None, quantization), bias_E)
+            product = kernels.pack_linear(source or self.weight.data, own_bias_E, quantization)
+        self.product = product if self._spread is None else self._spread(product, bias_E)
         if self.product.nbytes > 0:
             self.weight = None
-
-    def pack_codes(self, kernels: Kernels, weight: Codes, dtype: torch.dtype) -> None:
-        """Make the product of a weight that comes as integers, once; `dtype`: of the rows."""
-        assert self.weight is not None, "packed twice"
-        bias_E = None if self.bias is None else self.bias.data
-        if self._spread is None:
-            self.product = kernels.pack_codes(weight, bias_E, dtype)
-        else:
-            self.product = self._spread(kernels.pack_codes(weight, None, dtype), bias_E)
-        self.weight = None
 
     def owns(self, slot: Tensor) -> bool:
         """Is true if a tensor is rows of the weight, which no other module reads."""
@@ -135,43 +127,6 @@ def memory_bytes(module: nn.Module) -> int:
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
-
-class Embedding(nn.Module):
-    """A table [V, D].
-
-    Attributes:
-        weight: its numbers; None: they are codes.
-        table: what is read.
-    """
-
-    def __init__(self, table: EmbeddingTable) -> None:
-        super().__init__()
-        numbers = table.source
-        self.weight: nn.Parameter | None = None
-        if isinstance(numbers, Tensor):
-            self.weight = nn.Parameter(numbers, requires_grad=False)
-        self.table, self._owns_codes = table, False
-
-    def take(self, product: Product, *, is_shared: bool) -> None:
-        """Read the outputs of a product from now on; the numbers are freed.
-
-        Args:
-            is_shared: it is a head, which counts its bytes.
-        """
-        self.table = EmbeddingTable(
-            product, self.table.num_tokens, self.table.size, self.table.dtype
-        )
-        self.weight, self._owns_codes = None, not is_shared
-
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes of codes that no head counts."""
-        return self.table.nbytes if self._owns_codes else 0
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """The vectors of int64 ids of any shape, [*, D]."""
-        return self.table(token_ids)
 
 
 def is_one_tensor(table: EmbeddingTable, head: Linear) -> bool:

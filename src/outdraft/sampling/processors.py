@@ -81,16 +81,15 @@ def apply_allowed(logits_RV: Tensor, request_R: Tensor, allowed: TokenSets) -> T
     """Mask what is not in the set of a request that has one."""
     is_allowed_RV = torch.zeros_like(logits_RV, dtype=torch.bool)
     is_allowed_RV.scatter_(1, allowed.ids_BE[request_R], True)
-    is_free_R = ~allowed.is_set_B[request_R]
-    return logits_RV.masked_fill(~(is_allowed_RV | is_free_R[:, None]), _MASKED)
+    is_free_R1 = ~allowed.is_set_B[request_R, None]
+    return logits_RV.masked_fill(~(is_allowed_RV | is_free_R1), _MASKED)
 
 
 def apply_bad_words(
     logits_RV: Tensor, request_R: Tensor, paths: Paths, bad_words: BadWords
 ) -> Tensor:
     """Mask the last token of every bad word whose other tokens end the row's output."""
-    length = bad_words.prefix_BWL.shape[2]
-    tail_RL = _tail(request_R, paths, length)
+    tail_RL = _tail(request_R, paths, bad_words.prefix_BWL.shape[2])
     prefix_RWL = bad_words.prefix_BWL[request_R]
     same_RWL = (prefix_RWL == tail_RL[:, None, :]) | (prefix_RWL == ANY_TOKEN)
     fits_RW = bad_words.prefix_lens_BW[request_R] <= _num_output(request_R, paths)[:, None]
@@ -126,8 +125,7 @@ def _depth(request_R: Tensor, paths: Paths) -> Tensor:
 
 def _num_output(request_R: Tensor, paths: Paths) -> Tensor:
     """int64 [R]: tokens of output before each row, its path included."""
-    committed_B = paths.num_tokens_B - paths.prompt_lens_B
-    return committed_B[request_R] + _depth(request_R, paths)
+    return (paths.num_tokens_B - paths.prompt_lens_B)[request_R] + _depth(request_R, paths)
 
 
 def _tail(request_R: Tensor, paths: Paths, length: int) -> Tensor:

@@ -31,7 +31,7 @@ from tokenizers.models import BPE
 
 from outdraft.core.errors import ConfigError
 from outdraft.models.checkpoints.gguf_file import is_gguf, open_gguf
-from outdraft.models.checkpoints.gguf_metadata import GgufVocabulary, TokenKind, named_token
+from outdraft.models.checkpoints.gguf_metadata import TokenKind, named_token, vocabulary_of
 
 _BLANK = "▁"  # stands for " " in SentencePiece's tokens
 # Names of models whose special tokens take the blanks that follow them, and the tokens that do not;
@@ -195,22 +195,22 @@ def tokenizer_of_gguf(values: Mapping[str, Any]) -> Tokenizer:
     kind = values.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise ConfigError(f"tokenizer.ggml.model must be gpt2 or llama, got {kind!r}")
-    vocabulary = GgufVocabulary.of(values)
-    ids = _ids(vocabulary)
+    tokens, kinds_V, _ = vocabulary_of(values)
+    ids = _ids(tokens, kinds_V)
     if kind == "gpt2":
         tokenizer, adds_bos = _byte_level(values, ids)
     else:
         tokenizer, adds_bos = _sentencepiece(values, ids), True
-    _add_special(tokenizer, values, vocabulary)
-    _add_ends(tokenizer, values, vocabulary.tokens, adds_bos)
+    _add_special(tokenizer, values, tokens, kinds_V)
+    _add_ends(tokenizer, values, tokens, adds_bos)
     return tokenizer
 
 
-def _ids(vocabulary: GgufVocabulary) -> dict[str, int]:
+def _ids(tokens: Sequence[str], kinds_V: np.ndarray) -> dict[str, int]:
     """Ids by tokens. Those that fill up the end of a table, and that no text has, are left out."""
-    is_used_V = vocabulary.kinds_V != TokenKind.UNUSED
+    is_used_V = kinds_V != TokenKind.UNUSED
     num_tokens = int(np.flatnonzero(is_used_V)[-1]) + 1 if is_used_V.any() else 0
-    tokens = vocabulary.tokens[:num_tokens]
+    tokens = tokens[:num_tokens]
     ids = dict(zip(tokens, range(num_tokens), strict=True))
     if len(ids) < num_tokens:
         [(twice, _)] = Counter(tokens).most_common(1)
@@ -286,10 +286,9 @@ def _merges(ids: Mapping[str, int], scores_V: np.ndarray) -> list[tuple[str, str
 
 
 def _add_special(
-    tokenizer: Tokenizer, values: Mapping[str, Any], vocabulary: GgufVocabulary
+    tokenizer: Tokenizer, values: Mapping[str, Any], tokens: Sequence[str], kinds_V: np.ndarray
 ) -> None:
     """Add the tokens that are found in a text before it is split."""
-    kinds_V, tokens = vocabulary.kinds_V, vocabulary.tokens
     found = np.isin(kinds_V, [TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.USER_DEFINED])
     name = str(values.get("general.name", "")).lower()
     takes_blanks = any(one in name for one in _BLANK_TAKERS)

@@ -11,17 +11,13 @@ rows, V vocabulary.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from outdraft.config.speculation import (
-    POSTERIOR_ALPHA,
-    POSTERIOR_THRESHOLD,
-    RejectionMethod,
-)
+from outdraft.config.speculation import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, RejectionMethod
 from outdraft.kernels.data.drafts import (
     DraftBatch,
     Rule,
@@ -50,29 +46,6 @@ _RULES: dict[RejectionMethod, Rule] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TypicalAcceptance:
-    """Typical acceptance of Medusa (Cai et al. 2024, arXiv 2401.10774, section 2.3.1). LOSSY.
-
-    A draft x is kept where p(x) > min(posterior_threshold, posterior_alpha * exp(-H(p))). H is the
-    entropy of the target's distribution p. So a draft is kept if the target finds it plausible,
-    even where the target would mostly have chosen another token. THE OUTPUT IS NOT DISTRIBUTED AS
-    THE TARGET'S: it is shifted towards the proposer, and no test of exactness holds for it. It is
-    for users who ask for speed at the price of the model's own distribution.
-    """
-
-    posterior_threshold: float = POSTERIOR_THRESHOLD
-    posterior_alpha: float = POSTERIOR_ALPHA
-
-    def least_log_prob(self, log_p_RV: Tensor) -> Tensor:
-        """[R]: the log-probability that a draft after each row must exceed."""
-        # Masked tokens: 0 * -inf would be NaN.
-        entropy_R = -(log_p_RV.exp() * log_p_RV.clamp(min=-1e30)).sum(1)
-        return (math.log(self.posterior_alpha) - entropy_R).clamp(
-            max=math.log(self.posterior_threshold)
-        )
-
-
 class Verifier:
     """Verifies the drafts of a step. Stateless: the same arguments give the same verdict.
 
@@ -83,23 +56,26 @@ class Verifier:
     trees are verified as "block" says, whatever the method. "drafter_invariant" matches everything.
 
     "lossy_typical" is NOT exact: it keeps what the target finds plausible, in all requests but
-    those that are greedy or share their noise; see `TypicalAcceptance`.
+    those that are greedy or share their noise; see `verify_typical`.
     """
 
     def __init__(
-        self, kernels: Kernels, method: RejectionMethod, typical: TypicalAcceptance | None = None
+        self,
+        kernels: Kernels,
+        method: RejectionMethod,
+        posterior_threshold: float = POSTERIOR_THRESHOLD,
+        posterior_alpha: float = POSTERIOR_ALPHA,
     ) -> None:
-        """`typical`: the bounds of "lossy_typical"; None: the paper's."""
+        """The bounds are those of "lossy_typical", by default the paper's."""
         self.method: RejectionMethod = method
-        self._kernels = kernels
-        self._typical = typical or TypicalAcceptance()
+        self._kernels, self._bounds = kernels, (posterior_threshold, posterior_alpha)
 
     def __eq__(self, other: object) -> bool:
         """True if the other one gives the same verdicts: CUDA graphs serve both."""
         return (
             isinstance(other, Verifier)
             and self._kernels is other._kernels
-            and (self.method, self._typical) == (other.method, other._typical)
+            and (self.method, self._bounds) == (other.method, other._bounds)
         )
 
     def __hash__(self) -> int:
@@ -130,7 +106,7 @@ class Verifier:
         processed_RV = self._processed(logits_RV, request_R, paths, sampling)
         if self.method == "lossy_typical" and sampling.any_draws and drafts.width > 0:
             step = VerificationStep(processed_RV, drafts, sampling, committed.num_tokens_B)
-            kept = verify_typical(processed_RV, drafts, self._typical, step.draw)
+            kept = verify_typical(processed_RV, drafts, step.draw, *self._bounds)
             return step.merged(sampling.draws_B, kept)
         rule = _RULES[self.method]
         return self._kernels.verify(processed_RV, drafts, sampling, committed.num_tokens_B, rule)
@@ -147,9 +123,8 @@ class Verifier:
         processed_RV = torch.empty_like(logits_RV, dtype=dtype)
         for first in range(0, num_rows, most):
             rows = slice(first, first + most)
-            some = paths.of_rows(rows), sampling
             processed_RV[rows] = process_logits(
-                self._kernels, logits_RV[rows], request_R[rows], *some
+                self._kernels, logits_RV[rows], request_R[rows], paths.of_rows(rows), sampling
             )
         return processed_RV
 
@@ -164,9 +139,20 @@ def _with_paths(
 
 
 def verify_typical(
-    logits_RV: Tensor, drafts: DraftBatch, typical: TypicalAcceptance, draw: Draw
+    logits_RV: Tensor,
+    drafts: DraftBatch,
+    draw: Draw,
+    posterior_threshold: float,
+    posterior_alpha: float,
 ) -> Verdict:
-    """Keep the longest typical path of each tree. NOT exact: see `TypicalAcceptance`.
+    """Keep the longest typical path of each tree (Medusa, Cai et al. 2024, arXiv 2401.10774,
+    section 2.3.1). LOSSY.
+
+    A draft x is kept where p(x) > min(posterior_threshold, posterior_alpha * exp(-H(p))). H is the
+    entropy of the target's distribution p. So a draft is kept if the target finds it plausible,
+    even where the target would mostly have chosen another token. THE OUTPUT IS NOT DISTRIBUTED AS
+    THE TARGET'S: it is shifted towards the proposer, and no test of exactness holds for it. It is
+    for users who ask for speed at the price of the model's own distribution.
 
     If several paths have that length, the likeliest is kept, by the sum of log p, and the first of
     equals. The token after the path is drawn from p.
@@ -178,7 +164,9 @@ def verify_typical(
     """
     index_BN1 = row_index_BN1(drafts)
     log_p_RV = logits_RV.log_softmax(1)
-    least_R = typical.least_log_prob(log_p_RV)
+    # Masked tokens: 0 * -inf would be NaN.
+    entropy_R = -(log_p_RV.exp() * log_p_RV.clamp(min=-1e30)).sum(1)
+    least_R = (math.log(posterior_alpha) - entropy_R).clamp(max=math.log(posterior_threshold))
     # Padding is evaluated too: at the root, whatever its parents are.
     parents_BN = torch.where(drafts.is_draft_BN, drafts.parents_BN, 0)
     parent_BN = index_BN1.gather(1, parents_BN)

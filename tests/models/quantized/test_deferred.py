@@ -133,11 +133,11 @@ def test_codes_of_all_experts_have_the_tile_that_fits_all() -> None:
     tiles = WeightFormat.INT4_G32, WeightFormat.INT4_G32_ZERO, WeightFormat.INT4_G32
     weights = [Codes(tile) for tile in tiles]
     experts = StoredParameter([[one] for one in weights], True, False, torch.float32)  # type: ignore[arg-type]
-    assert experts.has_tiles
+    assert experts.tile is not None
     assert [experts.coded(expert).format for expert in range(3)] == [WeightFormat.INT4_G32_ZERO] * 3
     assert [one.asked for one in weights] == [[WeightFormat.INT4_G32_ZERO]] * 3
     mixed = [[Codes(WeightFormat.INT4)], [Codes(WeightFormat.INT8)]]
-    assert not StoredParameter(mixed, True, False, torch.float32).has_tiles  # type: ignore[arg-type]
+    assert StoredParameter(mixed, True, False, torch.float32).tile is None  # type: ignore[arg-type]
 
 
 def test_what_cannot_stay_unread_is_computed_with_its_numbers(places: dict[str, Place]) -> None:

@@ -126,7 +126,7 @@ def test_the_head_and_the_embedding_of_a_tied_model_have_the_same_codes(tmp_path
 
     assert model.config.tie_word_embeddings
     assert model.lm_head.format is WeightFormat.Q8_0
-    assert model.embed_tokens.table.source is model.lm_head.product
+    assert model.embed_tokens.source is model.lm_head.product
     assert model.memory_bytes < path.stat().st_size
 
 
@@ -314,7 +314,7 @@ def test_a_step_reads_all_weights_but_an_embedding_of_its_own(is_tied: bool, tmp
     path = write_gguf(theirs, tmp_path / "model.gguf", lambda name: Kind.Q8_0)
     model = load_model(path, torch.float32, "cpu", cpu_kernels())
 
-    own_table = 0 if is_tied else model.embed_tokens.table.nbytes
+    own_table = 0 if is_tied else model.embed_tokens.nbytes
     assert model.weight_bytes == model.memory_bytes - own_table
     assert own_table > 0 or is_tied
 

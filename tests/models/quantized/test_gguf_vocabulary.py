@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from outdraft.core.errors import ConfigError
-from outdraft.models.checkpoints.gguf_metadata import GgufVocabulary, TokenKind
+from outdraft.models.checkpoints.gguf_metadata import TokenKind, vocabulary_of
 from outdraft.text.tokenizer import tokenizer_of_gguf
 
 
@@ -37,16 +37,16 @@ def metadata(*tokens: str, kind: TokenKind = TokenKind.NORMAL, **named: int) -> 
 def test_an_output_ends_at_every_token_that_llama_cpp_ends_it_at(
     values: dict[str, Any], ends: list[str | int]
 ):
-    found = GgufVocabulary.of(values)
-    assert [found.tokens[one] for one in found.ends] == [
-        one if isinstance(one, str) else found.tokens[one] for one in ends
+    tokens, _, found = vocabulary_of(values)
+    assert [tokens[one] for one in found] == [
+        one if isinstance(one, str) else tokens[one] for one in ends
     ]
 
 
 def test_marks_that_a_file_has_as_plain_text_are_special():
-    found = GgufVocabulary.of(metadata("a", "</s>", "<|fim_prefix|>", "<|message|>", eos=1))
+    _, kinds_V, _ = vocabulary_of(metadata("a", "</s>", "<|fim_prefix|>", "<|message|>", eos=1))
     normal, control, user = TokenKind.NORMAL, TokenKind.CONTROL, TokenKind.USER_DEFINED
-    assert found.kinds_V.tolist() == [normal, control, control, user]
+    assert kinds_V.tolist() == [normal, control, control, user]
 
 
 @pytest.mark.parametrize(

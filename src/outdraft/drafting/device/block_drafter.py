@@ -126,7 +126,7 @@ class BlockDrafter:
         network = self._network
         logits_RN = network.known_logits(states_GKD.flatten(0, 1), shares)
         if network.heads is None:
-            logits_RV = network.tables.over_vocabulary(logits_RN)
+            logits_RV = network.over_vocabulary(logits_RN)
             return KnownLevels(logits_RV.unflatten(0, (-1, states_GKD.shape[1])))
         newest_B = shares.own(self._newest(asks, token_ids_SL))
         logits_BKN = logits_RN.unflatten(0, (-1, states_GKD.shape[1]))
@@ -236,7 +236,7 @@ class SparkLevels:
         if self._heads.markov_w1 is not None:
             pairs_RN = self._heads.pair_logits(token_ids_BF.flatten())
             logits_BFN = logits_BFN + pairs_RN.view(logits_BFN.shape)
-        logits_RV = self._network.tables.over_vocabulary(logits_BFN.flatten(0, 1))
+        logits_RV = self._network.over_vocabulary(logits_BFN.flatten(0, 1))
         return logits_RV.view(*token_ids_BF.shape, logits_RV.shape[1])
 
 

@@ -41,10 +41,8 @@ class HeadDrafter:
     def __init__(
         self, heads: MedusaHeads | MLPSpeculator, num_state_rows: int, kernels: Kernels
     ) -> None:
-        if isinstance(heads, MedusaHeads):
-            self.source, size = DraftSource.MEDUSA, heads.config.hidden_size
-        else:
-            self.source, size = DraftSource.MLP, heads.config.emb_dim
+        is_medusa, size = isinstance(heads, MedusaHeads), heads.state_size
+        self.source = DraftSource.MEDUSA if is_medusa else DraftSource.MLP
         self.max_drafts = heads.num_heads
         self._heads, self._copy_rows = heads, kernels.copy_rows
         self._window = StateWindow(num_state_rows, size, heads.dtype, heads.device, HEAD_WINDOW)

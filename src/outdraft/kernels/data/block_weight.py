@@ -104,10 +104,10 @@ class BlockWeight:
         """float32 [E, D]; raises as BlockRows.numbers."""
         return torch.cat([part.numbers() for part in self.parts])
 
-    def rows(self, outputs: slice) -> "BlockWeight":
+    def part(self, rows: slice) -> "BlockWeight":
         """Some of the outputs of a weight with one part."""
         (own,) = self.parts
-        return BlockWeight((own.part(outputs, slice(0, own.num_inputs)),))
+        return BlockWeight((own.part(rows, slice(0, own.num_inputs)),))
 
 
 def dequantised(rows_EB: np.ndarray, kind: str) -> Tensor:

@@ -12,6 +12,8 @@ from torch import Tensor
 from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.block_weight import BlockWeight
 
+_ALL = slice(None)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodedWeight:
@@ -42,10 +44,31 @@ class CodedWeight:
         group_inputs = self.format.group_inputs or self.codes_ED.shape[1]
         return decoded(self.codes_ED, self.scales_EN, self.shifts_EN, group_inputs)
 
-    def rows(self, outputs: slice) -> "CodedWeight":
-        """Some of the outputs."""
-        shifts_EN = None if self.shifts_EN is None else self.shifts_EN[outputs]
-        return CodedWeight(self.format, self.codes_ED[outputs], self.scales_EN[outputs], shifts_EN)
+    def part(self, rows: slice | Tensor, columns: slice = _ALL) -> "CodedWeight":
+        """Some outputs, or outputs in that order, and some inputs, which begin with a group unless
+        an output has the same scale everywhere."""
+        return self._regrouped(self.format, rows, columns)
+
+    def coded(self, tile: WeightFormat) -> "CodedWeight":
+        """These numbers in groups of that format, each a part of one of these groups."""
+        return self._regrouped(tile, _ALL, _ALL)
+
+    def _regrouped(self, tile: WeightFormat, rows: slice | Tensor, columns: slice) -> "CodedWeight":
+        codes_ED, num_inputs = self.codes_ED[rows, columns], self.codes_ED.shape[1]
+        own = self.format.group_inputs or num_inputs
+        size = tile.group_inputs or num_inputs
+
+        def in_tiles(numbers_EN: Tensor) -> Tensor:
+            if own == size and columns == _ALL:
+                return numbers_EN[rows]
+            return regrouped(numbers_EN[rows], own, num_inputs, size, columns)
+
+        scales_EN, shifts_EN = in_tiles(self.scales_EN), None
+        if self.shifts_EN is not None:
+            shifts_EN = in_tiles(self.shifts_EN)
+        elif tile.has_zero:
+            shifts_EN = torch.zeros_like(scales_EN)
+        return CodedWeight(tile, codes_ED, scales_EN, shifts_EN)
 
 
 Codes = CodedWeight | BlockWeight
@@ -80,3 +103,10 @@ def decoded(
 def of_inputs(numbers_EN: Tensor, group_inputs: int, num_inputs: int) -> Tensor:
     """[E, D]: the number of each input's group."""
     return numbers_EN.repeat_interleave(group_inputs, dim=1)[:, :num_inputs]
+
+
+def regrouped(
+    numbers_EN: Tensor, group_inputs: int, num_inputs: int, size: int, columns: slice = _ALL
+) -> Tensor:
+    """[E, N]: numbers of groups as those of groups of `size` inputs, of some inputs."""
+    return of_inputs(numbers_EN, group_inputs, num_inputs)[:, columns][:, ::size].contiguous()

@@ -1,8 +1,8 @@
-"""The config.json of a checkpoint, and typed values in it."""
+"""The config.json and the generation_config.json of a checkpoint, and typed values in them."""
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,10 +10,15 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from outdraft.core.errors import ConfigError
+from outdraft.config.engine import EngineConfig
+from outdraft.core.errors import ConfigError, RequestError, did_you_mean
+from outdraft.core.sampling import SamplingParams
 from outdraft.models.checkpoints.gguf_file import is_gguf
 from outdraft.models.checkpoints.gguf_metadata import config_of_gguf, has_own_network
 
+_GENERATION = "generation_config.json"  # has the sampling parameters that the makers recommend
+# Its fields that are read, all but one by the names of our parameters.
+_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 # Types of values, with what they must be in words.
 COUNT = Annotated[int, Meta(ge=1, description="a positive whole number")]
 NUMBER = Annotated[float, Meta(gt=0, le=sys.float_info.max, description="a number above 0")]
@@ -45,8 +50,38 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def read_generation_config(path: Path) -> dict[str, Any]:
     """The generation_config.json of a checkpoint directory; empty if there is none."""
-    file = path / "generation_config.json"
+    file = path / _GENERATION
     return read_json(file) if file.is_file() else {}
+
+
+def default_sampling(config: EngineConfig, model_path: Path) -> dict[str, Any]:
+    """Parameters of a request that leaves them open, by their names in SamplingParams.
+
+    Args:
+        model_path: directory of the model's checkpoint.
+
+    Raises:
+        ConfigError: the configured file is missing, or a value is out of its range.
+    """
+    if config.generation_config == "vllm":
+        return {}
+    is_own = config.generation_config == "auto"
+    folder = model_path if is_own else Path(config.generation_config).expanduser()
+    path = folder / _GENERATION
+    if not is_own and not path.is_file():
+        raise ConfigError(
+            f"generation_config must be auto, vllm or a directory with {_GENERATION}, got "
+            f"{config.generation_config!r}"
+        )
+    values = read_generation_config(folder)
+    found = {name: values[name] for name in _FIELDS if values.get(name) is not None}
+    if "max_new_tokens" in found:
+        found["max_tokens"] = found.pop("max_new_tokens")
+    try:
+        SamplingParams(**found)
+    except RequestError as error:
+        raise ConfigError(f"{path}: {error}; generation_config='vllm' ignores it") from None
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -77,6 +112,18 @@ def checked(key: str, value: object, kind: Any, where: str = "config.json: ") ->
     except msgspec.ValidationError:
         what = kind.__metadata__[0].description
         raise ConfigError(f"{where}{key} must be {what}, got {value!r:.80}") from None
+
+
+def check_known(name: object, known: Collection[str], what: str) -> None:
+    """Raise ConfigError, which says `what` and the closest name, unless the name is known."""
+    if name not in known:
+        raise ConfigError(f"config.json: {what}: {did_you_mean(str(name), known)}")
+
+
+def check_supported(value: object, supported: Collection[object], what: str) -> None:
+    """Raise ConfigError, which says `what` and all that is supported, unless the value is."""
+    if value not in supported:
+        raise ConfigError(f"{what} is not supported; supported: {', '.join(map(str, supported))}")
 
 
 def read_count(raw: Mapping[str, Any], *keys: str, default: int | None = None) -> int:

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
+from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.models.checkpoints.files import StoredTensors
 from outdraft.models.checkpoints.quantization import WeightScheme
-from outdraft.models.checkpoints.stored import GroupedCodes, StoredParameter, StoredWeight
+from outdraft.models.checkpoints.stored import StoredParameter, StoredWeight
 
 FLOAT8 = "F8_E4M3"
 _NO_TILES = "there are no tiles of 8-bit floats"
@@ -128,9 +129,7 @@ def _read_expert(
     return _scaled(tensors.read_part(name, index), tensors.read_part(scales, index), block)
 
 
-def mxfp4_stacks(
-    tensors: StoredTensors,
-) -> Iterator[tuple[str, tuple[str, str], StoredParameter]]:
+def mxfp4_stacks(tensors: StoredTensors) -> Iterator[tuple[str, tuple[str, str], StoredParameter]]:
     """Experts in MXFP4, likewise; they have inputs before outputs.
 
     Raises:
@@ -165,7 +164,7 @@ def _mxfp4_stack(tensors: StoredTensors, name: str) -> StoredParameter:
     return StoredParameter([[one] for one in weights], is_stack=True, is_transposed=True)
 
 
-def _read_mxfp4(tensors: StoredTensors, name: str, index: int) -> GroupedCodes:
+def _read_mxfp4(tensors: StoredTensors, name: str, index: int) -> CodedWeight:
     blocks, scales = name + _BLOCKS, name + _SCALES
     bytes_ENB = tensors.read_part(blocks, index)
     exponents_EN = tensors.read_part(scales, index)
@@ -176,4 +175,4 @@ def _read_mxfp4(tensors: StoredTensors, name: str, index: int) -> GroupedCodes:
     pairs = torch.stack((twice.repeat(16), twice.repeat_interleave(16)), dim=-1)
     codes_ED = pairs[bytes_ENB.flatten(1).int()].flatten(1)
     scales_EN = torch.ldexp(torch.ones(exponents_EN.shape), exponents_EN.int() - 128)
-    return GroupedCodes(_GROUP, codes_ED, scales_EN)
+    return CodedWeight(WeightFormat.INT8_G32, codes_ED, scales_EN)

@@ -36,7 +36,8 @@ _NUMBERS = {
     11: "<i8",
     12: "<f8",
 }
-# Kinds of tensors by their numbers in ggml.h: name, numbers of a block, bytes of a block.
+# Kinds of tensors by their numbers in ggml.h: name, numbers of a block, bytes of a block. Those
+# that can be read without the gguf package, which knows the others.
 _KINDS = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -45,33 +46,14 @@ _KINDS = {
     6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24),
     8: ("Q8_0", 32, 34),
-    9: ("Q8_1", 32, 40),
     10: ("Q2_K", 256, 84),
     11: ("Q3_K", 256, 110),
     12: ("Q4_K", 256, 144),
     13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
-    15: ("Q8_K", 256, 292),
-    16: ("IQ2_XXS", 256, 66),
-    17: ("IQ2_XS", 256, 74),
-    18: ("IQ3_XXS", 256, 98),
-    19: ("IQ1_S", 256, 50),
     20: ("IQ4_NL", 32, 18),
-    21: ("IQ3_S", 256, 110),
-    22: ("IQ2_S", 256, 82),
     23: ("IQ4_XS", 256, 136),
-    24: ("I8", 1, 1),
-    25: ("I16", 1, 2),
-    26: ("I32", 1, 4),
-    27: ("I64", 1, 8),
-    28: ("F64", 1, 8),
-    29: ("IQ1_M", 256, 56),
     30: ("BF16", 1, 2),
-    34: ("TQ1_0", 256, 54),
-    35: ("TQ2_0", 256, 66),
-    39: ("MXFP4", 32, 17),
-    40: ("NVFP4", 64, 36),
-    41: ("Q1_0", 128, 18),
 }
 _MAX_DIMS = 4
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -237,17 +219,28 @@ def _read_header(path: Path, mapped: mmap.mmap) -> GgufFile:
 
 def _tensor(name: str, shape: tuple[int, ...], number: int, content: np.ndarray) -> GgufTensor:
     """`content`: of the file, from its first byte on."""
-    if number not in _KINDS:
-        raise ConfigError(f"the GGUF file has tensor {name} of an unknown kind, {number}")
-    kind, block, block_bytes = _KINDS[number]
+    kind, block, block_bytes = _KINDS.get(number) or _kind_of_package(name, number)
     *outer, inner = shape or (1,)
     if inner % block:
         raise ValueError(f"tensor {name} of {kind} has rows of {inner} numbers")
     rows, row_bytes = prod(outer), inner // block * block_bytes
     if rows * row_bytes > len(content):
         raise ValueError(f"tensor {name} ends after the file")
-    raw = content[: rows * row_bytes].reshape(rows, row_bytes)
-    return GgufTensor(name, kind, shape, raw)
+    return GgufTensor(name, kind, shape, content[: rows * row_bytes].reshape(rows, row_bytes))
+
+
+def _kind_of_package(name: str, number: int) -> tuple[str, int, int]:
+    try:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    except ImportError:
+        raise ConfigError(
+            f"GGUF tensors of kind {number}, such as {name}, are read by the gguf package: "
+            "pip install 'outdraft[gguf]'"
+        ) from None
+    if number not in set(GGMLQuantizationType):
+        raise ConfigError(f"the GGUF file has tensor {name} of an unknown kind, {number}")
+    kind = GGMLQuantizationType(number)
+    return kind.name, *GGML_QUANT_SIZES[kind]
 
 
 class _Header:
@@ -266,7 +259,7 @@ class _Header:
         return self._numbers(kind, 1)[0].item()
 
     def string(self) -> str:
-        size = self.number("<u8")
+        (size,) = _LENGTH.unpack(self._taken(_LENGTH.size))
         return str(self._taken(size), "utf-8")
 
     def value(self, kind: int) -> Any:
@@ -277,7 +270,7 @@ class _Header:
             return self.number(_NUMBERS[kind])
         kind, count = self.number("<u4"), self.number("<u8")
         if kind == _STRING:
-            return self._strings(count)
+            return [self.string() for _ in range(count)]
         numbers = self._numbers(_NUMBERS[kind], count).copy()  # at an address that fits them
         numbers.flags.writeable = False
         return numbers
@@ -293,18 +286,6 @@ class _Header:
     def _numbers(self, kind: str, count: int) -> np.ndarray:
         dtype = np.dtype(kind)
         return np.frombuffer(self._taken(count * dtype.itemsize), dtype)
-
-    def _strings(self, count: int) -> list[str]:
-        content, at, read = self.content, self.at, _LENGTH.unpack_from
-        found = list[str]()
-        for _ in range(count):
-            end = at + 8 + read(content, at)[0]
-            if end > len(content):
-                raise ValueError(f"an array of {count} strings ends after the file")
-            found.append(str(content[at + 8 : end], "utf-8"))
-            at = end
-        self.at = at
-        return found
 
     def _taken(self, size: int) -> memoryview:
         first, end = self.at, self.at + size

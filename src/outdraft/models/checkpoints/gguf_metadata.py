@@ -5,8 +5,7 @@ an output follows llama.cpp's rules by text (src/llama-vocab.cpp): many files ma
 end, and some have their marks as plain text. Needs no torch.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
@@ -19,12 +18,9 @@ from outdraft.models.checkpoints.gguf_file import GgufFile, open_gguf
 
 EMBEDDING, HEAD, FREQUENCIES = "token_embd.weight", "output.weight", "rope_freqs.weight"
 ARCHITECTURE = "general.architecture"
-# What llama.cpp calls the families that have a network here; it has Mistral under llama.
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+# Architectures by the names of llama.cpp and config.json's model_type, of families that have a
+# network here; llama.cpp has Mistral under llama.
+NETWORKS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 # Numbers of the network, as config.json calls them; ModelConfig checks them.
 _SIZES = {
@@ -116,54 +112,41 @@ _SHOWN = {"<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"}  # are a p
 _WITH_ROLE = _ENDS | _SHOWN | {text for texts in _ROLES.values() for text in texts}
 
 
-@dataclass(frozen=True, slots=True)
-class GgufVocabulary:
-    """The tokens of a file.
-
-    Attributes:
-        kinds_V: a TokenKind each.
-        ends: ids that end an output, the one that the file names first.
-    """
-
-    tokens: Sequence[str]
-    kinds_V: np.ndarray
-    ends: tuple[int, ...]
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "GgufVocabulary":
-        """Read a file's metadata; the vocabulary is empty where there are no tokens."""
-        tokens = list[str](values.get("tokenizer.ggml.tokens") or ())
-        kinds_V = np.full(len(tokens), TokenKind.NORMAL, dtype=np.int32)
-        given = np.asarray(values.get("tokenizer.ggml.token_type", kinds_V), dtype=np.int32)
-        if len(given) < len(tokens):
-            raise ConfigError(f"GGUF: {len(given)} types for {len(tokens)} tokens")
-        kinds_V[:] = given[: len(tokens)]
-        ids = {token: number for number, token in enumerate(tokens) if token in _WITH_ROLE}
-        roles: dict[str, int] = {}
-        for role in ("eos", *_ROLES):
-            named = named_token(values, role)
-            if named is None and (texts := [one for one in _ROLES.get(role, ()) if one in ids]):
-                named = ids[texts[0]]
-                kinds_V[named] = TokenKind.CONTROL
-            if named is not None:
-                roles[role] = named
-        ends = [roles[role] for role in _END_ROLES if role in roles]
-        by_text = [ids[text] for text in sorted(_ENDS & ids.keys())]
-        kinds_V[by_text] = TokenKind.CONTROL
-        kinds_V[[ids[text] for text in _SHOWN & ids.keys()]] = TokenKind.USER_DEFINED
-        ends = list(dict.fromkeys([*ends, *by_text]))
-        texts_of_ends = {tokens[one] for one in ends}
-        for together, exempt, kind in _EXCEPTIONS:
-            if texts_of_ends >= {*together, exempt} and ids[exempt] in ends:
-                ends.remove(ids[exempt])
-                kinds_V[ids[exempt]] = kind
-        return cls(tokens, kinds_V, tuple(ends))
+def vocabulary_of(values: Mapping[str, Any]) -> tuple[list[str], np.ndarray, tuple[int, ...]]:
+    """The tokens in a file's metadata, the kind of each, and the ids that end an output, first the
+    one that the file names. There may be no tokens."""
+    tokens = list[str](values.get("tokenizer.ggml.tokens") or ())
+    kinds_V = np.full(len(tokens), TokenKind.NORMAL, dtype=np.int32)
+    given = np.asarray(values.get("tokenizer.ggml.token_type", kinds_V), dtype=np.int32)
+    if len(given) < len(tokens):
+        raise ConfigError(f"GGUF: {len(given)} types for {len(tokens)} tokens")
+    kinds_V[:] = given[: len(tokens)]
+    ids = {token: number for number, token in enumerate(tokens) if token in _WITH_ROLE}
+    roles: dict[str, int] = {}
+    for role in ("eos", *_ROLES):
+        named = named_token(values, role)
+        if named is None and (texts := [one for one in _ROLES.get(role, ()) if one in ids]):
+            named = ids[texts[0]]
+            kinds_V[named] = TokenKind.CONTROL
+        if named is not None:
+            roles[role] = named
+    ends = [roles[role] for role in _END_ROLES if role in roles]
+    by_text = [ids[text] for text in sorted(_ENDS & ids.keys())]
+    kinds_V[by_text] = TokenKind.CONTROL
+    kinds_V[[ids[text] for text in _SHOWN & ids.keys()]] = TokenKind.USER_DEFINED
+    ends = list(dict.fromkeys([*ends, *by_text]))
+    texts_of_ends = {tokens[one] for one in ends}
+    for together, exempt, kind in _EXCEPTIONS:
+        if texts_of_ends >= {*together, exempt} and ids[exempt] in ends:
+            ends.remove(ids[exempt])
+            kinds_V[ids[exempt]] = kind
+    return tokens, kinds_V, tuple(ends)
 
 
 @lru_cache(maxsize=4)
 def end_tokens(file: GgufFile) -> tuple[int, ...]:
     """The ends of a file's vocabulary, looked for once: a start asks often."""
-    return GgufVocabulary.of(file.values).ends
+    return vocabulary_of(file.values)[2]
 
 
 def named_token(values: Mapping[str, Any], role: str) -> int | None:
@@ -177,7 +160,7 @@ def named_token(values: Mapping[str, Any], role: str) -> int | None:
 
 def has_own_network(path: Path) -> bool:
     """Is true if the architecture of a GGUF file has a network here; raises as open_gguf."""
-    return open_gguf(path).values.get(ARCHITECTURE) in _ARCHITECTURES
+    return open_gguf(path).values.get(ARCHITECTURE) in NETWORKS
 
 
 def config_of_gguf(path: Path) -> dict[str, Any]:
@@ -193,7 +176,7 @@ def config_of_gguf(path: Path) -> dict[str, Any]:
     if rotary_size not in (None, of_model.get("attention.key_length", rotary_size)):
         raise ConfigError(f"GGUF: rope.dimension_count {rotary_size} of a part of each head")
     config: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[name]],
+        "architectures": [NETWORKS[name]],
         "model_type": name,
         **({} if rotary_size is None else {"head_dim": rotary_size}),
         **{ours: of_model[theirs] for ours, theirs in _SIZES.items() if theirs in of_model},

@@ -5,10 +5,8 @@ Kinds of blocks that tiles can hold stay as they are; the gguf package gives the
 Dimension key: E outputs.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +46,10 @@ def gguf_weights(path: Path) -> dict[str, StoredWeight]:
     """
     file = open_gguf(path)
     values = file.values
-    heads = _permuted_heads(values) if values["general.architecture"] == "llama" else {}
+    heads: dict[str, int] = {}
+    if values["general.architecture"] == "llama":  # llama.cpp keeps them in another order
+        heads["attn_q"] = int(values["llama.attention.head_count"])
+        heads["attn_k"] = int(values.get("llama.attention.head_count_kv", heads["attn_q"]))
     stored: dict[str, StoredWeight] = {}
     for tensor in file.tensors.values():
         if tensor.name != FREQUENCIES:
@@ -68,13 +69,6 @@ def _slot_name(name: str) -> tuple[str, str]:
     return f"{prefix}{_MODULES[parts[0]]}.{parts[1]}", parts[0]
 
 
-def _permuted_heads(values: Mapping[str, Any]) -> dict[str, int]:
-    """The heads of queries and keys, which llama.cpp keeps in another order for this family."""
-    num_heads = int(values["llama.attention.head_count"])
-    num_kv_heads = int(values.get("llama.attention.head_count_kv", num_heads))
-    return {"attn_q": num_heads, "attn_k": num_kv_heads}
-
-
 def stored_tensor(tensor: GgufTensor, num_heads: int | None) -> StoredWeight:
     """One tensor as a weight.
 
@@ -83,7 +77,9 @@ def stored_tensor(tensor: GgufTensor, num_heads: int | None) -> StoredWeight:
     """
     kind, shape = tensor.kind, tensor.shape
     order_E = None if num_heads is None else _row_order(shape[0], num_heads)
-    tile = _tile(tensor)
+    # The blocks of a matrix can stay as they are.
+    is_blocks = len(shape) > 1 and kind.lower() in BLOCK_FORMATS
+    tile = WeightFormat(kind.lower()) if is_blocks else None
     is_plain = kind in _PLAIN
     has_reason = tile is None and not is_plain and len(shape) > 1
     return StoredWeight(
@@ -93,14 +89,8 @@ def stored_tensor(tensor: GgufTensor, num_heads: int | None) -> StoredWeight:
         tile=tile,
         reason=f"there are no tiles for {kind}" if has_reason else "",
         is_plain=is_plain,
-        read=partial(_read, tensor, order_E),
+        read=partial(_read, tensor, tile, order_E),
     )
-
-
-def _tile(tensor: GgufTensor) -> WeightFormat | None:
-    """The format that keeps its blocks; None: there is none, or it is no matrix."""
-    is_blocks = len(tensor.shape) > 1 and tensor.kind.lower() in BLOCK_FORMATS
-    return WeightFormat(tensor.kind.lower()) if is_blocks else None
 
 
 def _row_order(num_rows: int, num_heads: int) -> np.ndarray:
@@ -111,8 +101,10 @@ def _row_order(num_rows: int, num_heads: int) -> np.ndarray:
     return rows.transpose(0, 2, 1).reshape(-1)
 
 
-def _read(tensor: GgufTensor, order_E: np.ndarray | None) -> BlockRows | Tensor:
-    if (tile := _tile(tensor)) is not None:
+def _read(
+    tensor: GgufTensor, tile: WeightFormat | None, order_E: np.ndarray | None
+) -> BlockRows | Tensor:
+    if tile is not None:
         return BlockRows(tile, tensor.shape[-1], tensor.raw, order_E)
     if (dtype := _PLAIN.get(tensor.kind)) is None:
         numbers = dequantised(tensor.raw, tensor.kind)

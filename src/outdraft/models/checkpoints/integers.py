@@ -14,9 +14,10 @@ from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
+from outdraft.kernels.data.coded_weight import CodedWeight, decoded, regrouped
 from outdraft.models.checkpoints.files import StoredTensors
 from outdraft.models.checkpoints.quantization import Storage, WeightScheme
-from outdraft.models.checkpoints.stored import GroupedCodes, StoredWeight, tile_for
+from outdraft.models.checkpoints.stored import StoredWeight, tile_for
 
 # Where AWQ puts output j of eight: the bits from 4 * _AWQ_PLACES[j] of a word.
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -45,13 +46,17 @@ def integer_weight(tensors: StoredTensors, module: str, scheme: WeightScheme) ->
     tile = found if isinstance(found, WeightFormat) else None
     size = "all inputs" if scheme.group_inputs is None else f"{group_inputs} inputs"
 
-    def read() -> GroupedCodes | Tensor:
+    def read() -> CodedWeight | Tensor:
         fields_ED, (scales_EN, zeros_EN) = fields_of(), scales_of()
         codes_ED = (fields_ED.to(torch.int16) - middle).to(torch.int8)
         scales_EN = scales_EN.float().expand(len(codes_ED), -1)
         shifts_EN = middle - zeros_EN.float() if has_zero and zeros_EN is not None else None
+        if tile is not None:
+            sizes = group_inputs, num_inputs, tile.group_inputs or num_inputs
+            shifts_EN = None if shifts_EN is None else regrouped(shifts_EN, *sizes)
+            return CodedWeight(tile, codes_ED, regrouped(scales_EN, *sizes), shifts_EN)
         if order_D is None:
-            return GroupedCodes(group_inputs, codes_ED, scales_EN, shifts_EN)
+            return decoded(codes_ED, scales_EN, shifts_EN, group_inputs)
         shifts_ED = 0 if shifts_EN is None else shifts_EN[:, order_D]
         return (codes_ED.float() + shifts_ED) * scales_EN[:, order_D]
 
@@ -116,44 +121,38 @@ def _plain_integers(tensors: StoredTensors, module: str, scheme: WeightScheme) -
     return (rows, columns), names[1], fields_of, scales_of
 
 
-def _gptq(tensors: StoredTensors, module: str, scheme: WeightScheme) -> Layout:
+def _gptq_or_awq(tensors: StoredTensors, module: str, scheme: WeightScheme) -> Layout:
+    """GPTQ puts inputs into a word, AWQ outputs; both put zero points of outputs."""
     names = [f"{module}.{part}" for part in ("qweight", "scales", "qzeros")]
-    num_words, rows = tensors.shape(names[0])
+    is_awq, bits = scheme.storage is Storage.AWQ, scheme.bits
+    num_inputs, num_outputs = tensors.shape(names[0])
+    if is_awq:
+        num_outputs = num_outputs * 32 // bits
+    else:
+        num_inputs = num_inputs * 32 // bits
+
+    def by_outputs(name: str) -> Tensor:
+        numbers = fields(tensors.read(name), bits)[:, :num_outputs]
+        return numbers.unflatten(-1, (-1, 8))[..., _AWQ_PLACES].flatten(-2) if is_awq else numbers
 
     def fields_of() -> Tensor:
-        return fields(tensors.read(names[0]).T, scheme.bits)
+        if is_awq:
+            return by_outputs(names[0]).T.contiguous()
+        return fields(tensors.read(names[0]).T, bits)
 
     def scales_of() -> tuple[Tensor, Tensor | None]:
-        zeros_NE = fields(tensors.read(names[2]), scheme.bits)[:, :rows].to(torch.int16)
         # Zero less one is all ones.
-        zeros_NE = (zeros_NE + int(scheme.adds_one)) & ((1 << scheme.bits) - 1)
-        return tensors.read(names[1]).T, zeros_NE.T
+        zeros_NE = by_outputs(names[2]).to(torch.int16) + int(scheme.adds_one)
+        return tensors.read(names[1]).T, (zeros_NE & ((1 << bits) - 1)).T
 
-    return (rows, num_words * 32 // scheme.bits), names[1], fields_of, scales_of
-
-
-def _awq(tensors: StoredTensors, module: str, scheme: WeightScheme) -> Layout:
-    names = [f"{module}.{part}" for part in ("qweight", "scales", "qzeros")]
-    num_inputs, num_words = tensors.shape(names[0])
-
-    def unpacked(name: str) -> Tensor:
-        eights = fields(tensors.read(name), 4).unflatten(-1, (-1, 8))
-        return eights[..., _AWQ_PLACES].flatten(-2)
-
-    def fields_of() -> Tensor:
-        return unpacked(names[0]).T.contiguous()
-
-    def scales_of() -> tuple[Tensor, Tensor | None]:
-        return tensors.read(names[1]).T, unpacked(names[2]).T
-
-    return (num_words * 8, num_inputs), names[1], fields_of, scales_of
+    return (num_outputs, num_inputs), names[1], fields_of, scales_of
 
 
 _LAYOUTS: dict[Storage, Callable[[StoredTensors, str, WeightScheme], Layout]] = {
     Storage.PACKED: _packed,
     Storage.INTEGERS: _plain_integers,
-    Storage.GPTQ: _gptq,
-    Storage.AWQ: _awq,
+    Storage.GPTQ: _gptq_or_awq,
+    Storage.AWQ: _gptq_or_awq,
 }
 
 
@@ -166,8 +165,7 @@ def _order(tensors: StoredTensors, module: str, group_inputs: int) -> Tensor | N
     # compressed-tensors writes -1 where there is no order, others write nothing but 0.
     if (order_D == -1).all() or not order_D.any():
         return None
-    plain_D = torch.arange(len(order_D)) // group_inputs
-    return None if torch.equal(order_D, plain_D) else order_D
+    return None if torch.equal(order_D, torch.arange(len(order_D)) // group_inputs) else order_D
 
 
 def _check(

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from outdraft.core.errors import ConfigError
-from outdraft.models.checkpoints.config_json import COUNT, OBJECT, checked
+from outdraft.models.checkpoints.config_json import COUNT, OBJECT, check_supported, checked
 
 _KEY = "config.json: quantization_config"
 _WHERE = f"{_KEY}: "
@@ -96,16 +96,13 @@ def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
         return None
     if not isinstance(values, Mapping):
         raise ConfigError(f"{_KEY} must be an object, got {values!r:.80}")
-    method = values.get("quant_method")
+    method: Any = values.get("quant_method")
     if method == "compressed-tensors":
         return _compressed_tensors(values)
     if method == "gguf":  # the file's tensors say how they are stored
         return Quantization(method=method, schemes=())
-    if method not in _METHODS:
-        supported = ", ".join(("compressed-tensors", *_METHODS, "gguf"))
-        raise ConfigError(
-            f"{_WHERE}quant_method {method!r} is not supported; supported: {supported}"
-        )
+    methods = "compressed-tensors", *_METHODS, "gguf"
+    check_supported(method, methods, f"{_WHERE}quant_method {method!r}")
     return Quantization(method=method, schemes=((("re:.*",), _METHODS[method](values)),))
 
 
@@ -134,10 +131,9 @@ def _compressed_tensors(values: Mapping[str, Any]) -> Quantization:
             raise ConfigError(f"{_WHERE}{key} is not supported")
     if not values.get("config_groups"):
         raise ConfigError(f"{_WHERE}config_groups is missing")
-    groups = checked("config_groups", values["config_groups"], _GROUPS, _WHERE)
     schemes = [
         (tuple(map(str, group.get("targets", ()))), _compressed_scheme(group, values.get("format")))
-        for group in groups.values()
+        for group in checked("config_groups", values["config_groups"], _GROUPS, _WHERE).values()
     ]
     return Quantization(
         method="compressed-tensors",
@@ -192,11 +188,9 @@ def _compressed_scheme(group: Mapping[str, Any], common_format: object) -> Weigh
 def _gptq(values: Mapping[str, Any]) -> WeightScheme:
     _check_dynamic(values, "GPTQ")
     stored_as = values.get("checkpoint_format") or values.get("format") or "gptq"
-    if stored_as not in ("gptq", "gptq_v2") or values.get("is_marlin_format"):
-        raise ConfigError(
-            f"{_WHERE}GPTQ's checkpoint_format {stored_as!r} is not supported; supported: "
-            "gptq, gptq_v2"
-        )
+    stored_as = "marlin" if values.get("is_marlin_format") else stored_as
+    what = f"{_WHERE}GPTQ's checkpoint_format {stored_as!r}"
+    check_supported(stored_as, ("gptq", "gptq_v2"), what)
     return WeightScheme(
         storage=Storage.GPTQ,
         bits=_bits(values, "GPTQ", (4, 8)),
@@ -210,8 +204,7 @@ def _awq(values: Mapping[str, Any]) -> WeightScheme:
     _check_dynamic(values, "AWQ")
     names = ("version", "checkpoint_format", "format")  # AutoAWQ's, and GPTQModel's
     version = str(next((values[name] for name in names if values.get(name)), "gemm")).lower()
-    if version != "gemm":
-        raise ConfigError(f"{_WHERE}AWQ's version {version!r} is not supported; supported: gemm")
+    check_supported(version, ["gemm"], f"{_WHERE}AWQ's version {version!r}")
     return WeightScheme(
         storage=Storage.AWQ,
         bits=_bits(values, "AWQ", (4,)),
@@ -230,8 +223,8 @@ def _check_dynamic(values: Mapping[str, Any], name: str) -> None:
 
 
 def _fp8(values: Mapping[str, Any]) -> WeightScheme:
-    if (kind := str(values.get("fmt") or "e4m3")) != "e4m3":
-        raise ConfigError(f"{_WHERE}FP8's fmt {kind!r} is not supported; supported: e4m3")
+    kind = str(values.get("fmt") or "e4m3")
+    check_supported(kind, ["e4m3"], f"{_WHERE}FP8's fmt {kind!r}")
     return WeightScheme(
         storage=Storage.FP8,
         bits=8,
@@ -270,11 +263,7 @@ def _matches(module: str, target: str) -> bool:
 
 def _bits(values: Mapping[str, Any], name: str, allowed: tuple[int, ...]) -> int:
     bits = values.get("bits", values.get("w_bit"))
-    if bits not in allowed:
-        raise ConfigError(
-            f"{_WHERE}{name} with {bits!r} bits is not supported; supported: "
-            f"{', '.join(map(str, allowed))}"
-        )
+    check_supported(bits, allowed, f"{_WHERE}{name} with {bits!r} bits")
     return bits
 
 

@@ -8,10 +8,15 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 
 from outdraft.core.errors import ConfigError
-from outdraft.models.checkpoints.files import Place, StoredTensors
+from outdraft.models.checkpoints.files import Place, StoredTensors, plain_weights
 from outdraft.models.checkpoints.floats import FLOAT8, float_stacks, float_weight, mxfp4_stacks
 from outdraft.models.checkpoints.integers import integer_weight
-from outdraft.models.checkpoints.quantization import Quantization, Storage, WeightScheme
+from outdraft.models.checkpoints.quantization import (
+    Quantization,
+    Storage,
+    WeightScheme,
+    log_purpose,
+)
 from outdraft.models.checkpoints.stored import StoredParameter, StoredWeight
 
 _OF_WEIGHT = (
@@ -31,6 +36,7 @@ _MARKS = {
     Storage.AWQ: "qweight",
     Storage.FP8: "weight",
 }
+_FLOATS = (Storage.FP8, Storage.FLOATS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,54 +58,54 @@ class Checkpoint:
         return bool(self.stacks) or not all(one.is_plain for one in self.weights.values())
 
 
-def read_stored(
-    quantization: Quantization, places: Mapping[str, Place], wanted: Container[str]
-) -> tuple[dict[str, StoredWeight], dict[str, Place]]:
-    """The quantised weights by their names, and the places of all other tensors.
+def read_checkpoint(
+    quantization: Quantization | None, places: Mapping[str, Place], wanted: Container[str]
+) -> Checkpoint:
+    """The tensors at these places; none is read but scales, and those of a few numbers.
 
     Args:
+        quantization: None: all weights are plain.
         places: of each tensor a file, and the name in it.
         wanted: the names that the network has use for.
 
     Raises:
         ConfigError: tensors are missing, do not fit each other, or have no scheme.
     """
-    tensors = StoredTensors(places)
-    stored: dict[str, StoredWeight] = {}
+    if quantization is None:
+        return Checkpoint(plain_weights(places))
+    log_purpose(quantization)
     rest = {name: place for name, place in places.items() if not _OF_OTHERS.search(name)}
+    stacks = _read_stacks(quantization, rest)
+    tensors, stored = StoredTensors(rest), dict[str, StoredWeight]()
+    left = dict(rest)
     for module, scheme in _quantised_modules(quantization, tensors).items():
-        read = float_weight if scheme.storage in (Storage.FP8, Storage.FLOATS) else integer_weight
+        read = float_weight if scheme.storage in _FLOATS else integer_weight
         stored[f"{module}.weight"] = read(tensors, module, scheme)
         for part in _OF_WEIGHT:
-            rest.pop(f"{module}.{part}", None)
+            left.pop(f"{module}.{part}", None)
         bias = f"{module}.bias"
         is_unread = scheme.storage is Storage.GPTQ and bias not in wanted and bias in tensors
         if is_unread and not tensors.read(bias).any():
-            rest.pop(bias)  # AutoGPTQ writes one for every weight
-    return stored, rest
+            left.pop(bias)  # AutoGPTQ writes one for every weight
+    return Checkpoint(stored | plain_weights(left), stacks)
 
 
-def read_stacks(
-    quantization: Quantization, places: Mapping[str, Place]
-) -> tuple[dict[str, StoredParameter], dict[str, Place]]:
-    """Quantised parameters of several experts by their names, and the places of all other tensors.
-
-    Raises:
-        ConfigError: tensors are missing, or do not fit each other.
-    """
-    tensors, rest = StoredTensors(places), dict(places)
-    found: dict[str, StoredParameter] = {}
+def _read_stacks(
+    quantization: Quantization, places: dict[str, Place]
+) -> dict[str, StoredParameter]:
+    """Quantised parameters of several experts by their names, whose tensors are taken out."""
+    tensors, found = StoredTensors(dict(places)), dict[str, StoredParameter]()
     for storage, scheme in {scheme.storage: scheme for _, scheme in quantization.schemes}.items():
         stacks = ()
         if storage is Storage.MXFP4:
             stacks = mxfp4_stacks(tensors)
-        elif storage in (Storage.FP8, Storage.FLOATS):
+        elif storage in _FLOATS:
             stacks = float_stacks(tensors, scheme)
         for name, parts, stack in stacks:
             found[name] = stack
             for part in parts:
-                del rest[part]
-    return found, rest
+                del places[part]
+    return found
 
 
 def _quantised_modules(

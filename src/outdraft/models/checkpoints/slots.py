@@ -6,7 +6,7 @@ together.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.vocabulary import VocabularyShard
+from outdraft.models.checkpoints.config_json import check_supported
 from outdraft.models.checkpoints.files import Place, listed, plain_weights
 from outdraft.models.checkpoints.stored import StoredParameter, StoredWeight
 
-_READABLE = {"F64", "F32", "F16", "BF16"}
+_READABLE = ("BF16", "F16", "F32", "F64")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,12 +30,14 @@ class Slot:
         dim: along which the part is cut out.
         start: where in the whole tensor the part begins.
         whole: size of the whole tensor along `dim`; None: the part is all of it.
+        order: int64, the row of the part that each row is to be; None: they stay in order.
     """
 
     to: Tensor
     dim: int = 0
     start: int = 0
     whole: int | None = None
+    order: Tensor | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -51,11 +54,12 @@ class Slot:
     def numbers(self, weight: StoredWeight) -> Tensor:
         """The numbers of the weight that belong here, as the network keeps them; of plain ones no
         more is read."""
-        if self.is_whole:
-            return weight.rounded(self.to.dtype)
-        if weight.read_part is not None:
-            return weight.read_part(*self.indices)
-        return weight.rounded(self.to.dtype)[self.indices]
+        if not self.is_whole and weight.read_part is not None:
+            numbers = weight.read_part(*self.indices)
+        else:
+            numbers = weight.rounded(self.to.dtype)
+            numbers = numbers if self.is_whole else numbers[self.indices]
+        return numbers if self.order is None else numbers[self.order]
 
     @property
     def indices(self) -> tuple[slice, ...]:
@@ -71,17 +75,11 @@ def rows_of(shard: VocabularyShard, weight: Tensor | None) -> Slot:
     return Slot(weight.data, 0, shard.first, shard.num_tokens)
 
 
-Slots = Iterator[tuple[str, Slot | None]]
-
-
-def slot_of(tensor: Tensor | None) -> Slot | None:
-    """The place of a tensor that every rank has whole; None: there is no such tensor."""
-    return None if tensor is None else Slot(tensor.data)
-
-
-def own_slots(module: nn.Module) -> dict[str, Slot]:
-    """The places of all weights of a module, by their names there; every rank has them whole."""
-    return {name: Slot(weight.data) for name, weight in module.named_parameters()}
+def own_slots(module: nn.Module | None, prefix: str = "") -> dict[str, Slot]:
+    """The places of all weights of a module, which every rank has whole, by a prefix and their
+    names there; none without a module."""
+    weights = () if module is None else module.named_parameters()
+    return {prefix + name: Slot(weight.data) for name, weight in weights}
 
 
 def fill_slots(slots: Mapping[str, Slot], places: Mapping[str, Place]) -> None:
@@ -114,22 +112,13 @@ def check_slots(slots: Mapping[str, Slot], weights: Mapping[str, StoredWeight]) 
             raise ConfigError(
                 f"{what} has shape {list(one.shape)}, but config.json asks for {slots[name].shape}"
             )
-        if one.is_plain and dtype not in _READABLE:
-            raise ConfigError(
-                f"{what} has dtype {dtype}, which is not supported; "
-                f"supported: {', '.join(sorted(_READABLE))}"
-            )
+        if one.is_plain:
+            check_supported(dtype, _READABLE, f"{what} has dtype {dtype}, which")
 
 
-def stored_product(
-    weights: Sequence[StoredWeight], slots: Sequence[Slot], *, is_permuted: bool = False
-) -> StoredParameter:
+def stored_product(weights: Sequence[StoredWeight], slots: Sequence[Slot]) -> StoredParameter:
     """This rank's parts of the weights of a product, one below the other; where they cannot stay
-    codes together, none has a tile, but those that are quantised have a reason.
-
-    Args:
-        is_permuted: the order of the outputs changes.
-    """
+    codes together, none has a tile, but those that are quantised have a reason."""
     found = [one.part(*slot.indices) for one, slot in zip(weights, slots, strict=True)]
     quantised = [one for one in found if not one.is_plain]
     if numbers := [one for one in quantised if one.tile is None]:
@@ -138,9 +127,9 @@ def stored_product(
         reason = ""
     elif len(quantised) < len(found):
         reason = "a part of the same product is not quantised"
-    elif is_permuted:
+    elif any(slot.order is not None for slot in slots):
         reason = "its heads turn in part, so their order changes"
-    elif (product := StoredParameter([found])).has_tiles:
+    elif (product := StoredParameter([found])).tile is not None:
         return product
     else:
         reason = "parts of the same product do not fit one tile"

@@ -13,59 +13,9 @@ from torch import Tensor
 
 from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.block_weight import TILE_BYTES, TILE_OUTPUTS, BlockRows, fits_tiles
-from outdraft.kernels.data.coded_weight import CodedWeight, Codes, decoded, joined, of_inputs
+from outdraft.kernels.data.coded_weight import CodedWeight, Codes, joined
 
 CUT_GROUP = "a rank's part begins in the middle of a group"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupedCodes:
-    """Integers of a weight: w = scale * (code + shift), with one scale and shift for each group of
-    an output's inputs.
-
-    Attributes:
-        group_inputs: of one group; the last one may have fewer.
-        codes_ED: int8, from -8 to 7 or from -128 to 127.
-        scales_EN, shifts_EN: float32.
-    """
-
-    group_inputs: int
-    codes_ED: Tensor
-    scales_EN: Tensor
-    shifts_EN: Tensor | None = None
-
-    def numbers(self) -> Tensor:
-        """float32 [E, D]."""
-        return decoded(self.codes_ED, self.scales_EN, self.shifts_EN, self.group_inputs)
-
-    def part(self, rows: slice | Tensor, columns: slice) -> "GroupedCodes":
-        """Some outputs, or outputs in that order, and some inputs, which begin with a group."""
-        first, end = 0, 1
-        if self.scales_EN.shape[1] > 1:
-            assert columns.start % self.group_inputs == 0, "a group is cut"
-            first, end = columns.start // self.group_inputs, -(-columns.stop // self.group_inputs)
-        return replace(
-            self,
-            codes_ED=self.codes_ED[rows, columns],
-            scales_EN=self.scales_EN[rows, first:end],
-            shifts_EN=None if self.shifts_EN is None else self.shifts_EN[rows, first:end],
-        )
-
-    def coded(self, tile: WeightFormat) -> CodedWeight:
-        """These numbers in groups of that format, each a part of one of these groups."""
-        num_inputs = self.codes_ED.shape[1]
-        size = tile.group_inputs or num_inputs
-
-        def in_tiles(numbers_EN: Tensor) -> Tensor:
-            numbers_ED = of_inputs(numbers_EN, self.group_inputs, num_inputs)
-            return numbers_ED[:, ::size].contiguous()
-
-        scales_EN, shifts_EN = in_tiles(self.scales_EN), None
-        if self.shifts_EN is not None:
-            shifts_EN = in_tiles(self.shifts_EN)
-        elif tile.has_zero:
-            shifts_EN = torch.zeros_like(scales_EN)
-        return CodedWeight(tile, self.codes_ED, scales_EN, shifts_EN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,7 +45,7 @@ class StoredWeight:
     reason: str = ""
     scale_bytes: int = 4
     is_plain: bool = False
-    read: Callable[[], GroupedCodes | BlockRows | Tensor]
+    read: Callable[[], CodedWeight | BlockRows | Tensor]
     read_part: Callable[..., Tensor] | None = None
     whole: "StoredWeight | None" = None
 
@@ -139,7 +89,7 @@ class StoredWeight:
         if tile is not None and self.cuts_a_group(columns):
             tile, reason = None, CUT_GROUP
 
-        def read() -> GroupedCodes | BlockRows | Tensor:
+        def read() -> CodedWeight | BlockRows | Tensor:
             if self.read_part is not None:
                 return self.read_part(rows, columns)
             if tile is not None:
@@ -165,7 +115,7 @@ class StoredWeight:
             return columns.start % size > 0 or end % size > 0
         return size < self.shape[1] and columns.start % size > 0
 
-    def codes(self) -> GroupedCodes | BlockRows:
+    def codes(self) -> CodedWeight | BlockRows:
         """The codes; only of a weight with a tile."""
         read = self.read()
         assert not isinstance(read, Tensor), "a tile of numbers"
@@ -196,8 +146,7 @@ class StoredParameter:
     @property
     def shape(self) -> tuple[int, ...]:
         """The sizes of the parameter."""
-        num_outputs = sum(weight.shape[0] for weight in self.rows_X[0])
-        sizes = num_outputs, self.rows_X[0][0].shape[1]
+        sizes = sum(weight.shape[0] for weight in self.rows_X[0]), self.rows_X[0][0].shape[1]
         sizes = (sizes[1], sizes[0]) if self.is_transposed else sizes
         return (len(self.rows_X), *sizes) if self.is_stack else sizes
 
@@ -206,11 +155,6 @@ class StoredParameter:
         """The format that keeps the codes of all experts; None: there is none."""
         every = [_common_tile([(one.tile, one.shape[0]) for one in rows]) for rows in self.rows_X]
         return _common_tile([(tile, TILE_OUTPUTS) for tile in every])
-
-    @property
-    def has_tiles(self) -> bool:
-        """Is true if the codes of all experts fit one tile."""
-        return self.tile is not None
 
     @property
     def coded_bytes(self) -> int:
@@ -253,10 +197,12 @@ def tile_for(
     sizes = [size for size in (128, 32) if group_inputs % size == 0 or group_inputs >= num_inputs]
     if not sizes:
         return f"tiles have groups of 32 and 128 inputs, not of {group_inputs}"
-    if bits == 8:
-        return WeightFormat.INT8_G128 if sizes[0] == 128 else WeightFormat.INT8_G32
-    name = WeightFormat.INT4 if sizes[0] == 128 else WeightFormat.INT4_G32
-    return WeightFormat(f"{name}-zero" if has_zero else name)
+    return _named_tile(is_int8=bits == 8, group_inputs=sizes[0], has_zero=has_zero)
+
+
+def _named_tile(*, is_int8: bool, group_inputs: int, has_zero: bool) -> WeightFormat:
+    size = "-g32" if group_inputs == 32 else "-g128" if is_int8 else ""
+    return WeightFormat(f"{'int8' if is_int8 else 'int4'}{size}{'-zero' if has_zero else ''}")
 
 
 def _common_tile(parts: Sequence[tuple[WeightFormat | None, int]]) -> WeightFormat | None:
@@ -274,8 +220,8 @@ def _common_tile(parts: Sequence[tuple[WeightFormat | None, int]]) -> WeightForm
     if any(tile.is_blocks for tile in tiles):
         fits = all(tile.is_blocks for tile in tiles) and fits_tiles(sizes)
         return WeightFormat.MIXED if fits else None
-    least = min(tile.group_inputs or 128 for tile in tiles)
-    bits = "int8" if tiles[0].is_int8 else "int4"
-    size = "-g32" if least == 32 else "-g128" if bits == "int8" else ""
-    zero = "-zero" if any(tile.has_zero for tile in tiles) else ""
-    return WeightFormat(bits + size + zero)
+    return _named_tile(
+        is_int8=tiles[0].is_int8,
+        group_inputs=min(tile.group_inputs or 128 for tile in tiles),
+        has_zero=any(tile.has_zero for tile in tiles),
+    )

@@ -15,13 +15,12 @@ from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.decoder_ops import DecoderPass, FusedPasses
-from outdraft.kernels.ops import Kernels
+from outdraft.kernels.ops import Kernels, Product
 from outdraft.kernels.products import EmbeddingTable, VocabParallel
 from outdraft.models.checkpoints.slots import Slot, rows_of
 from outdraft.models.decoder.config import ModelConfig
 from outdraft.models.decoder.layers import Decoder, Kind, drafted_share, first_drafts, product_of
 from outdraft.models.modules import (
-    Embedding,
     Linear,
     RMSNorm,
     is_one_tensor,
@@ -65,8 +64,9 @@ class CausalLM(nn.Module):
         self.vocabulary = VocabularyShard(group, config.vocab_size)
         num_tokens = self.vocabulary.num_own
         table_VD = torch.empty(num_tokens, config.hidden_size, **kind)
-        self.embed_tokens = Embedding(EmbeddingTable.of(table_VD))
-        is_tied = config.tie_word_embeddings
+        self.embed_tokens = EmbeddingTable.of(table_VD)
+        self.embed_weight: nn.Parameter | None = nn.Parameter(table_VD, requires_grad=False)
+        self._table_bytes = 0  # of codes that the head does not count
         self.decoder = Decoder(config, kernels, kind, group=group)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kind)
         self.lm_head = Linear(
@@ -74,7 +74,7 @@ class CausalLM(nn.Module):
             num_tokens,
             bias=False,
             **kind,
-            weight=self.embed_tokens.weight if is_tied else None,
+            weight=self.embed_weight if config.tie_word_embeddings else None,
             spread=None if group.size == 1 else partial(VocabParallel, self.vocabulary),
         )
 
@@ -82,9 +82,9 @@ class CausalLM(nn.Module):
     def passes(self) -> DecoderPass:
         """The network's computation, once its weights are packed."""
         return self.decoder.compile_passes(
-            self.embed_tokens.table,
-            product_of(self.lm_head),
-            final_norm=self.norm,
+            embedding=self.embed_tokens,
+            head=product_of(self.lm_head),
+            final_norm_D=self.norm.weight.data,
             num_first_drafts=first_drafts(self.vocabulary) if self._drafts else 0,
             shard=None if self.group.size == 1 else self.vocabulary,
         )
@@ -123,7 +123,7 @@ class CausalLM(nn.Module):
         A step reads a few rows of the embedding table only. The table counts as the head alone:
         in a tied model that is not packed.
         """
-        table, unread = self.embed_tokens.table, 0
+        table, unread = self.embed_tokens, 0
         if self._drafts:
             unread = int((1 - drafted_share(self.vocabulary)) * self.lm_head.packed_bytes)
         if not is_one_tensor(table, self.lm_head):
@@ -137,7 +137,16 @@ class CausalLM(nn.Module):
     @property
     def memory_bytes(self) -> int:
         """Bytes of the weights, packed ones included; a packed tied head is a copy."""
-        return memory_bytes(self)
+        return memory_bytes(self) + self._table_bytes
+
+    def keep_codes(self, product: Product, *, is_shared: bool) -> None:
+        """Read the embedding from the codes of a product; its numbers are freed.
+
+        `is_shared`: it is the head's.
+        """
+        old = self.embed_tokens
+        self.embed_tokens = EmbeddingTable(product, old.num_tokens, old.size, old.dtype)
+        self.embed_weight, self._table_bytes = None, 0 if is_shared else product.nbytes
 
     def checkpoint_slots(self) -> dict[str, Slot]:
         """The place of each tensor of a Hugging Face checkpoint: views into this model.
@@ -152,7 +161,7 @@ class CausalLM(nn.Module):
         yield from self.decoder.parts("model.")
         tokens = self.vocabulary
         rest = {
-            EMBEDDING_NAME: rows_of(tokens, self.embed_tokens.weight),
+            EMBEDDING_NAME: rows_of(tokens, self.embed_weight),
             "model.norm.weight": Slot(self.norm.weight.data),
         }
         if not self.config.tie_word_embeddings:

@@ -16,12 +16,14 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from outdraft.core.errors import ConfigError, did_you_mean
+from outdraft.core.errors import ConfigError
 from outdraft.models.checkpoints.config_json import (
     COUNT,
     FLAG,
     LIST,
     NUMBER,
+    check_known,
+    check_supported,
     checked,
     read_config,
     read_count,
@@ -118,10 +120,7 @@ def read_rope(raw: Mapping[str, Any], head_size: int) -> RopeConfig:
     values.pop("rope_theta", None)
     old_name = values.pop("type", None)
     name = str(values.pop("rope_type", None) or old_name or RopeKind.PLAIN)
-    if name not in set(RopeKind):
-        raise ConfigError(
-            f"config.json: unknown rope type {name!r}: {did_you_mean(name, RopeKind)}"
-        )
+    check_known(name, set(RopeKind), f"unknown rope type {name!r}")
     kind = RopeKind(name)
     max_positions = read_count(raw, "max_position_embeddings")
     share_key = "partial_rotary_factor"
@@ -151,11 +150,8 @@ def _rope_fields(kind: RopeKind, values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of rope_parameters that the kind reads."""
     needed, others = _KEYS[kind]
     for key in values:
-        if key not in needed + others:
-            raise ConfigError(
-                f"config.json: rope type '{kind}' with {key!r} is not supported: "
-                f"{did_you_mean(key, needed + others)}"
-            )
+        what = f"rope type '{kind}' with {key!r} is not supported"
+        check_known(key, needed + others, what)
     given = {key: value for key, value in values.items() if value is not None}
     if missing := [key for key in needed if key not in given]:
         raise ConfigError(f"config.json: rope type '{kind}' needs {', '.join(missing)}")
@@ -229,7 +225,10 @@ class ModelConfig(ModelShape):
                 f"num_key_value_heads ({num_kv_heads})"
             )
         num_layers = read_count(raw, "num_hidden_layers")
-        head_size = _head_size(raw, family, hidden_size, num_heads)
+        head_size = family.head_size or hidden_size // num_heads
+        head_size = read_count(raw, "head_dim", default=head_size)
+        if head_size % 2:
+            raise ConfigError(f"config.json: head_dim must be even, got {head_size}")
         rope = read_rope(raw, head_size)
         attention_bias = bool(raw.get("attention_bias")) and family.reads_attention_bias
         return cls(
@@ -300,11 +299,7 @@ def _qwen_windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int | None, 
         )
     window_of = {"full_attention": None, "sliding_attention": window}
     for layer_type in layer_types:
-        if layer_type not in window_of:
-            raise ConfigError(
-                f"config.json: unknown layer type {layer_type!r}: "
-                f"{did_you_mean(str(layer_type), window_of)}"
-            )
+        check_known(layer_type, window_of, f"unknown layer type {layer_type!r}")
     return tuple(window_of[layer_type] for layer_type in layer_types)
 
 
@@ -337,19 +332,11 @@ _FAMILIES = {
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
-    names = raw.get("architectures") or []
-    supported = ", ".join(sorted(_FAMILIES))
+    names, supported = raw.get("architectures") or [], sorted(_FAMILIES)
     if len(names) != 1:
         raise ConfigError(
-            f"config.json must name one architecture, got {names}; supported: {supported}"
+            f"config.json must name one architecture, got {names}; supported: "
+            f"{', '.join(supported)}"
         )
-    if names[0] not in _FAMILIES:
-        raise ConfigError(f"architecture {names[0]!r} is not supported; supported: {supported}")
+    check_supported(names[0], supported, f"architecture {names[0]!r}")
     return str(names[0])
-
-
-def _head_size(raw: Mapping[str, Any], family: _Family, hidden_size: int, num_heads: int) -> int:
-    head_size = read_count(raw, "head_dim", default=family.head_size or hidden_size // num_heads)
-    if head_size % 2:
-        raise ConfigError(f"config.json: head_dim must be even, got {head_size}")
-    return head_size

@@ -15,8 +15,9 @@ C / 2 frequencies.
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -24,17 +25,18 @@ from torch import Tensor, nn
 
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec, LayerSpec, StateEntry
+from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec, LayerSpec
 from outdraft.kernels.ops import Kernels, Product
-from outdraft.kernels.products import EmbeddingTable, RowParallel, ShardWrap
+from outdraft.kernels.products import RowParallel, ShardWrap
 from outdraft.kernels.torch.pointwise import rotate
-from outdraft.models.checkpoints.slots import Slot, Slots, slot_of
+from outdraft.models.checkpoints.slots import Slot, own_slots
 from outdraft.models.decoder.config import ModelConfig, RopeConfig, RopeKind
 from outdraft.models.modules import Linear, RMSNorm, norm_weight
 
 # Ids that a drafter with a large vocabulary chooses among, and the ids of its texts: 92 to
 # 97 % of the tokens of English and code, in a vocabulary of 152,000.
 FIRST_DRAFTS = 1 << 15
+_TURNED = "self_attn.q_", "self_attn.k_"  # the beginnings of tensors whose heads turn
 
 
 class Kind(TypedDict):
@@ -44,12 +46,7 @@ class Kind(TypedDict):
     device: torch.device
 
 
-class _Part(NamedTuple):
-    """The rows or columns of a weight that a rank has."""
-
-    size: int
-    start: int
-    whole: int
+_Part = tuple[int, int, int]  # of a rank's rows or columns: their number, the first, those of all
 
 
 class DecoderLayer(nn.Module):
@@ -74,15 +71,18 @@ class DecoderLayer(nn.Module):
         super().__init__()
         own, size, eps = config.shard(group.size), config.hidden_size, config.rms_norm_eps
         self.head_size, self.window = config.head_size, window
+        q_size, kv_size = own.num_heads * config.head_size, own.num_kv_heads * config.head_size
         self._q, self._kv, self._intermediate = _parts(config, group)
+        self._order_C = rotary_order(config.rope, config.head_size)
         spread: ShardWrap | None = None if group.size == 1 else partial(RowParallel, group)
         intermediate, mlp_bias = own.intermediate_size, config.mlp_bias
-        qkv_size = self._q.size + 2 * self._kv.size
         self.input_norm = RMSNorm(size, eps, **kind) if has_input_norm else None
-        self.qkv_proj = Linear(input_size or size, qkv_size, bias=config.qkv_bias, **kind)
+        self.qkv_proj = Linear(
+            input_size or size, q_size + 2 * kv_size, bias=config.qkv_bias, **kind
+        )
         self.q_norm = RMSNorm(config.head_size, eps, **kind) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_size, eps, **kind) if config.qk_norm else None
-        self.o_proj = Linear(self._q.size, size, bias=config.o_bias, **kind, spread=spread)
+        self.o_proj = Linear(q_size, size, bias=config.o_bias, **kind, spread=spread)
         self.post_norm = RMSNorm(size, eps, **kind)
         self.gate_up_proj = Linear(size, 2 * intermediate, bias=mlp_bias, **kind)
         self.down_proj = Linear(intermediate, size, bias=mlp_bias, **kind, spread=spread)
@@ -102,33 +102,31 @@ class DecoderLayer(nn.Module):
             is_causal=is_causal,
         )
 
-    def slots(self) -> Slots:
+    def slots(self) -> dict[str, Slot]:
         """The places of the layer's tensors, by their names without the prefix of the layer."""
-        yield "input_layernorm.weight", slot_of(norm_weight(self.input_norm))
-        yield "post_attention_layernorm.weight", slot_of(self.post_norm.weight)
-        parts = {"q_proj": self._q, "k_proj": self._kv, "v_proj": self._kv}
-        yield from _fused("self_attn", self.qkv_proj, parts)
-        yield from _summed("self_attn.o_proj", self.o_proj, self._q)
-        yield "self_attn.q_norm.weight", slot_of(norm_weight(self.q_norm))
-        yield "self_attn.k_norm.weight", slot_of(norm_weight(self.k_norm))
-        parts = {"gate_proj": self._intermediate, "up_proj": self._intermediate}
-        yield from _fused("mlp", self.gate_up_proj, parts)
-        yield from _summed("mlp.down_proj", self.down_proj, self._intermediate)
-
-    def arrange(self, order_C: Tensor) -> None:
-        """Permute queries and keys into the order of `Rotary`, once the weights are there."""
-        for weight in (self.qkv_proj.weight, self.qkv_proj.bias):
-            if weight is not None:
-                rotated = weight.data[: self._q.size + self._kv.size]
-                heads_HC = rotated.unflatten(0, (-1, self.head_size))
-                heads_HC.copy_(heads_HC[:, order_C.to(weight.device)])
-        for norm in (self.q_norm, self.k_norm):
-            if norm is not None:
-                norm.weight.data.copy_(norm.weight.data[order_C.to(norm.weight.device)])
+        heads = {"q_proj": self._q, "k_proj": self._kv, "v_proj": self._kv}
+        width = {"gate_proj": self._intermediate, "up_proj": self._intermediate}
+        slots = {
+            **own_slots(self.input_norm, "input_layernorm."),
+            **own_slots(self.post_norm, "post_attention_layernorm."),
+            **_fused("self_attn", self.qkv_proj, heads),
+            **_summed("self_attn.o_proj.", self.o_proj, self._q),
+            **own_slots(self.q_norm, "self_attn.q_norm."),
+            **own_slots(self.k_norm, "self_attn.k_norm."),
+            **_fused("mlp", self.gate_up_proj, width),
+            **_summed("mlp.down_proj.", self.down_proj, self._intermediate),
+        }
+        if (order_C := self._order_C) is not None:
+            for name in [one for one in slots if one.startswith(_TURNED)]:
+                heads_HC = torch.arange(len(slots[name].to)).unflatten(0, (-1, len(order_C)))
+                slots[name] = replace(slots[name], order=heads_HC[:, order_C].flatten())
+        return slots
 
 
 class Decoder(nn.Module):
     """The layers of a network and their rotary positions."""
+
+    cos_sin_MC: Tensor
 
     def __init__(
         self,
@@ -152,7 +150,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.kernels = config.shard(group.size), kernels
         num_positions = num_positions or config.max_model_len
-        self.rotary = Rotary(config.rope, config.head_size, num_positions, **kind)
+        table_MC = rotary_table(config.rope, config.head_size, num_positions, kind)
+        self.register_buffer("cos_sin_MC", table_MC, persistent=False)
         first, *further = config.windows
         self.decoder_layers = [
             DecoderLayer(
@@ -163,23 +162,13 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(self.decoder_layers)
 
     def compile_passes(
-        self,
-        embedding: EmbeddingTable,
-        head: Product,
-        *,
-        final_norm: RMSNorm | None = None,
-        head_norm: RMSNorm | None = None,
-        entry: StateEntry | None = None,
-        draft_ids_N: Tensor | None = None,
-        num_first_drafts: int = 0,
-        shard: VocabularyShard | None = None,
-        is_causal: Sequence[bool] | None = None,
+        self, *, is_causal: Sequence[bool] | None = None, **options: Any
     ) -> DecoderPass:
         """The passes, once all products are packed.
 
         Args:
-            shard: of a network that is spread over ranks, the tokens of `embedding`.
             is_causal: of each layer, as in LayerSpec; None: no layer is.
+            options: the fields of `DecoderSpec` that do not follow from the layers.
         """
         config = self.config
         is_causal = is_causal or [False] * len(self.decoder_layers)
@@ -190,17 +179,10 @@ class Decoder(nn.Module):
             intermediate_size=config.intermediate_size,
             eps=config.rms_norm_eps,
             scale=config.head_size**-0.5,
-            embedding=embedding,
-            cos_sin_MC=self.rotary.cos_sin_MC,
+            cos_sin_MC=self.cos_sin_MC,
             layers=[layer.spec(is_causal=one) for layer, one in pairs],
             attention=self.kernels.attention,
-            final_norm_D=norm_weight(final_norm),
-            entry=entry,
-            head=head,
-            head_norm_D=norm_weight(head_norm),
-            draft_ids_N=draft_ids_N,
-            num_first_drafts=num_first_drafts,
-            shard=shard,
+            **options,
         )
         return self.kernels.compile_decoder(spec)
 
@@ -208,7 +190,7 @@ class Decoder(nn.Module):
         """Each layer with its part of CausalLM.checkpoint_slots."""
         for index, layer in enumerate(self.decoder_layers):
             start = f"{prefix}layers.{index}."
-            yield layer, {start + name: slot for name, slot in layer.slots() if slot is not None}
+            yield layer, {start + name: slot for name, slot in layer.slots().items()}
 
     def queries(self, index: int, residual_RD: Tensor, positions_R: Tensor) -> Tensor:
         """[R, H, C] of the stream's dtype: the queries of rows in a layer, as they meet the keys.
@@ -223,17 +205,7 @@ class Decoder(nn.Module):
         q_RHC = q_RHC[:, : self.config.num_heads]
         if layer.q_norm is not None:
             q_RHC = layer.q_norm(q_RHC)
-        return rotate(q_RHC, self.rotary.cos_sin_MC.index_select(0, positions_R))
-
-    def arrange(self, part: nn.Module) -> None:
-        """Permute queries and keys of a layer into the order of `Rotary`, once."""
-        if self.rotary.order_C is not None and isinstance(part, DecoderLayer):
-            part.arrange(self.rotary.order_C)
-
-    def permutes(self, part: nn.Module, linear: Linear) -> bool:
-        """Is true if `arrange` changes the weight of a product of that part."""
-        is_layer = self.rotary.order_C is not None and isinstance(part, DecoderLayer)
-        return is_layer and linear is part.qkv_proj
+        return rotate(q_RHC, self.cos_sin_MC.index_select(0, positions_R))
 
 
 def first_drafts(vocabulary: VocabularyShard) -> int:
@@ -261,61 +233,39 @@ def _parts(config: ModelConfig, group: RankGroup) -> tuple[_Part, _Part, _Part]:
     kv_rank = group.rank * config.num_kv_heads // (group.size * own.num_kv_heads)
     width = own.intermediate_size
     return (
-        _Part(q_size, group.rank * q_size, config.num_heads * head_size),
-        _Part(kv_size, kv_rank * kv_size, config.num_kv_heads * head_size),
-        _Part(width, group.rank * width, config.intermediate_size),
+        (q_size, group.rank * q_size, config.num_heads * head_size),
+        (kv_size, kv_rank * kv_size, config.num_kv_heads * head_size),
+        (width, group.rank * width, config.intermediate_size),
     )
 
 
-def _fused(prefix: str, linear: Linear, parts: dict[str, _Part]) -> Slots:
+def _fused(prefix: str, linear: Linear, parts: dict[str, _Part]) -> dict[str, Slot]:
     """Rows of one fused weight and bias, by the names of the parts."""
-    assert linear.weight is not None, "the weights are packed"
-    sizes = [part.size for part in parts.values()]
-    for kind, fused in (("weight", linear.weight), ("bias", linear.bias)):
-        if fused is not None:
-            for (name, part), rows in zip(parts.items(), fused.data.split(sizes), strict=True):
-                yield f"{prefix}.{name}.{kind}", Slot(rows, 0, part.start, part.whole)
-
-
-def _summed(name: str, linear: Linear, part: _Part) -> Slots:
-    """Columns of a weight; the bias is whole on every rank."""
-    assert linear.weight is not None, "the weights are packed"
-    yield f"{name}.weight", Slot(linear.weight.data, 1, part.start, part.whole)
-    yield f"{name}.bias", slot_of(linear.bias)
-
-
-class Rotary(nn.Module):
-    """The table of cos and sin for all positions: [M, C], cos of all frequencies, then sin.
-
-    Attributes:
-        order_C: which dimension of the checkpoint each of ours is; None: the same.
-    """
-
-    cos_sin_MC: Tensor
-
-    def __init__(
-        self,
-        config: RopeConfig,
-        head_size: int,
-        max_positions: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        super().__init__()
-        table_dtype = torch.promote_types(dtype, torch.float32)
-        positions_M = torch.arange(max_positions, dtype=table_dtype)
-        angles_MF = positions_M[:, None] * frequencies(config, head_size).to(table_dtype)
-        factor, width = attention_factor(config), head_size // 2
-        cos_sin_MC = torch.cat(
-            (
-                _widened(angles_MF.cos() * factor, width, 1.0),
-                _widened(angles_MF.sin() * factor, width, 0.0),
-            ),
-            dim=-1,
+    return {
+        f"{prefix}.{name}.{kind}": Slot(rows, 0, first, whole)
+        for kind, fused in own_slots(linear).items()
+        for (name, (_, first, whole)), rows in zip(
+            parts.items(), fused.to.split([size for size, _, _ in parts.values()]), strict=True
         )
-        self.register_buffer("cos_sin_MC", cos_sin_MC.to(device), persistent=False)
-        self.order_C = rotary_order(config, head_size)
+    }
+
+
+def _summed(prefix: str, linear: Linear, part: _Part) -> dict[str, Slot]:
+    """Columns of a weight; the bias is whole on every rank."""
+    slots = own_slots(linear, prefix)
+    slots[f"{prefix}weight"] = Slot(slots[f"{prefix}weight"].to, 1, *part[1:])
+    return slots
+
+
+def rotary_table(config: RopeConfig, head_size: int, max_positions: int, kind: Kind) -> Tensor:
+    """[M, C], float32 at least: cos of all frequencies, then sin, for all positions."""
+    table_dtype = torch.promote_types(kind["dtype"], torch.float32)
+    positions_M = torch.arange(max_positions, dtype=table_dtype)
+    angles_MF = positions_M[:, None] * frequencies(config, head_size).to(table_dtype)
+    factor, padding = attention_factor(config), (0, head_size // 2 - angles_MF.shape[1])
+    cos_MF = F.pad(angles_MF.cos() * factor, padding, value=1.0)
+    sin_MF = F.pad(angles_MF.sin() * factor, padding, value=0.0)
+    return torch.cat((cos_MF, sin_MF), dim=-1).to(kind["device"])
 
 
 def rotary_order(config: RopeConfig, head_size: int) -> Tensor | None:
@@ -367,11 +317,6 @@ def attention_factor(config: RopeConfig) -> float:
     if config.kind is RopeKind.LONGROPE:
         return math.sqrt(1 + math.log(config.factor) / math.log(config.original_max_len))
     return 0.1 * math.log(config.factor) + 1.0
-
-
-def _widened(table_MF: Tensor, width: int, value: float) -> Tensor:
-    """The table, and columns of that value to the right of its own."""
-    return F.pad(table_MF, (0, width - table_MF.shape[1]), value=value)
 
 
 def _dynamic_theta(config: RopeConfig, rotary_size: int) -> float:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
-from outdraft.models.checkpoints.files import plain_weights, tensor_places, weight_files
+from outdraft.models.checkpoints.files import tensor_places, weight_files
 from outdraft.models.checkpoints.gguf_file import is_gguf, open_gguf
 from outdraft.models.checkpoints.gguf_weights import gguf_weights
-from outdraft.models.checkpoints.quantization import check_unquantised, log_purpose
-from outdraft.models.checkpoints.reader import Checkpoint, read_stored
+from outdraft.models.checkpoints.quantization import check_unquantised
+from outdraft.models.checkpoints.reader import Checkpoint, read_checkpoint
 from outdraft.models.checkpoints.slots import (
     Slot,
     check_quantization,
@@ -53,8 +53,7 @@ def load_model(
         _fill_randomly(model)
         model.pack(quantization)
     else:
-        checkpoint = open_checkpoint(path, config, model.checkpoint_slots())
-        load_weights(model, checkpoint, quantization)
+        load_weights(model, open_checkpoint(path, config, model.checkpoint_slots()), quantization)
     return model.eval()
 
 
@@ -80,16 +79,12 @@ def open_checkpoint(path: Path, config: ModelConfig, wanted: Container[str]) -> 
     """
     if is_gguf(path):
         return Checkpoint(gguf_weights(path), release=open_gguf(path).release)
-    places, quantization = tensor_places(weight_files(path)), config.quantization
-    if config.mtp_prefix is not None:
-        places = {name: p for name, p in places.items() if not name.startswith(config.mtp_prefix)}
+    places, prefix = tensor_places(weight_files(path)), config.mtp_prefix
+    if prefix is not None:
+        places = {name: place for name, place in places.items() if not name.startswith(prefix)}
     if config.tie_word_embeddings:  # some checkpoints store the tied head again
         places.pop(HEAD_NAME, None)
-    if quantization is None:
-        return Checkpoint(plain_weights(places))
-    log_purpose(quantization)
-    stored, rest = read_stored(quantization, places, wanted)
-    return Checkpoint(stored | plain_weights(rest))
+    return read_checkpoint(config.quantization, places, wanted)
 
 
 def load_weights(
@@ -112,20 +107,19 @@ def load_weights(
     dequantised: list[tuple[str, str]] = []
     table: Slot | None = None
     for part, slots in model.parts():
-        coded: dict[Linear, StoredParameter] = {}
-        parts: dict[Linear, list[Tensor]] = {}
-        for linear, names, product in stored_products(model, part, slots, weights):
+        sources: dict[Linear, StoredParameter | list[Tensor]] = {}
+        for linear, names, product in stored_products(part, slots, weights):
             own = [slots.pop(name) for name in names]
             if product.tile is not None:
-                coded[linear] = product
+                sources[linear] = product
                 kept += [(one.label, str(product.tile)) for one in product.weights]
                 check_quantization(quantization, product.weights)
                 continue
             quantised = [one for one in product.weights if not one.is_plain]
             dequantised += [(one.label, one.reason) for one in quantised]
             numbers = [slot.numbers(weights[name]) for name, slot in zip(names, own, strict=True)]
-            if model.decoder.rotary.order_C is None and all(map(_is_alike, numbers, own)):
-                parts[linear] = numbers
+            if all(map(_is_alike, numbers, own)):
+                sources[linear] = numbers
                 continue
             for slot, own_ED in zip(own, numbers, strict=True):
                 slot.to.copy_(own_ED)
@@ -135,12 +129,10 @@ def load_weights(
             slot.to.copy_(slot.numbers(weights[name]))
             if not weights[name].is_plain:
                 dequantised.append((weights[name].label, "it is read row by row"))
-        model.decoder.arrange(part)
         for linear in linears_of(part):
-            if linear in coded:
-                linear.pack_codes(model.kernels, coded[linear].coded(), model.dtype)
-            else:
-                linear.pack(model.kernels, quantization, parts.pop(linear, ()))
+            source = sources.pop(linear, ())
+            source = source.coded() if isinstance(source, StoredParameter) else source
+            linear.pack(model.kernels, quantization, source)
         checkpoint.release()
     if table is not None:
         _keep_table(model, weights[EMBEDDING_NAME], table)
@@ -161,14 +153,11 @@ def _keep_table(model: CausalLM, weight: StoredWeight, slot: Slot) -> None:
     if product is None:
         coded = StoredParameter([[weight.part(*slot.indices)]]).coded()
         product = model.kernels.pack_codes(coded, None, model.dtype)
-    model.embed_tokens.take(product, is_shared=is_shared)
+    model.keep_codes(product, is_shared=is_shared)
 
 
 def stored_products(
-    model: CausalLM,
-    part: nn.Module,
-    slots: Mapping[str, Slot],
-    weights: Mapping[str, StoredWeight],
+    part: nn.Module, slots: Mapping[str, Slot], weights: Mapping[str, StoredWeight]
 ) -> Iterator[tuple[Linear, list[str], StoredParameter]]:
     """The products of a part, with the names of the weights that belong to no other module, and all
     that they are made of."""
@@ -181,11 +170,7 @@ def stored_products(
         yield (
             linear,
             names,
-            stored_product(
-                [weights[name] for name in read],
-                [slots[name] for name in read],
-                is_permuted=model.decoder.permutes(part, linear),
-            ),
+            stored_product([weights[name] for name in read], [slots[name] for name in read]),
         )
 
 

@@ -15,9 +15,10 @@ from msgspec import Meta
 
 from outdraft.config.speculation import BLOCK_SOURCES
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
-from outdraft.core.errors import ConfigError, did_you_mean
+from outdraft.core.errors import ConfigError
 from outdraft.models.checkpoints.config_json import (
     FLAG,
+    check_known,
     checked,
     read_count,
     read_json,
@@ -25,6 +26,7 @@ from outdraft.models.checkpoints.config_json import (
 )
 from outdraft.models.checkpoints.files import tensor_places, weight_files
 from outdraft.models.checkpoints.gguf_file import is_gguf
+from outdraft.models.checkpoints.gguf_metadata import NETWORKS
 from outdraft.models.decoder.config import ModelConfig
 
 SPECULATORS_KIND = "speculators_model_type"
@@ -66,30 +68,10 @@ def drafter_method(path: Path) -> str | None:
     return "eagle" if "fc.weight" in places else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterConfig:
-    """The shape of a drafter that has layers of its own and reads the target's states.
-
-    Attributes:
-        layer: of its own layers; its vocabulary is the target's.
-        draft_vocab_size: how many of the target's tokens it can draft.
-        target_hidden_size: of the states that it reads.
-        own_embedding, own_head: the checkpoint has them; else the target's are read.
-    """
-
-    layer: ModelConfig
-    draft_vocab_size: int
-    target_hidden_size: int
-    own_embedding: bool = False
-    own_head: bool = False
-
-
 def _drafter_options(raw: Mapping[str, Any], *objects: str) -> dict[str, Any]:
     """The drafter's own keys: some write them into one of these objects, some next to it."""
-    options: dict[str, Any] = {}
-    for name in objects:
-        options |= read_object(raw, name)
-    return options | {key: value for key, value in raw.items() if value is not None}
+    parts = [*(read_object(raw, name) for name in objects), raw]
+    return {key: value for part in parts for key, value in part.items() if value is not None}
 
 
 def _layer_options(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -110,6 +92,7 @@ def _check_supported(options: Mapping[str, Any], harmless: Mapping[str, Sequence
 
 
 def _read_flag(options: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    """The flag under this key; the default where it is missing."""
     return checked(key, options.get(key, default), FLAG)
 
 
@@ -142,23 +125,27 @@ def _read_sizes(
     return {"draft_vocab_size": size, "target_hidden_size": state_size}
 
 
-def check_taps(taps: Sequence[int], num_target_layers: int) -> None:
-    """Raise ConfigError if a target with num_target_layers has no such streams."""
+def _checked_taps(taps: tuple[int, ...], num_target_layers: int) -> tuple[int, ...]:
+    """The taps. Raises ConfigError if a target with num_target_layers has no such streams."""
     if not all(0 <= tap <= num_target_layers for tap in taps):
         raise ConfigError(
             f"the drafter reads the target behind layers {list(taps)}, but the target has "
             f"{num_target_layers} layers"
         )
+    return taps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EagleConfig(DrafterConfig):
+class EagleConfig:
     """The shape of one EAGLE drafter.
 
     Attributes:
         version: EAGLE (Li et al. 2024, arXiv 2401.15077; with trees it is EAGLE-2), EAGLE-3 (Li et
             al. 2025, arXiv 2503.01840; EAGLE-3.1 and P-EAGLE are options of it), or MTP, a layer
             for multi-token prediction as eagle.py says.
+        layer: of its own layers; its vocabulary is the target's.
+        draft_vocab_size: how many of the target's tokens it can draft.
+        target_hidden_size: of the states that it reads.
         taps: EAGLE-3: after how many of the target's layers the states are taken; None: as
             in the paper's checkpoints.
         may_count_from_0: `taps` may name layers, the first one 0, rather than count them.
@@ -169,12 +156,14 @@ class EagleConfig(DrafterConfig):
         fc_norm: EAGLE-3.1: a norm for each tapped state.
         norm_output: EAGLE-3.1, MTP: the state that is fed back is the one after the final norm.
         norm_before_residual: layer 0 adds to the normed state rather than to the state.
-        mask_shape: of the tensor that stands in for a state not known yet, if there is one.
         mask_token_id: stands for tokens that are not known yet, in parallel drafting (P-EAGLE,
             arXiv 2602.01469).
     """
 
     version: DraftSource
+    layer: ModelConfig
+    draft_vocab_size: int
+    target_hidden_size: int
     taps: tuple[int, ...] | None = None
     may_count_from_0: bool = False
     fc_bias: bool = False
@@ -184,7 +173,6 @@ class EagleConfig(DrafterConfig):
     fc_norm: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
-    mask_shape: tuple[int, ...] | None = None
     mask_token_id: int | None = None
 
     @classmethod
@@ -197,21 +185,24 @@ class EagleConfig(DrafterConfig):
         version, options = _version(raw), _drafter_options(raw, "eagle_config")
         is_first, layer = version is DraftSource.EAGLE, _eagle_layer(raw)
         _check_supported(options, _HARMLESS_TO_EAGLE)
-        flags: dict[str, Any] = {key: _eagle_flag(options, key) for key in _FLAGS[version]}
+        if SPECULATORS_KIND in options and "norm_before_residual" not in options and not is_first:
+            # The library and the engines that read its files differ in what a missing key means.
+            raise ConfigError("config.json: norm_before_residual is missing")
+        flags: dict[str, Any] = {key: _read_flag(options, key) for key in _FLAGS[version]}
         for other in _FLAGS.keys() - {version}:
             if key := next((key for key in _FLAGS[other] if options.get(key)), None):
                 raise ConfigError(f"config.json: {key} is of {other}, but this is {version}")
-        if options.get("truncated_vocab_size") not in (None, layer.vocab_size):
+        if (size := options.get("truncated_vocab_size")) not in (None, layer.vocab_size):
             raise ConfigError(
-                f"config.json: truncated_vocab_size={options['truncated_vocab_size']!r} is not "
-                f"supported, it must be {layer.vocab_size}"
+                f"config.json: truncated_vocab_size={size!r} is not supported, it must be "
+                f"{layer.vocab_size}"
             )
         return cls(
             version=version,
             layer=layer,
             taps=None if is_first else _eagle_taps(options),
             may_count_from_0=raw.get(_TAPS) is None,
-            fc_bias=is_first and any(_eagle_flag(options, key) for key in ("bias", "fusion_bias")),
+            fc_bias=is_first and any(_read_flag(options, key) for key in ("bias", "fusion_bias")),
             mask_token_id=read_mask_token(raw, layer.vocab_size),
             **_read_sizes(options, layer, is_whole=is_first),
             **flags,
@@ -231,8 +222,7 @@ class EagleConfig(DrafterConfig):
         # by name, 2 by count. No layer has the number of all layers.
         if self.may_count_from_0 and taps[0] == 1 and max(taps) < num_target_layers:
             taps = tuple(tap + 1 for tap in taps)
-        check_taps(taps, num_target_layers)
-        return taps
+        return _checked_taps(taps, num_target_layers)
 
 
 _TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -249,19 +239,17 @@ _HARMLESS_TO_EAGLE: dict[str, Sequence[object]] = {
     # Counts layers in another way; eagle_aux_hidden_state_layer_ids is what all others write.
     "target_layer_ids": (None,),
 }
-_HARMLESS_TO_DFLASH: dict[str, Sequence[object]] = {
+_HARMLESS_TO_DFLASH: Mapping[str, Sequence[object]] = {
     "quantization_config": (None,),
     "input_embedding_scale": (None, 1.0),
-    "final_logit_softcapping": _OFF,
-    "dflash_context_residual": _OFF,
-    "dflash_block_position_embedding": _OFF,
-    "dflash_gated_layer_fusion": _OFF,
-    "dflash2_dynamic_conv": _OFF,
-    "dflash2_candidate_selector": _OFF,
-    "enable_correction_head": _OFF,
-    "draft_adapter_rank": _OFF,
-    "topk_context": _OFF,
-}
+} | dict.fromkeys(
+    (
+        *("final_logit_softcapping", "dflash_context_residual", "dflash_block_position_embedding"),
+        *("dflash_gated_layer_fusion", "dflash2_dynamic_conv", "dflash2_candidate_selector"),
+        *("enable_correction_head", "draft_adapter_rank", "topk_context"),
+    ),
+    _OFF,
+)
 _FLAGS = {
     DraftSource.EAGLE: ("layernorms",),
     DraftSource.EAGLE3: ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual"),
@@ -270,11 +258,6 @@ _SPECULATORS = {
     "eagle": DraftSource.EAGLE,
     "eagle3": DraftSource.EAGLE3,
     "peagle": DraftSource.EAGLE3,
-}
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
 }
 
 
@@ -285,11 +268,8 @@ def _version(raw: Mapping[str, Any]) -> DraftSource:
     a draft vocabulary.
     """
     if (kind := raw.get(SPECULATORS_KIND)) is not None:
-        if kind not in _SPECULATORS:
-            raise ConfigError(
-                f"config.json: {SPECULATORS_KIND} {kind!r} is not an EAGLE drafter: "
-                f"{did_you_mean(str(kind), _SPECULATORS)}"
-            )
+        what = f"{SPECULATORS_KIND} {kind!r} is not an EAGLE drafter"
+        check_known(kind, _SPECULATORS, what)
         return _SPECULATORS[kind]
     names = raw.get("architectures") or []
     if len(names) != 1:
@@ -299,7 +279,7 @@ def _version(raw: Mapping[str, Any]) -> DraftSource:
         return DraftSource.EAGLE3
     if "eagle" in name:
         return DraftSource.EAGLE
-    if names[0] not in _ARCHITECTURES.values():
+    if names[0] not in NETWORKS.values():
         raise ConfigError(f"architecture {names[0]!r} is not an EAGLE drafter")
     is_newer = raw.get("draft_vocab_size") is not None or raw.get("eagle_config") is not None
     return DraftSource.EAGLE3 if is_newer else DraftSource.EAGLE
@@ -315,25 +295,13 @@ def _eagle_layer(raw: Mapping[str, Any]) -> ModelConfig:
     if raw.get("model_type") == "eagle" and isinstance(nested, dict):
         layer = nested
     model_type = str(layer.get("model_type", "llama"))
-    if model_type not in _ARCHITECTURES:
-        raise ConfigError(
-            f"config.json: EAGLE layers of model_type {model_type!r} are not supported: "
-            f"{did_you_mean(model_type, _ARCHITECTURES)}"
-        )
+    what = f"EAGLE layers of model_type {model_type!r} are not supported"
+    check_known(model_type, NETWORKS, what)
     if model_type == "llama":
         kinds = set(layer.get("layer_types") or [])
         if layer.get("use_sliding_window") or not kinds <= {"full_attention"}:
             raise ConfigError("config.json: sliding windows in a llama layer are not supported")
-    return ModelConfig.from_mapping({**layer, "architectures": [_ARCHITECTURES[model_type]]})
-
-
-def _eagle_flag(options: Mapping[str, Any], key: str) -> bool:
-    if options.get(key) is not None:
-        return _read_flag(options, key)
-    if key == "norm_before_residual" and SPECULATORS_KIND in options:
-        # The library and the engines that read its files differ in what a missing key means.
-        raise ConfigError(f"config.json: {key} is missing")
-    return False
+    return ModelConfig.from_mapping({**layer, "architectures": [NETWORKS[model_type]]})
 
 
 def _eagle_taps(options: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -347,11 +315,12 @@ def _eagle_taps(options: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DFlashConfig(DrafterConfig):
+class DFlashConfig:
     """The shape of one drafter of blocks.
 
     Attributes:
         kind: DFlash or DSpark, which is DFlash with two heads more.
+        layer, draft_vocab_size, target_hidden_size: as in EagleConfig.
         block_size: rows of a pass: the newest token, and mask tokens after it.
         mask_token_id: of the target's vocabulary.
         taps: after how many of the target's layers its streams are read; 0: the embedding.
@@ -363,6 +332,9 @@ class DFlashConfig(DrafterConfig):
     """
 
     kind: DraftSource
+    layer: ModelConfig
+    draft_vocab_size: int
+    target_hidden_size: int
     block_size: int
     mask_token_id: int
     taps: tuple[int, ...]
@@ -377,6 +349,10 @@ class DFlashConfig(DrafterConfig):
         """Most drafts of a pass."""
         return self.block_size if self.drafts_from_anchor else self.block_size - 1
 
+    def taps_of(self, num_target_layers: int) -> tuple[int, ...]:
+        """The taps. Raises ConfigError if such a target has none of them."""
+        return _checked_taps(self.taps, num_target_layers)
+
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any]) -> "DFlashConfig":
         """The config from the content of config.json.
@@ -390,12 +366,11 @@ class DFlashConfig(DrafterConfig):
         mask_token_id = read_mask_token(raw, layer.vocab_size)
         if mask_token_id is None:
             raise ConfigError("config.json: mask_token_id is missing")
-        block_size = read_count(options, "block_size")
         is_spark = kind is DraftSource.DSPARK
         config = cls(
             kind=kind,
             layer=layer,
-            block_size=block_size,
+            block_size=read_count(options, "block_size"),
             mask_token_id=mask_token_id,
             taps=_dflash_taps(options),
             is_causal=_causal_layers(options, layer),
@@ -419,11 +394,7 @@ _KINDS = {
 def _kind(raw: Mapping[str, Any]) -> DraftSource:
     """DFlash or DSpark, by the speculators' type, else by the architecture's name."""
     if (written := raw.get(SPECULATORS_KIND)) is not None:
-        if written not in BLOCK_SOURCES:
-            raise ConfigError(
-                f"config.json: {SPECULATORS_KIND} {written!r} drafts no blocks: "
-                f"{did_you_mean(str(written), BLOCK_SOURCES)}"
-            )
+        check_known(written, BLOCK_SOURCES, f"{SPECULATORS_KIND} {written!r} drafts no blocks")
         return DraftSource(written)
     names = raw.get("architectures") or []
     if len(names) != 1 or names[0] not in _KINDS:
@@ -452,12 +423,10 @@ def _dflash_layer(raw: Mapping[str, Any]) -> ModelConfig:
 
 def _causal_layers(options: Mapping[str, Any], layer: ModelConfig) -> tuple[bool, ...]:
     """True for each causal layer: sliding layers are, unless the config says otherwise."""
-    written = options.get("is_causal")
-    if written is not None:
+    if "is_causal" in options:
         return (_read_flag(options, "is_causal"),) * layer.num_layers
-    if _read_flag(options, "sliding_window_non_causal"):
-        return (False,) * layer.num_layers
-    return tuple(window is not None for window in layer.windows)
+    is_wide = _read_flag(options, "sliding_window_non_causal")
+    return tuple(window is not None and not is_wide for window in layer.windows)
 
 
 def _spark(options: Mapping[str, Any]) -> dict[str, Any]:

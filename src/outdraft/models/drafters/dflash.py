@@ -18,32 +18,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.weights import WeightFormat
-from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.kernels.data.drafts import DraftBatch
-from outdraft.kernels.decoder_ops import DecoderPass
 from outdraft.kernels.draft_ops import BlockSpec, Growth, UnreadTexts
 from outdraft.models.checkpoints.config_json import read_json
-from outdraft.models.checkpoints.files import tensor_places, weight_files
-from outdraft.models.checkpoints.slots import Slot, fill_slots, own_slots, slot_of
+from outdraft.models.checkpoints.files import Place, tensor_places, weight_files
+from outdraft.models.checkpoints.slots import Slot, own_slots
 from outdraft.models.decoder.layers import Decoder, Kind, product_of
-from outdraft.models.drafters.config import DFlashConfig, check_taps
+from outdraft.models.drafters.config import DFlashConfig
 from outdraft.models.drafters.tables import (
     OF_TRAINING,
-    DrafterTables,
+    LayeredDrafter,
     TargetTables,
-    check_fit,
-    drop_the_targets_embedding,
     drop_the_targets_head,
-    take_draft_ids,
 )
-from outdraft.models.modules import Linear, RMSNorm, linears_of, memory_bytes
-from outdraft.models.shape import DRAFT_RANKS
+from outdraft.models.modules import Linear, RMSNorm, linears_of
 
 
 class SparkHeads(nn.Module):
@@ -91,51 +86,35 @@ class SparkHeads(nn.Module):
 
     def slots(self) -> dict[str, Slot]:
         """The places of the tensors of these heads, by their names."""
-        parts = {
-            "markov_head.markov_w1": self.markov_w1,
-            "markov_head.markov_w2": self.markov_w2,
-            "confidence_head.proj": self.confidence,
-        }
         return {
-            f"{name}.{key}": slot
-            for name, part in parts.items()
-            if part is not None
-            for key, slot in own_slots(part).items()
+            **own_slots(self.markov_w1, "markov_head.markov_w1."),
+            **own_slots(self.markov_w2, "markov_head.markov_w2."),
+            **own_slots(self.confidence, "confidence_head.proj."),
         }
 
 
-class DFlashNetwork(nn.Module):
-    """A drafter of blocks over a paged cache of its own. Weights are not initialised.
+class DFlashNetwork(LayeredDrafter):
+    """A drafter of blocks. Weights are not initialised.
 
     Attributes:
-        taps: after how many of the target's layers `features` wants the residual streams.
-        feature_size: D, of `features`.
-        shard: its layers as this rank has them, which is the shape of its cache.
         heads: DSpark's; None: it is DFlash.
     """
 
-    def __init__(
-        self, config: DFlashConfig, tables: TargetTables, draft_ids_N: Tensor | None
-    ) -> None:
-        super().__init__()
-        layer, target, group = config.layer, tables.target, tables.group
-        check_taps(config.taps, target.config.num_layers)
-        self.shard = layer.shard(group.size, DRAFT_RANKS)
-        self.kernels, self.config = target.kernels, config
-        self.dtype, self.device = target.dtype, target.device
-        self.taps, self.feature_size = config.taps, layer.hidden_size
-        kind = Kind(dtype=self.dtype, device=self.device)
+    def __init__(self, config: DFlashConfig, tables: TargetTables, found: dict[str, Place]) -> None:
+        super().__init__(config, tables, found)
+        layer, kind, self.config = config.layer, self.kind, config
         num_inputs = len(config.taps) * config.target_hidden_size
         self.fc = Linear(num_inputs, layer.hidden_size, bias=False, **kind)
         self.hidden_norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps, **kind)
         # The last block of the longest text reaches so far.
         num_positions = layer.max_model_len + config.block_size
-        self.decoder = Decoder(layer, self.kernels, kind, group=group, num_positions=num_positions)
+        self.decoder = Decoder(
+            layer, self.kernels, kind, group=tables.group, num_positions=num_positions
+        )
         self._kv_size = self.shard.num_kv_heads * layer.head_size
         num_outputs = layer.num_layers * 2 * self._kv_size
         self.context_kv = Linear(layer.hidden_size, num_outputs, bias=layer.qkv_bias, **kind)
         self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps, **kind)
-        self.tables = DrafterTables(config, tables, draft_ids_N)
         has_heads = config.markov_rank > 0 or config.has_confidence
         self.heads = SparkHeads(config, kind) if has_heads else None
 
@@ -154,14 +133,9 @@ class DFlashNetwork(nn.Module):
         context, positions_T = product_of(self.context_kv), metadata.positions_T
         self.passes.write_context(context, features_TD, caches, positions_T, metadata.slots_T)
 
-    @cached_property
-    def passes(self) -> DecoderPass:
-        """The computation of a block's rows, once the weights and the target's are packed."""
-        return self.tables.compile_passes(
-            self.decoder,
-            final_norm=self.norm,
-            is_causal=None if self.is_uniform else self.config.is_causal,
-        )
+    def pass_options(self) -> dict[str, Any]:
+        is_causal = None if self.is_uniform else self.config.is_causal
+        return {"final_norm_D": self.norm.weight.data, "is_causal": is_causal}
 
     @property
     def is_uniform(self) -> bool:
@@ -202,42 +176,24 @@ class DFlashNetwork(nn.Module):
         )
         return spec if self.heads is None else self.heads.added_to(spec)
 
-    def known_logits(self, states_RD: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
-        """[Q, N] of the tokens that it can draft, of the rows that are this rank's; float32, or
-        float64 as the target's."""
-        return shares.turn(self.passes.logits(states_RD), self.tables.num_drafted)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of its own weights, packed ones included, and of copies of the target's."""
-        return memory_bytes(self) + self.tables.copied_bytes
-
     @property
     def weight_bytes(self) -> int:
         """Weights that a pass reads as they lie in memory, the target's head included."""
-        tables = [self.tables.embed_tokens, self.heads and self.heads.markov_w1]
-        unread = sum(memory_bytes(table) for table in tables if table is not None)
-        return memory_bytes(self) - unread + self.tables.borrowed_bytes
+        return self.bytes_read(self.heads and self.heads.markov_w1)
 
     def checkpoint_slots(self) -> dict[str, Slot]:
-        """The place of each tensor of a checkpoint: views into this network; before packing."""
-        slots: dict[str, Slot | None] = {
-            "fc.weight": slot_of(self.fc.weight),
-            "hidden_norm.weight": slot_of(self.hidden_norm.weight),
-            "norm.weight": slot_of(self.norm.weight),
+        return {
+            **own_slots(self.fc, "fc."),
+            **own_slots(self.hidden_norm, "hidden_norm."),
+            **own_slots(self.norm, "norm."),
+            **super().checkpoint_slots(),
+            **(self.heads.slots() if self.heads else {}),
         }
-        for _, layer_slots in self.decoder.parts(""):
-            slots |= layer_slots
-        slots |= self.tables.slots()
-        if self.heads is not None:
-            slots |= self.heads.slots()
-        return {name: slot for name, slot in slots.items() if slot is not None}
 
-    def pack(self, quantization: WeightFormat | None = None) -> None:
+    def pack(self, quantization: WeightFormat | None) -> None:
         """Make its own products, once and for good, when the weights are there. The taps' is not
         quantized: a small error there is one of every draft."""
         for index, layer in enumerate(self.decoder.decoder_layers):
-            self.decoder.arrange(layer)
             # Its keys and values, which a pass over a block reads with its queries.
             rows = slice(2 * index * self._kv_size, 2 * (index + 1) * self._kv_size)
             own, fused = self.context_kv, layer.qkv_proj
@@ -252,22 +208,11 @@ def load_dflash(
     path: Path, tables: TargetTables, quantization: WeightFormat | None = None
 ) -> DFlashNetwork:
     """The drafter of a checkpoint directory, ready to run; raises as load_eagle."""
-    target = tables.target
     config = DFlashConfig.from_mapping(read_json(path / "config.json"))
     found = tensor_places(weight_files(path), _canonical_name)
-    drop_the_targets_embedding(found, target)
     if config.draft_vocab_size == config.layer.vocab_size:
-        drop_the_targets_head(found, target, tables.path)
-    config = replace(
-        config,
-        own_embedding="embed_tokens.weight" in found,
-        own_head="lm_head.weight" in found,
-    )
-    check_fit(config, target, reads_own_size=False)
-    network = DFlashNetwork(config, tables, take_draft_ids(config, found))
-    fill_slots(network.checkpoint_slots(), found)
-    network.pack(quantization)
-    return network.eval()
+        drop_the_targets_head(found, tables.target, tables.path)
+    return DFlashNetwork(config, tables, found).filled(found, quantization)
 
 
 def _canonical_name(name: str) -> str | None:

@@ -24,7 +24,6 @@ vocabulary, V vocabulary.
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -37,25 +36,17 @@ from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALL_HERE, RequestShares
-from outdraft.kernels.decoder_ops import DecoderPass, FusedPasses, StateEntry
-from outdraft.models.base import LanguageModel, StateNetwork
+from outdraft.kernels.decoder_ops import FusedPasses, StateEntry
+from outdraft.models.base import StateNetwork
 from outdraft.models.checkpoints.config_json import read_config, read_json
 from outdraft.models.checkpoints.files import Place, read_tensor, tensor_places, weight_files
-from outdraft.models.checkpoints.slots import Slot, Slots, fill_slots, own_slots, slot_of
+from outdraft.models.checkpoints.slots import Slot, fill_slots, own_slots
 from outdraft.models.decoder.causal_lm import CausalLM
 from outdraft.models.decoder.config import ModelConfig
 from outdraft.models.decoder.layers import Decoder, Kind, product_of
 from outdraft.models.drafters.config import EagleConfig
-from outdraft.models.drafters.tables import (
-    OF_TRAINING,
-    DrafterTables,
-    TargetTables,
-    check_fit,
-    drop_the_targets_embedding,
-    take_draft_ids,
-)
-from outdraft.models.modules import Linear, RMSNorm, memory_bytes, norm_weight, pack_linears
-from outdraft.models.shape import DRAFT_RANKS
+from outdraft.models.drafters.tables import OF_TRAINING, LayeredDrafter, TargetTables
+from outdraft.models.modules import Linear, RMSNorm, norm_weight
 
 # Beginnings of names, and what they are in EAGLE's repository.
 _OTHER_NAMES = {
@@ -95,106 +86,48 @@ class TapFusion(nn.Module):
         if self.input_norm is not None:
             states_TW = self.input_norm(states_TW)
         if self._norms:
-            taps_KTS = states_TW.chunk(len(self._norms), dim=-1)
-            pairs = zip(self._norms, taps_KTS, strict=True)
+            pairs = zip(self._norms, states_TW.chunk(len(self._norms), dim=-1), strict=True)
             states_TW = torch.cat([norm(tap_TS.contiguous()) for norm, tap_TS in pairs], dim=-1)
         return self.fc(states_TW)
 
 
-class Entry(nn.Module):
-    """The input of layer 0: in EAGLE and MTP one state made of the token and the target's state, in
-    EAGLE-3 both side by side."""
-
-    def __init__(self, config: EagleConfig, kind: Kind) -> None:
-        super().__init__()
-        size, eps = config.layer.hidden_size, config.layer.rms_norm_eps
-        self._adds_to_normed = config.norm_before_residual
-        self.fc: Linear | None = None
-        self.token_norm: RMSNorm | None = None
-        self.state_norm: RMSNorm | None = None
-        if config.version is not DraftSource.EAGLE3:
-            self.fc = Linear(2 * size, size, bias=config.fc_bias, **kind)
-        if config.version is not DraftSource.EAGLE:
-            self.state_norm = RMSNorm(size, eps, **kind)
-        self._leaves_out_first = config.version is DraftSource.MTP
-        if self.fc is None or config.layernorms:
-            self.token_norm = RMSNorm(size, eps, **kind)
-        self.num_outputs = 2 * size if self.fc is None else size
-
-    def spec(self) -> StateEntry:
-        """The entry as kernels read it, once the product is packed."""
-        return StateEntry(
-            token_norm_D=norm_weight(self.token_norm),
-            state_norm_D=norm_weight(self.state_norm),
-            fc=None if self.fc is None else product_of(self.fc),
-            adds_to_normed=self._adds_to_normed,
-            leaves_out_first=self._leaves_out_first,
-        )
-
-    def slots(self) -> Slots:
-        """The places of its tensors, by their names in EAGLE's repository."""
-        if self.fc is not None:
-            yield "fc.weight", slot_of(self.fc.weight)
-            yield "fc.bias", slot_of(self.fc.bias)
-            yield "embedding_layernorm.weight", slot_of(norm_weight(self.token_norm))
-        else:
-            yield "layers.0.input_layernorm.weight", slot_of(norm_weight(self.token_norm))
-        yield "layers.0.hidden_norm.weight", slot_of(norm_weight(self.state_norm))
-
-
-class EagleNetwork(nn.Module):
-    """An EAGLE drafter over a paged cache of its own. Weights are not initialised.
+class EagleNetwork(LayeredDrafter):
+    """An EAGLE drafter. Weights are not initialised.
 
     Its row for position i of a text reads the token at i + 1 and the features of position i; its
     keys are at cache index i.
-
-    Attributes:
-        taps: after how many of the target's layers `features` wants the residual streams.
-        feature_size: F.
-        shard: its layers as this rank has them, which is the shape of its cache.
     """
 
-    def __init__(
-        self, config: EagleConfig, tables: TargetTables, draft_ids_N: Tensor | None
-    ) -> None:
-        """Build it in the target's dtype, with its kernels, spread over the ranks of the tables.
-
-        Args:
-            draft_ids_N: int64, the target's id of each draft token; None: it has the same ids.
-
-        Raises:
-            ConfigError: the target does not have the layers that the config taps, or the drafter
-                cannot be divided over its ranks.
-        """
-        super().__init__()
-        layer, target, group = config.layer, tables.target, tables.group
-        self.shard = layer.shard(group.size, DRAFT_RANKS)
-        kind = Kind(dtype=target.dtype, device=target.device)
-        self.config, self.kernels = config, target.kernels
-        self.dtype, self.device = target.dtype, target.device
-        self.taps = config.taps_of(target.config.num_layers)
-        self.feature_size = layer.hidden_size
-        self.tables = DrafterTables(config, tables, draft_ids_N)
-        self.fusion: TapFusion | None = None
-        if config.version is DraftSource.EAGLE3:
-            self.fusion = TapFusion(config, len(self.taps), kind)
-        self.entry = Entry(config, kind)
-        has_first_norm = self.fusion is None and config.input_norm
+    def __init__(self, config: EagleConfig, tables: TargetTables, found: dict[str, Place]) -> None:
+        is_first = config.version is DraftSource.EAGLE
+        super().__init__(config, tables, found, reads_own_size=is_first)
+        layer, kind, self.config = config.layer, self.kind, config
+        size, eps = layer.hidden_size, layer.rms_norm_eps
+        is_newer = config.version is DraftSource.EAGLE3
+        self.fusion = TapFusion(config, len(self.taps), kind) if is_newer else None
+        self.fc = None if is_newer else Linear(2 * size, size, bias=config.fc_bias, **kind)
+        has_norms = is_newer or config.layernorms  # EAGLE has them only by exception
+        self.token_norm = RMSNorm(size, eps, **kind) if has_norms else None
+        self.state_norm = None if is_first else RMSNorm(size, eps, **kind)
         self.decoder = Decoder(
             layer,
             self.kernels,
             kind,
-            self.entry.num_outputs,
-            has_first_norm=has_first_norm,
-            group=group,
+            2 * size if is_newer else size,
+            has_first_norm=not is_newer and config.input_norm,
+            group=tables.group,
         )
-        # EAGLE has a final norm only by exception.
-        has_norm = config.version is DraftSource.EAGLE3 or config.layernorms
-        self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps, **kind) if has_norm else None
+        self.norm = RMSNorm(size, eps, **kind) if has_norms else None
         self.mask_hidden: nn.Parameter | None = None
-        if config.mask_shape is not None:
-            mask = torch.empty(config.mask_shape, **kind)
-            self.mask_hidden = nn.Parameter(mask, requires_grad=False)
+        if "mask_hidden" in found:
+            shape = read_tensor(found["mask_hidden"]).shape
+            widths = [len(self.taps) * config.target_hidden_size, layer.hidden_size]
+            if shape.numel() not in widths:
+                raise ConfigError(
+                    f"tensor 'mask_hidden' has shape {list(shape)}, but config.json asks for "
+                    f"{widths[0] or widths[1]} numbers"
+                )
+            self.mask_hidden = nn.Parameter(torch.empty(shape, **kind), requires_grad=False)
 
     def features(self, hidden_TD: Tensor, tapped_TKS: Tensor) -> Tensor:
         """[T, F]: what a row reads of the target's pass over its position.
@@ -218,16 +151,20 @@ class EagleNetwork(nn.Module):
         """Is true if it was trained to draft several tokens in one pass (P-EAGLE, 2602.01469)."""
         return self.mask_hidden is not None
 
-    @cached_property
-    def passes(self) -> DecoderPass:
-        """The network's computation, once its weights and the target's are packed."""
-        is_fed_back = self.config.norm_output
-        return self.tables.compile_passes(
-            self.decoder,
-            final_norm=self.norm if is_fed_back else None,
-            head_norm=None if is_fed_back else self.norm,
-            entry=self.entry.spec(),
+    def pass_options(self) -> dict[str, Any]:
+        entry = StateEntry(
+            token_norm_D=norm_weight(self.token_norm),
+            state_norm_D=norm_weight(self.state_norm),
+            fc=None if self.fc is None else product_of(self.fc),
+            adds_to_normed=self.config.norm_before_residual,
+            leaves_out_first=self.config.version is DraftSource.MTP,
         )
+        norm_D, is_fed_back = norm_weight(self.norm), self.config.norm_output
+        return {
+            "final_norm_D": norm_D if is_fed_back else None,
+            "head_norm_D": None if is_fed_back else norm_D,
+            "entry": entry,
+        }
 
     def forward(
         self,
@@ -249,53 +186,35 @@ class EagleNetwork(nn.Module):
     def logits(self, states_RD: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
         """[Q, V] over the target's vocabulary, of the rows that are this rank's; -inf where the
         drafter has no such token."""
-        logits_QN = shares.turn(self.passes.logits(states_RD), self.tables.num_drafted)
-        return self.tables.over_vocabulary(logits_QN)
+        return self.over_vocabulary(self.known_logits(states_RD, shares))
 
     @property
     def fused(self) -> FusedPasses | None:
         return self.passes.fused
 
     @property
-    def memory_bytes(self) -> int:
-        """Bytes of its own weights, packed ones included, and of copies of the target's."""
-        return memory_bytes(self) + self.tables.copied_bytes
-
-    @property
     def weight_bytes(self) -> int:
-        """Weights that one step of a draft reads as they lie in memory, the target's head included.
-
-        A step reads a few rows of the embedding table only; taps are fused once a draft.
-        """
-        unread = [self.tables.embed_tokens, self.fusion]
-        bytes_read = memory_bytes(self) - sum(
-            memory_bytes(part) for part in unread if part is not None
-        )
-        if self.mask_hidden is not None:
-            bytes_read -= self.mask_hidden.nbytes
-        return bytes_read + self.tables.borrowed_bytes
+        """Weights that one step of a draft reads as they lie in memory, the target's head included:
+        taps are fused once a draft."""
+        of_mask = 0 if self.mask_hidden is None else self.mask_hidden.nbytes
+        return self.bytes_read(self.fusion) - of_mask
 
     def checkpoint_slots(self) -> dict[str, Slot]:
-        """The place of each tensor of a checkpoint: views into this network; before packing.
-
-        The names are those of EAGLE's repository, with layers.0 for its midlayer.
-        """
-        slots: dict[str, Slot | None] = dict(self.entry.slots())
+        """The names are those of EAGLE's repository, with layers.0 for its midlayer."""
+        norm, token_norm = "pre_lm_head_layernorm.", "embedding_layernorm."
         if self.fusion is not None:
-            slots |= own_slots(self.fusion)  # named as in EAGLE's repository
-        for _, layer_slots in self.decoder.parts(""):
-            slots |= layer_slots
-        norm = "norm" if self.fusion is not None else "pre_lm_head_layernorm"
-        slots[f"{norm}.weight"] = slot_of(norm_weight(self.norm))
-        slots |= self.tables.slots()
-        slots["mask_hidden"] = slot_of(self.mask_hidden)
-        return {name: slot for name, slot in slots.items() if slot is not None}
-
-    def pack(self, quantization: WeightFormat | None = None) -> None:
-        """Make its own products, once and for good, when the weights are there."""
-        for layer in self.decoder.layers:
-            self.decoder.arrange(layer)
-        pack_linears(self, self.kernels, quantization)
+            norm, token_norm = "norm.", "layers.0.input_layernorm."
+        slots = {
+            **own_slots(self.fc, "fc."),
+            **own_slots(self.token_norm, token_norm),
+            **own_slots(self.state_norm, "layers.0.hidden_norm."),
+            **own_slots(self.fusion),
+            **super().checkpoint_slots(),
+            **own_slots(self.norm, norm),
+        }
+        if self.mask_hidden is not None:
+            slots["mask_hidden"] = Slot(self.mask_hidden.data)
+        return slots
 
 
 def load_eagle(
@@ -310,15 +229,9 @@ def load_eagle(
         ConfigError: the config is not supported, does not fit the target or cannot be divided over
             its ranks, or a tensor is missing, unknown, damaged or of another shape.
     """
-    target, found = tables.target, tensor_places(weight_files(path), _canonical_name)
-    drop_the_targets_embedding(found, target)
-    raw = read_json(path / "config.json")
-    config = _completed(EagleConfig.from_mapping(raw), found)
-    _check_fit(config, target)
-    network = EagleNetwork(config, tables, take_draft_ids(config, found))
-    fill_slots(network.checkpoint_slots(), found)
-    network.pack(quantization)
-    return network.eval()
+    found = tensor_places(weight_files(path), _canonical_name)
+    config = _completed(EagleConfig.from_mapping(read_json(path / "config.json")), found)
+    return EagleNetwork(config, tables, found).filled(found, quantization)
 
 
 def _canonical_name(name: str) -> str | None:
@@ -332,7 +245,7 @@ def _canonical_name(name: str) -> str | None:
 
 def _completed(config: EagleConfig, found: Mapping[str, Place]) -> EagleConfig:
     """The config with what the checkpoint has: config.json does not always have it."""
-    layer, mask = config.layer, found.get("mask_hidden")
+    layer = config.layer
     layer = replace(
         layer,
         qkv_bias=layer.qkv_bias or "layers.0.self_attn.q_proj.bias" in found,
@@ -344,25 +257,10 @@ def _completed(config: EagleConfig, found: Mapping[str, Place]) -> EagleConfig:
     return replace(
         config,
         layer=layer,
-        own_embedding="embed_tokens.weight" in found,
-        own_head="lm_head.weight" in found,
         fc_bias=config.fc_bias or "fc.bias" in found,
         layernorms=layernorms,
         input_norm=layernorms or "layers.0.input_layernorm.weight" in found,
-        mask_shape=None if mask is None else tuple(read_tensor(mask).shape),
     )
-
-
-def _check_fit(config: EagleConfig, target: LanguageModel) -> None:
-    """Raise ConfigError if the drafter, or the width of its mask, does not fit the target."""
-    check_fit(config, target, reads_own_size=config.version is DraftSource.EAGLE)
-    size, own_size = target.config.hidden_size, config.layer.hidden_size
-    widths = [len(config.taps_of(target.config.num_layers)) * size, own_size]
-    if config.mask_shape is not None and torch.Size(config.mask_shape).numel() not in widths:
-        raise ConfigError(
-            f"tensor 'mask_hidden' has shape {list(config.mask_shape)}, but config.json asks for "
-            f"{widths[0] or widths[1]} numbers"
-        )
 
 
 def load_mtp(
@@ -420,12 +318,10 @@ def _load_mimo(
         input_norm=True,
         norm_output=True,
     )
-    network = EagleNetwork(config, tables, None)
+    network = EagleNetwork(config, tables, found)
     fill_slots(network.checkpoint_slots(), found)
-    fc = network.entry.fc
-    assert fc is not None
-    assert fc.weight is not None
     # The layout reads the state before the token, EAGLE the token before the state.
-    fc.weight.data.copy_(fc.weight.data.roll(target.hidden_size, dims=1))
+    weight = own_slots(network.fc)["weight"].to
+    weight.copy_(weight.roll(target.hidden_size, dims=1))
     network.pack(quantization)
     return network.eval()

@@ -26,7 +26,7 @@ from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.models.checkpoints.files import tensor_places, weight_files
 from outdraft.models.decoder.layers import product_of
-from outdraft.models.drafters.tables import TargetTables
+from outdraft.models.drafters.tables import TargetedNetwork, TargetTables
 from outdraft.models.library.checkpoint import Packing, matches
 from outdraft.models.library.experts import replace_experts
 from outdraft.models.library.loader import (
@@ -39,21 +39,20 @@ from outdraft.models.library.loader import (
 from outdraft.models.library.model import TransformersModel
 from outdraft.models.library.operations import (
     NAME,
-    LayerAttention,
-    PagedAttention,
     Survey,
     computed_by,
     leaves_threads,
     one_torch_thread,
+    paged,
     register,
 )
 from outdraft.models.library.products import fuse_layers, pack_products
-from outdraft.models.library.survey import FAILURES, makes_window_masks, with_windows
+from outdraft.models.library.survey import FAILURES, add_windows
 from outdraft.models.modules import memory_bytes
 from outdraft.models.shape import DRAFT_RANKS, ModelShape
 
 
-class LibraryMtp(nn.Module):
+class LibraryMtp(TargetedNetwork):
     """A `StateNetwork` that drafts from the target's states after its final norm.
 
     Attributes:
@@ -70,7 +69,7 @@ class LibraryMtp(nn.Module):
         self,
         layer: MtpLayer,
         rotary: Callable[..., Any],
-        attention: tuple[nn.Module, LayerAttention],
+        attention: tuple[nn.Module, AttentionForm],
         tables: TargetTables,
         shard: ModelShape,
     ) -> None:
@@ -80,15 +79,12 @@ class LibraryMtp(nn.Module):
             rotary: makes the rotary embedding of positions, as the target's does.
             attention: the module that attends, and its form.
         """
-        super().__init__()
-        target = tables.target
+        super().__init__(tables)
         self.layer, self.shard, self.feature_size = layer, shard, shard.hidden_size
-        self.dtype, self.device, self.kernels = target.dtype, target.device, target.kernels
         self._rotary = rotary
         self._leaves_threads = leaves_threads(self.kernels, layer)
-        self._module, self._form = attention[0], attention[1].form
-        self._tables, self._head = tables, product_of(tables.head)
-        self._embedding = tables.embedding
+        self._attention = attention
+        self._head, self._embedding = product_of(tables.head), tables.embedding
 
     def features(self, hidden_TD: Tensor, tapped_TKS: Tensor) -> Tensor:
         """[T, D]: the target's states as they are."""
@@ -102,28 +98,20 @@ class LibraryMtp(nn.Module):
         metadata: AttentionMetadata,
     ) -> Tensor:
         [cache] = caches
-        layers: dict[nn.Module, tuple[LayerCache, AttentionForm]] = {
-            self._module: (cache, self._form)
-        }
+        module, form = self._attention
         embedded_TD = self._embedding(token_ids_T)
-        attention = PagedAttention(self.kernels.attention, layers, metadata)
+        attention = paged(self.kernels.attention, {module: (cache, form)}, metadata)
         with one_torch_thread(self._leaves_threads), computed_by(attention):
             return _run(self.layer, self._rotary, embedded_TD, states_TF, metadata.positions_T)
 
     def logits(self, states_RD: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
         """[Q, V] of float32; of float64 for a float64 target."""
-        logits_QV = shares.turn(self._head(states_RD), self.shard.vocab_size)
-        return logits_QV.to(torch.promote_types(logits_QV.dtype, torch.float32))
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of its own weights, packed ones included, and of copies of the target's."""
-        return memory_bytes(self) + self._tables.copied_bytes
+        return self.wide(shares.turn(self._head(states_RD), self.shard.vocab_size))
 
     @property
     def weight_bytes(self) -> int:
         """Weights that one step of a draft reads at most, the target's head included."""
-        return memory_bytes(self) + memory_bytes(self._tables.head)
+        return memory_bytes(self) + memory_bytes(self.tables.head)
 
 
 def load_library_mtp(
@@ -160,25 +148,24 @@ def load_library_mtp(
     layer, mtp_config = cast("MtpLayer", found.layers[0]), found.config
     nn.Module.to(layer, target.device).eval().requires_grad_(False)
     rotary = _rotary_of(target.rotary, found)
-    module, attention = _surveyed(layer, rotary, target)
-    masks = makes_window_masks((kind, type(module)))
-    attention = with_windows(attention, mtp_config, 0, masks)
+    survey = _surveyed(layer, rotary, target)
+    add_windows(survey, mtp_config, {kind, *map(type, survey.forms)})
+    [attention], [cache] = survey.forms.items(), survey.caches
     holder = nn.ModuleDict({"layer": layer})
     packing = Packing(target.kernels, quantization)
     replace_experts(holder, packing)
     fuse_layers(holder, packing)
     pack_products(holder, packing)
-    cache = attention.cache
     shard = replace(
         target.config,
         num_layers=1,
-        num_heads=attention.num_heads,
+        num_heads=survey.num_heads,
         num_kv_heads=cache.num_kv_heads,
         head_size=max(cache.key_size, cache.value_size),
         layers=(cache,),
         depends_on_context=False,
     )
-    return LibraryMtp(layer, rotary, (module, attention), tables, shard)
+    return LibraryMtp(layer, rotary, attention, tables, shard)
 
 
 def _loaded(kind: Any, config: PretrainedConfig, path: Path, dtype: torch.dtype) -> MtpModel:
@@ -200,10 +187,8 @@ def _loaded(kind: Any, config: PretrainedConfig, path: Path, dtype: torch.dtype)
     return found
 
 
-def _surveyed(
-    layer: MtpLayer, rotary: Callable[..., Any], target: TransformersModel
-) -> tuple[nn.Module, LayerAttention]:
-    """The module that attends in the layer, found by a pass over two rows."""
+def _surveyed(layer: MtpLayer, rotary: Callable[..., Any], target: TransformersModel) -> Survey:
+    """The attention of the layer, found by a pass over two rows."""
     survey, size = Survey(), target.config.hidden_size
     rows_2D = torch.ones(2, size, dtype=target.dtype, device=target.device)
     try:
@@ -213,13 +198,12 @@ def _surveyed(
         raise ConfigError(
             f"the MTP layer of {target.config.architecture} cannot run on this engine: {error}"
         ) from error
-    if len(survey.found) != 1:
+    if len(survey.forms) != 1:
         raise ConfigError(
-            f"the MTP layer of {target.config.architecture} attends {len(survey.found)} times, not "
+            f"the MTP layer of {target.config.architecture} attends {len(survey.forms)} times, not "
             "once"
         )
-    [found] = survey.found.items()
-    return found
+    return survey
 
 
 def _run(

@@ -13,7 +13,6 @@ vocabulary of the target, E tokens that a head knows.
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,114 +24,80 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
 from outdraft.distributed.group import ALL_HERE, RequestShares
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.models.base import LanguageModel
 from outdraft.models.checkpoints.config_json import read_count, read_json, read_positive
 from outdraft.models.checkpoints.files import Place, read_tensor, tensor_places, weight_files
 from outdraft.models.checkpoints.slots import Slot, fill_slots, own_slots, rows_of
-from outdraft.models.decoder.layers import Kind
 from outdraft.models.drafters.tables import (
+    TargetedNetwork,
     TargetTables,
     check_sizes,
     over_vocabulary,
     vocabulary_linear,
 )
-from outdraft.models.modules import Linear, memory_bytes, pack_linears
+from outdraft.models.modules import Linear, memory_bytes
 
 _ORIGINAL_FILE = "medusa_lm_head.safetensors"
 _PREFIX = "medusa_heads."  # some checkpoints of the converted form have it
 _TOKEN_MAP = "token_map"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MedusaConfig:
-    """The shape of a set of heads.
+class MedusaHeads(TargetedNetwork):
+    """All heads of a target. Weights are not initialised.
 
     Attributes:
-        num_known: E, tokens of the heads' own language model heads.
-        head_names: for each head the tensor of its language model head; None: the target's.
-        logit_scale: what logits are multiplied by.
+        state_size: D.
+        known: E, tokens of the heads' own language model heads.
+        own_heads_by_name: those heads, by the names of their tensors.
+        token_map_E: the target's token of each, where these are not all.
     """
-
-    num_heads: int
-    num_layers: int
-    has_bias: bool
-    hidden_size: int
-    vocab_size: int
-    num_known: int
-    head_names: tuple[str | None, ...]
-    logit_scale: float
-
-    @classmethod
-    def from_checkpoint(
-        cls, raw: Mapping[str, Any], names: Collection[str], target: LanguageModel
-    ) -> "MedusaConfig":
-        """Read the content of config.json and the names of the tensors.
-
-        Raises:
-            ConfigError: a value is missing, wrong, or contradicts the target.
-        """
-        check_sizes(raw, target, hidden_key="hidden_size")
-        num_heads = read_count(raw, "medusa_num_heads", "num_heads")
-        if "medusa_num_heads" in raw:
-            # The published configs often name fewer heads than were trained in the end.
-            found = [int(one[1]) for name in names if (one := re.match(r"blocks\.(\d+)\.", name))]
-            num_heads = max(num_heads, 1 + max(found, default=-1))
-        num_layers = read_count(raw, "medusa_num_layers", "num_hidden_layers", default=1)
-        vocab_size = target.config.vocab_size
-        num_known = read_count(raw, "truncated_vocab_size", default=vocab_size)
-        if num_known < vocab_size and _TOKEN_MAP not in names:
-            raise ConfigError(
-                f"config.json: truncated_vocab_size={num_known} needs a tensor {_TOKEN_MAP!r}"
-            )
-        own = [f"lm_heads.{head}.weight" for head in range(num_heads)]
-        return cls(
-            num_heads=num_heads,
-            num_layers=num_layers,
-            has_bias=bool(raw.get("medusa_fc_bias", "blocks.0.layers.0.bias" in names)),
-            hidden_size=target.config.hidden_size,
-            vocab_size=vocab_size,
-            num_known=min(num_known, vocab_size),
-            head_names=_shared(own, names) if raw.get("original_lm_head") else tuple(own),
-            logit_scale=read_positive(raw, "logit_scale", 1.0),
-        )
-
-
-class MedusaHeads(nn.Module):
-    """All heads of a target. Weights are not initialised."""
 
     token_map_E: Tensor
 
-    def __init__(self, config: MedusaConfig, tables: TargetTables) -> None:
-        """Language model heads are spread over the ranks of the tables; the blocks are not.
+    def __init__(
+        self, raw: Mapping[str, Any], names: Collection[str], tables: TargetTables
+    ) -> None:
+        """Read the content of config.json and the names of the tensors. Language model heads are
+        spread over the ranks of the tables; the blocks are not.
 
         Raises:
-            ConfigError: the tokens that a head knows cannot be divided over the ranks.
+            ConfigError: a value is missing, wrong, or contradicts the target, or the tokens that a
+                head knows cannot be divided over the ranks.
         """
-        super().__init__()
-        target = tables.target
-        self._tables = tables
-        self.config, self.num_heads = config, config.num_heads
-        self.dtype, self.device = target.dtype, target.device
-        kind = Kind(dtype=self.dtype, device=self.device)
-        size = config.hidden_size
+        super().__init__(tables)
+        target, kind = tables.target.config, self.kind
+        check_sizes(raw, tables.target, hidden_key="hidden_size")
+        self.num_heads, self.state_size = _num_heads(raw, names), target.hidden_size
+        num_layers = read_count(raw, "medusa_num_layers", "num_hidden_layers", default=1)
+        num_known = read_count(raw, "truncated_vocab_size", default=target.vocab_size)
+        is_cut = num_known < target.vocab_size
+        if is_cut and _TOKEN_MAP not in names:
+            raise ConfigError(
+                f"config.json: truncated_vocab_size={num_known} needs a tensor {_TOKEN_MAP!r}"
+            )
+        self.known = VocabularyShard(tables.group, min(num_known, target.vocab_size))
+        self._scale = read_positive(raw, "logit_scale", 1.0)
+        has_bias = bool(raw.get("medusa_fc_bias", "blocks.0.layers.0.bias" in names))
+        size = self.state_size
         self._blocks = [
-            [Linear(size, size, bias=config.has_bias, **kind) for _ in range(config.num_layers)]
-            for _ in range(config.num_heads)
+            [Linear(size, size, bias=has_bias, **kind) for _ in range(num_layers)]
+            for _ in range(self.num_heads)
         ]
         self.blocks = nn.ModuleList(nn.ModuleList(block) for block in self._blocks)
-        own_names = dict.fromkeys(name for name in config.head_names if name is not None)
-        self.known = VocabularyShard(tables.group, config.num_known)
-        self._own_heads = {name: vocabulary_linear(size, self.known, kind) for name in own_names}
-        self.own_heads = nn.ModuleList(self._own_heads.values())
+        own = [f"lm_heads.{head}.weight" for head in range(self.num_heads)]
+        head_names = _shared(own, names) if raw.get("original_lm_head") else own
+        own_names = dict.fromkeys(name for name in head_names if name is not None)
+        self.own_heads_by_name = {
+            name: vocabulary_linear(size, self.known, kind) for name in own_names
+        }
+        self.own_heads = nn.ModuleList(self.own_heads_by_name.values())
         # The target's head is no part of this module: it is neither counted nor packed here.
         self._lm_heads = [
             (tables.head, tables.vocabulary)
             if name is None
-            else (self._own_heads[name], self.known)
-            for name in config.head_names
+            else (self.own_heads_by_name[name], self.known)
+            for name in head_names
         ]
-        is_cut = config.num_known < config.vocab_size
-        token_map_E = torch.zeros(config.num_known if is_cut else 0, dtype=torch.int64)
+        token_map_E = torch.zeros(num_known if is_cut else 0, dtype=torch.int64)
         self.register_buffer("token_map_E", token_map_E.to(self.device), persistent=False)
 
     def logits(
@@ -162,19 +127,17 @@ class MedusaHeads(nn.Module):
         self, lm_head: Linear, known: VocabularyShard, states_RD: Tensor, shares: RequestShares
     ) -> Tensor:
         """[Q, V]; `known`: the tokens of the head."""
-        logits_QE = shares.turn(lm_head(states_RD), known.num_tokens)
-        logits_QE = logits_QE.to(torch.promote_types(self.dtype, torch.float32))
-        if self.config.logit_scale != 1.0:
-            logits_QE = logits_QE * self.config.logit_scale
-        if known.num_tokens == self.config.vocab_size:
+        logits_QE = self.wide(shares.turn(lm_head(states_RD), known.num_tokens))
+        if self._scale != 1.0:
+            logits_QE = logits_QE * self._scale
+        vocab_size = self.tables.vocabulary.num_tokens
+        if known.num_tokens == vocab_size:
             return logits_QE
-        return over_vocabulary(logits_QE, self.token_map_E, self.config.vocab_size)
+        return over_vocabulary(logits_QE, self.token_map_E, vocab_size)
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the weights, packed ones and a copy of the target's head included; not of the
-        target's own."""
-        return memory_bytes(self) + self._tables.copied_bytes + self.token_map_E.nbytes
+        return super().memory_bytes + self.token_map_E.nbytes
 
     @property
     def weight_bytes(self) -> int:
@@ -184,14 +147,12 @@ class MedusaHeads(nn.Module):
             lm_heads = lm_heads[:1]
         return memory_bytes(self.blocks) + sum(memory_bytes(lm_head) for lm_head in lm_heads)
 
-    def slots(self) -> dict[str, Slot]:
-        """The place of each tensor of a checkpoint; only before the weights are packed."""
+    def checkpoint_slots(self) -> dict[str, Slot]:
         slots: dict[str, Slot] = {}
         for head, block in enumerate(self._blocks):
             for layer, linear in enumerate(block):
-                for part, slot in own_slots(linear).items():
-                    slots[f"blocks.{head}.layers.{layer}.{part}"] = slot
-        for name, linear in self._own_heads.items():
+                slots |= own_slots(linear, f"blocks.{head}.layers.{layer}.")
+        for name, linear in self.own_heads_by_name.items():
             slots[name] = rows_of(self.known, linear.weight)
         return slots
 
@@ -216,26 +177,35 @@ def load_medusa(
     original = path / _ORIGINAL_FILE
     files = [original] if original.is_file() else weight_files(path)
     places = tensor_places(files, _slot)
-    heads = MedusaHeads(MedusaConfig.from_checkpoint(raw, places.keys(), tables.target), tables)
+    heads = MedusaHeads(raw, places.keys(), tables)
     _load(heads, places)
-    pack_linears(heads, tables.target.kernels, quantization)
+    heads.pack(quantization)
     return heads.eval()
 
 
 def _load(heads: MedusaHeads, places: dict[str, Place]) -> None:
     """Copy the tensors; heads that are stored for all tokens are cut to those of the token map."""
-    config, slots = heads.config, heads.slots()
-    token_map = places.pop(_TOKEN_MAP, None)
-    if token_map is not None and config.num_known < config.vocab_size:  # else nothing, as in vLLM
-        token_map_E = _checked_map(read_tensor(token_map), config)
+    slots, vocab_size = heads.checkpoint_slots(), heads.tables.vocabulary.num_tokens
+    token_map, num_known = places.pop(_TOKEN_MAP, None), heads.known.num_tokens
+    if token_map is not None and num_known < vocab_size:  # else nothing, as in vLLM
+        token_map_E = _checked_map(read_tensor(token_map), num_known, vocab_size)
         heads.token_map_E.copy_(token_map_E)
-        for head in places.keys() & set(config.head_names):
-            whole = read_tensor(places[head])
-            if whole.shape == (config.vocab_size, config.hidden_size):
-                del places[head]
-                slot = slots.pop(head)
+        for name in places.keys() & heads.own_heads_by_name.keys():
+            whole = read_tensor(places[name])
+            if whole.shape == (vocab_size, heads.state_size):
+                del places[name]
+                slot = slots.pop(name)
                 slot.to.copy_(whole[token_map_E[slot.indices[0]]])
     fill_slots(slots, places)
+
+
+def _num_heads(raw: Mapping[str, Any], names: Collection[str]) -> int:
+    """The heads that config.json names: published ones often name fewer than were trained."""
+    num_heads = read_count(raw, "medusa_num_heads", "num_heads")
+    if "medusa_num_heads" not in raw:
+        return num_heads
+    found = [int(one[1]) for name in names if (one := re.match(r"blocks\.(\d+)\.", name))]
+    return max(num_heads, 1 + max(found, default=-1))
 
 
 def _slot(name: str) -> str:
@@ -245,20 +215,20 @@ def _slot(name: str) -> str:
     return re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name)
 
 
-def _shared(own: list[str], names: Collection[str]) -> tuple[str | None, ...]:
+def _shared(own: list[str], names: Collection[str]) -> list[str | None]:
     """The heads that are there; for the others one that all share, in the file or the target's."""
     common = next((name for name in ("lm_head.weight", own[0]) if name in names), None)
-    return tuple(name if name in names else common for name in own)
+    return [name if name in names else common for name in own]
 
 
-def _checked_map(token_map_E: Tensor, config: MedusaConfig) -> Tensor:
+def _checked_map(token_map_E: Tensor, num_known: int, vocab_size: int) -> Tensor:
     """The token of each row of a head that knows only some."""
-    is_whole = not token_map_E.is_floating_point() and token_map_E.shape == (config.num_known,)
-    if is_whole and len(token_map_E.unique()) == config.num_known:
+    is_whole = not token_map_E.is_floating_point() and token_map_E.shape == (num_known,)
+    if is_whole and len(token_map_E.unique()) == num_known:
         lowest, highest = token_map_E.aminmax()
-        if int(lowest) >= 0 and int(highest) < config.vocab_size:
+        if int(lowest) >= 0 and int(highest) < vocab_size:
             return token_map_E
     raise ConfigError(
-        f"tensor {_TOKEN_MAP!r} must hold {config.num_known} distinct token ids below "
-        f"{config.vocab_size}, got {token_map_E.dtype} of shape {list(token_map_E.shape)}"
+        f"tensor {_TOKEN_MAP!r} must hold {num_known} distinct token ids below "
+        f"{vocab_size}, got {token_map_E.dtype} of shape {list(token_map_E.shape)}"
     )

@@ -8,14 +8,14 @@ Dimension key: R rows, D hidden, N tokens of this rank, or tokens that it can dr
 from collections.abc import Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.weights import QUANTIZATIONS
-from outdraft.distributed.group import ALONE, RankGroup
+from outdraft.core.weights import QUANTIZATIONS, WeightFormat
+from outdraft.distributed.group import ALL_HERE, ALONE, RankGroup, RequestShares
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.decoder_ops import DecoderPass
 from outdraft.kernels.products import EmbeddingTable, VocabParallel
@@ -28,13 +28,14 @@ from outdraft.models.checkpoints.files import (
     weight_files,
 )
 from outdraft.models.checkpoints.gguf_file import is_gguf
-from outdraft.models.checkpoints.slots import Slot, rows_of
+from outdraft.models.checkpoints.slots import Slot, fill_slots, own_slots, rows_of
 from outdraft.models.decoder.causal_lm import EMBEDDING_NAME, HEAD_NAME
 from outdraft.models.decoder.config import ModelConfig
 from outdraft.models.decoder.layers import Decoder, Kind, first_drafts, product_of
 from outdraft.models.decoder.loader import open_checkpoint
-from outdraft.models.drafters.config import DrafterConfig
-from outdraft.models.modules import Embedding, Linear, memory_bytes
+from outdraft.models.drafters.config import DFlashConfig, EagleConfig
+from outdraft.models.modules import Linear, memory_bytes, pack_linears
+from outdraft.models.shape import DRAFT_RANKS
 
 OF_TRAINING = ("verifier_norm.weight", "verifier_lm_head.weight")  # copies of the target's
 
@@ -57,6 +58,7 @@ class TargetTables:
         group: the ranks of the drafter.
         copied_bytes: what was read anew so far.
         path: of the target's checkpoint; None: it is not known.
+        kind: dtype and device of the target.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class TargetTables:
         """
         self.target, self.group, self.copied_bytes = target, group, 0
         self.vocabulary = VocabularyShard(group, target.config.vocab_size)
-        self.path = path
+        self.path, self.kind = path, Kind(dtype=target.dtype, device=target.device)
 
     @property
     def _are_the_targets(self) -> bool:
@@ -78,12 +80,10 @@ class TargetTables:
     @cached_property
     def embedding(self) -> EmbeddingTable:
         """The vectors of this rank's tokens."""
-        own = self.target.embed_tokens.table
+        own = self.target.embed_tokens
         if self._are_the_targets:
             return own
-        table_ND = torch.empty(
-            self.vocabulary.num_own, own.size, dtype=own.dtype, device=self.target.device
-        )
+        table_ND = torch.empty(self.vocabulary.num_own, own.size, **self.kind)
         self._read(EMBEDDING_NAME, rows_of(self.vocabulary, table_ND))
         self.copied_bytes += table_ND.nbytes
         return EmbeddingTable.of(table_ND)
@@ -95,11 +95,8 @@ class TargetTables:
         own = self.target.lm_head
         if self._are_the_targets:
             return own
-        config = self.target.config
-        kind = Kind(dtype=self.target.dtype, device=self.target.device)
-        head = vocabulary_linear(config.hidden_size, self.vocabulary, kind)
-        name = EMBEDDING_NAME if config.tie_word_embeddings else HEAD_NAME
-        self._read(name, rows_of(self.vocabulary, head.weight))
+        head = vocabulary_linear(self.target.config.hidden_size, self.vocabulary, self.kind)
+        self._read(_head_name(self.target), rows_of(self.vocabulary, head.weight))
         head.pack(self.target.kernels, own.format if own.format in QUANTIZATIONS else None)
         self.copied_bytes += memory_bytes(head)
         return head
@@ -116,74 +113,141 @@ class TargetTables:
         slot.to.copy_(slot.numbers(weights[name]))
 
 
-class DrafterTables(nn.Module):
-    """Spread over the ranks of the target's tables. Weights are not initialised.
+class TargetedNetwork(nn.Module):
+    """A network that drafts for a target: of its dtype, on its device, with its kernels. Weights
+    are not initialised."""
+
+    def __init__(self, tables: TargetTables) -> None:
+        super().__init__()
+        target = tables.target
+        self.tables, self.kernels = tables, target.kernels
+        self.dtype, self.device = target.dtype, target.device
+        self.kind = tables.kind
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of its own weights, packed ones included, and of copies of the target's."""
+        return memory_bytes(self) + self.tables.copied_bytes
+
+    def wide(self, logits: Tensor) -> Tensor:
+        """Logits of float32, or of float64 for a float64 target."""
+        return logits.to(torch.promote_types(self.dtype, torch.float32))
+
+    def checkpoint_slots(self) -> dict[str, Slot]:
+        """The place of each tensor of a checkpoint: views into this network; before packing."""
+        return own_slots(self)
+
+    def pack(self, quantization: WeightFormat | None) -> None:
+        """Make its own products, once and for good, when the weights are there."""
+        pack_linears(self, self.kernels, quantization)
+
+    def filled(self, found: Mapping[str, Place], quantization: WeightFormat | None) -> Self:
+        """Itself, ready to run, with these tensors; raises ConfigError as `fill_slots`."""
+        fill_slots(self.checkpoint_slots(), found)
+        self.pack(quantization)
+        return self.eval()
+
+
+class LayeredDrafter(TargetedNetwork):
+    """A drafter with a decoder over a paged cache of its own. The embedding and the head are its
+    own or the target's, spread over the ranks of the target's tables.
 
     Attributes:
+        taps: after how many of the target's layers it reads the residual streams.
+        shard: its layers as this rank has them, which is the shape of its cache.
+        feature_size: numbers that it keeps of the target's pass for a row.
         embed_tokens, lm_head: of the drafter's checkpoint; None: the target's is read.
         num_drafted: N.
-        borrowed_bytes: of the target's head, which a pass reads.
+        draft_ids_N: int64, the target's id of each token; None: it has the same ids.
     """
 
+    decoder: Decoder
     draft_ids_N: Tensor | None
 
     def __init__(
         self,
-        config: DrafterConfig,
+        config: EagleConfig | DFlashConfig,
         tables: TargetTables,
-        draft_ids_N: Tensor | None,
+        found: dict[str, Place],
+        *,
+        reads_own_size: bool = False,
     ) -> None:
-        """`draft_ids_N`: int64, the target's id of each token; None: it has the same ids."""
-        super().__init__()
-        target, size = tables.target, config.layer.hidden_size
-        kind = Kind(dtype=target.dtype, device=target.device)
-        self._of_target, self._vocab_size = tables, config.layer.vocab_size
-        self._drafted = VocabularyShard(tables.group, config.draft_vocab_size)
-        self.num_drafted = config.draft_vocab_size
-        self.embed_tokens: Embedding | None = None
-        if config.own_embedding:
-            self.embed_tokens = Embedding(
-                EmbeddingTable.of(torch.empty(tables.vocabulary.num_own, size, **kind))
-            )
-            self._embedding = self.embed_tokens.table
-        else:
-            self._embedding = tables.embedding  # copies count before the first draft
-        has_head = config.own_head
-        self.lm_head = vocabulary_linear(size, self._drafted, kind) if has_head else None
-        self.borrowed_bytes = 0 if has_head else memory_bytes(tables.head)
-        ids_N = None if draft_ids_N is None else draft_ids_N.to(target.device)
+        """
+        Args:
+            found: the tensors of its checkpoint; those that are no weights are taken out.
+            reads_own_size: the states that it reads must be of its own size.
+
+        Raises:
+            ConfigError: the drafter does not fit the target or its checkpoint, or cannot be divided
+                over its ranks.
+        """
+        super().__init__(tables)
+        _drop_the_targets_embedding(found, tables.target)
+        layer, has_head = config.layer, "lm_head.weight" in found
+        has_embedding = "embed_tokens.weight" in found
+        has_own_size = reads_own_size or not (has_embedding and has_head)
+        _check_fit(config, tables.target, has_own_size=has_own_size, has_head=has_head)
+        self.taps = config.taps_of(tables.target.config.num_layers)
+        self.shard = layer.shard(tables.group.size, DRAFT_RANKS)
+        self.feature_size, self.num_drafted = layer.hidden_size, config.draft_vocab_size
+        self._drafted = VocabularyShard(tables.group, self.num_drafted)
+        self.embed_tokens: nn.Parameter | None = None
+        if has_embedding:
+            table_ND = torch.empty(tables.vocabulary.num_own, layer.hidden_size, **self.kind)
+            self.embed_tokens = nn.Parameter(table_ND, requires_grad=False)
+        # Copies of the target's count before the first draft.
+        own = self.embed_tokens
+        self._embedding = tables.embedding if own is None else EmbeddingTable.of(own.data)
+        self.lm_head: Linear | None = None
+        if has_head:
+            self.lm_head = vocabulary_linear(layer.hidden_size, self._drafted, self.kind)
+        self._borrowed_bytes = 0 if has_head else memory_bytes(tables.head)
+        ids_N = _take_draft_ids(config, found)
+        ids_N = None if ids_N is None else ids_N.to(self.device)
         self.register_buffer("draft_ids_N", ids_N, persistent=False)
 
-    def compile_passes(self, decoder: Decoder, **options: Any) -> DecoderPass:
-        """Compile the passes of a decoder with these tables."""
-        tables = self._of_target
+    @cached_property
+    def passes(self) -> DecoderPass:
+        """The network's computation, once its weights and the target's are packed."""
+        tables = self.tables
         head = tables.head if self.lm_head is None else self.lm_head
-        return decoder.compile_passes(
-            self._embedding,
-            product_of(head),
+        return self.decoder.compile_passes(
+            embedding=self._embedding,
+            head=product_of(head),
             draft_ids_N=self.draft_ids_N,
             num_first_drafts=first_drafts(self._drafted) if self.draft_ids_N is None else 0,
             shard=None if tables.group.size == 1 else tables.vocabulary,
-            **options,
+            **self.pass_options(),
         )
+
+    def pass_options(self) -> dict[str, Any]:
+        """Other arguments of `Decoder.compile_passes`."""
+        return {}
+
+    def known_logits(self, states_RD: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
+        """[Q, N] of the tokens that it can draft, of the rows that are this rank's; float32, or
+        float64 as the target's."""
+        return shares.turn(self.passes.logits(states_RD), self.num_drafted)
 
     def over_vocabulary(self, logits_RN: Tensor) -> Tensor:
         """[R, V]: -inf where the drafter has no such token."""
         if self.draft_ids_N is None:
             return logits_RN
-        return over_vocabulary(logits_RN, self.draft_ids_N, self._vocab_size)
+        return over_vocabulary(logits_RN, self.draft_ids_N, self.tables.vocabulary.num_tokens)
 
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes of copies of the target's."""
-        return self._of_target.copied_bytes
+    def bytes_read(self, *unread: nn.Module | None) -> int:
+        """Weights that a pass reads as they lie in memory, the target's head included; of the
+        embedding it reads a few rows, and these parts it does not read."""
+        of_unread = sum(memory_bytes(part) for part in unread if part is not None)
+        of_table = 0 if self.embed_tokens is None else self.embed_tokens.nbytes
+        return memory_bytes(self) - of_unread - of_table + self._borrowed_bytes
 
-    def slots(self) -> dict[str, Slot]:
-        """The place of each tensor of a checkpoint; only before the weights are packed."""
+    def checkpoint_slots(self) -> dict[str, Slot]:
         slots: dict[str, Slot] = {}
+        for _, layer_slots in self.decoder.parts(""):
+            slots |= layer_slots
         if self.embed_tokens is not None:
-            weight = self.embed_tokens.weight
-            slots["embed_tokens.weight"] = rows_of(self._of_target.vocabulary, weight)
+            slots["embed_tokens.weight"] = rows_of(self.tables.vocabulary, self.embed_tokens)
         if self.lm_head is not None:
             slots["lm_head.weight"] = rows_of(self._drafted, self.lm_head.weight)
         return slots
@@ -209,41 +273,42 @@ def check_sizes(raw: Mapping[str, Any], target: LanguageModel, *, hidden_key: st
             )
 
 
-def check_fit(config: DrafterConfig, target: LanguageModel, *, reads_own_size: bool) -> None:
+def _check_fit(
+    config: EagleConfig | DFlashConfig, target: LanguageModel, *, has_own_size: bool, has_head: bool
+) -> None:
     """Raise ConfigError if a drafter cannot read this target's states, or both mean other tokens.
 
     Args:
-        reads_own_size: the states that it reads must be of its own size.
+        has_own_size: the target's states must be of the drafter's own size.
     """
     size, own_size = target.config.hidden_size, config.layer.hidden_size
-    borrows = not (config.own_embedding and config.own_head)
+    vocab_size, num_drafted = config.layer.vocab_size, config.draft_vocab_size
     if config.target_hidden_size != size:
         raise ConfigError(
             f"the drafter reads states of size {config.target_hidden_size}, but the target's "
             f"hidden size is {size}"
         )
-    if own_size != size and (borrows or reads_own_size):
+    if own_size != size and has_own_size:
         raise ConfigError(
             f"the drafter has a hidden size of {own_size}, so that it cannot go on with what it "
             f"takes of the target, whose hidden size is {size}"
         )
-    vocab_size = config.layer.vocab_size
     if vocab_size != target.config.vocab_size:
         raise ConfigError(
             f"the drafter knows {vocab_size} tokens, but the target "
             f"{target.config.vocab_size}: they must have the same vocabulary"
         )
-    if not config.own_head and config.draft_vocab_size < vocab_size:
+    if not has_head and num_drafted < vocab_size:
         raise ConfigError(
             "the checkpoint lacks tensors: lm_head.weight, which a draft vocabulary of "
-            f"{config.draft_vocab_size} tokens needs"
+            f"{num_drafted} tokens needs"
         )
 
 
-def drop_the_targets_embedding(found: dict[str, Place], target: LanguageModel) -> None:
+def _drop_the_targets_embedding(found: dict[str, Place], target: LanguageModel) -> None:
     """Drop a copy of the target's embedding: it is large, and not kept twice. Each rank looks at
     the vectors of its own tokens."""
-    place, own_ND = found.get("embed_tokens.weight"), target.embed_tokens.table.source
+    place, own_ND = found.get("embed_tokens.weight"), target.embed_tokens.source
     if place is not None and isinstance(own_ND, Tensor):  # plain numbers are no codes
         slot, [stored] = rows_of(target.vocabulary, own_ND), plain_weights({"": place}).values()
         is_own = list(stored.shape) == slot.shape
@@ -260,16 +325,19 @@ def drop_the_targets_head(
     place = found.get("lm_head.weight")
     if place is None or path is None or is_gguf(path):
         return
-    name = EMBEDDING_NAME if target.config.tie_word_embeddings else HEAD_NAME
-    places = tensor_places(weight_files(path))
-    if name not in places:
+    own = tensor_places(weight_files(path)).get(_head_name(target))
+    if own is None:
         return
-    stored, own = read_tensor(place), read_tensor(places[name])
+    stored, own = read_tensor(place), read_tensor(own)
     if stored.dtype == own.dtype and torch.equal(stored, own):
         del found["lm_head.weight"]
 
 
-def take_draft_ids(config: DrafterConfig, found: dict[str, Place]) -> Tensor | None:
+def _head_name(target: LanguageModel) -> str:
+    return EMBEDDING_NAME if target.config.tie_word_embeddings else HEAD_NAME
+
+
+def _take_draft_ids(config: EagleConfig | DFlashConfig, found: dict[str, Place]) -> Tensor | None:
     """int64 [N]: the target's id of each draft token; None if it is the same id. The tensors that
     map them are no weights: they are taken out of `found`.
 

@@ -11,34 +11,23 @@ Dimension key: X experts, D inputs, E outputs.
 
 import logging
 import re
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from outdraft.core.errors import ConfigError
 from outdraft.core.weights import WeightFormat
 from outdraft.kernels.data.coded_weight import Codes
 from outdraft.kernels.ops import Kernels
-from outdraft.models.checkpoints.files import (
-    StoredTensors,
-    plain_weights,
-    tensor_places,
-    weight_files,
-)
-from outdraft.models.checkpoints.quantization import Quantization, log_purpose
-from outdraft.models.checkpoints.reader import Checkpoint, read_stacks, read_stored
+from outdraft.models.checkpoints.reader import Checkpoint
 from outdraft.models.checkpoints.slots import describe
 from outdraft.models.checkpoints.stored import StoredParameter, StoredWeight, below
 from outdraft.models.modules import Linear
 
-# What has no meaning without scales.
-_CODES = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I32", "I8", "U8"}
 _NO_PRODUCT = "no product of this network can read its codes"
 _NO_CPU = "tiles are for CPUs"
 _logger = logging.getLogger(__name__)
@@ -56,7 +45,7 @@ def presented(
     """
     found = _small(checkpoint)
     for name, parameter in _parameters(checkpoint, dtype).items():
-        defers = (keeps_codes and parameter.has_tiles) or (is_cut and not parameter.is_stack)
+        defers = (keeps_codes and parameter.tile is not None) or (is_cut and not parameter.is_stack)
         first = parameter.weights[0]
         # The library converts plain numbers by itself, some of them to another dtype.
         read = first.numbers if first.is_plain else parameter.numbers
@@ -115,37 +104,6 @@ class PresentedTensor:
     def __getitem__(self, place: Any) -> Tensor:
         assert place is Ellipsis, "the library asks for a part"
         return self._read()
-
-
-def open_quantised(
-    path: Path,
-    quantization: Quantization,
-    wanted: Container[str],
-    left_out: Sequence[str] = (),
-) -> Checkpoint:
-    """The tensors of a checkpoint directory; none of a weight is read.
-
-    Args:
-        wanted: the names that the network has.
-        left_out: patterns that the names of unwanted tensors match.
-
-    Raises:
-        ConfigError: a file is missing or damaged, or tensors of quantised weights do not fit each
-            other.
-    """
-    log_purpose(quantization)
-    found = tensor_places(
-        weight_files(path), lambda name: None if matches(name, left_out) else name
-    )
-    stacks, places = read_stacks(quantization, found)
-    stored, rest = read_stored(quantization, places, wanted)
-    tensors = StoredTensors(rest)
-    if lost := sorted(name for name in rest if tensors.dtype(name) in _CODES):
-        raise ConfigError(
-            f"tensor {lost[0]!r} has dtype {tensors.dtype(lost[0])}, and its quantization_config "
-            "does not say what it stands for"
-        )
-    return Checkpoint(stored | plain_weights(rest), stacks)
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -244,8 +202,7 @@ def _cut(
         return None
     first, stop, _ = slice(start, end).indices(old.shape[dim])
     cut = _columns if (dim == last) != old.is_transposed else _rows
-    rows_X = [cut(weights, first, stop) for weights in old.rows_X]
-    return replace(old, rows_X=rows_X)
+    return replace(old, rows_X=[cut(weights, first, stop) for weights in old.rows_X])
 
 
 def _columns(weights: Sequence[StoredWeight], first: int, stop: int) -> list[StoredWeight]:
@@ -306,7 +263,7 @@ def replace_deferred(
             if not isinstance(weight, DeferredTensor):
                 continue
             made, stored = of_tied.get(id(weight)), weight.stored
-            if made is None and stored.has_tiles and can_keep(part, name, stored):
+            if made is None and stored.tile is not None and can_keep(part, name, stored):
                 made = CodedParameter(_random_like(stored), requires_grad=False)
                 made.stored = stored
                 kept += stored.weights
@@ -321,7 +278,7 @@ def replace_deferred(
 def can_join(weights: Sequence[Tensor]) -> bool:
     """Is true if these make one product: none is codes, or all are and fit one format."""
     kept = [weight.stored for weight in weights if isinstance(weight, CodedParameter)]
-    return not kept or (len(kept) == len(weights) and below(kept).has_tiles)
+    return not kept or (len(kept) == len(weights) and below(kept).tile is not None)
 
 
 def coded(weights: Sequence[Tensor]) -> Codes | None:
@@ -354,15 +311,12 @@ class Packing:
     quantization: WeightFormat | None = None
     release: Callable[[], None] = lambda: None
 
-    def pack(
-        self, linear: Linear, weights: Sequence[Tensor], parts_ED: Sequence[Tensor] = ()
-    ) -> None:
-        """Make a product of these weights of the network, one below the other; as Linear.pack."""
-        if (codes := coded(weights)) is not None:
-            linear.pack_codes(self.kernels, codes, weights[0].dtype)
+    def pack(self, linear: Linear, weight: Tensor) -> None:
+        """Make a product of this weight of the network; as Linear.pack."""
+        codes = coded([weight])
+        linear.pack(self.kernels, self.quantization, codes or ())
+        if codes is not None:
             self.release()
-        else:
-            linear.pack(self.kernels, self.quantization, parts_ED)
 
 
 def _random_like(stored: StoredParameter) -> Tensor:

@@ -95,7 +95,7 @@ class _CodesOfExperts(Sequence[Codes]):
         coded = self._stored.coded(expert)
         if not self._is_interleaved:
             return coded
-        return joined([coded.rows(slice(None, None, 2)), coded.rows(slice(1, None, 2))])
+        return joined([coded.part(slice(None, None, 2)), coded.part(slice(1, None, 2))])
 
 
 def replace_experts(

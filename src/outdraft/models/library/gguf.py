@@ -120,8 +120,7 @@ def mapped_config(path: Path) -> dict[str, Any]:
             unread.add(key)
         elif found != "vocab_size":  # the table of vectors has as many rows
             config[found] = _of_all_layers(key, value)
-    read = _positions(kind(), config, file) | _of_family(config, file)
-    refuse_unread(file, unread - read)
+    refuse_unread(file, unread - (_positions(kind(), config, file) | _of_family(config, file)))
     return config
 
 
@@ -224,8 +223,7 @@ def open_gguf_checkpoint(path: Path, model: PreTrainedModel) -> Checkpoint:
 def _mapped_weights(path: Path, model: PreTrainedModel) -> dict[str, StoredWeight]:
     """The weights of a file by the names of a checkpoint of the library."""
     file, config = open_gguf(path), read_config(path)
-    kind = TENSOR_PROCESSORS.get(file.values[ARCHITECTURE], TensorProcessor)
-    processor = kind(config=config)
+    processor = TENSOR_PROCESSORS.get(file.values[ARCHITECTURE], TensorProcessor)(config=config)
     names: dict[str, str] = get_gguf_hf_weights_map(model, processor)
     shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     parts = _PARTS.get(config["model_type"], {})

@@ -36,16 +36,15 @@ from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
 from outdraft.models.checkpoints.config_json import read_config as read_raw_config
 from outdraft.models.checkpoints.config_json import read_generation_config, read_token_ids
-from outdraft.models.checkpoints.files import listed, plain_weights, tensor_places, weight_files
+from outdraft.models.checkpoints.files import listed, tensor_places, weight_files
 from outdraft.models.checkpoints.gguf_file import is_gguf
 from outdraft.models.checkpoints.quantization import check_unquantised, read_quantization
-from outdraft.models.checkpoints.reader import Checkpoint
+from outdraft.models.checkpoints.reader import Checkpoint, read_checkpoint
 from outdraft.models.checkpoints.slots import check_quantization
 from outdraft.models.library.checkpoint import (
     Packing,
     log_summary,
     matches,
-    open_quantised,
     presented,
     read_rest,
     replace_deferred,
@@ -54,12 +53,7 @@ from outdraft.models.library.checkpoint import (
 from outdraft.models.library.experts import replace_experts
 from outdraft.models.library.gguf import library_config, open_gguf_checkpoint
 from outdraft.models.library.model import TransformersModel
-from outdraft.models.library.operations import (
-    NAME,
-    LayerAttention,
-    catch_operations,
-    register,
-)
+from outdraft.models.library.operations import NAME, Survey, catch_operations, register
 from outdraft.models.library.products import fuse_layers, keeps_codes, pack_products
 from outdraft.models.library.ranks import check_division, divide, divide_experts
 from outdraft.models.library.survey import (
@@ -78,6 +72,8 @@ _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _ATTENTION_TABLE = "ALL_ATTENTION_FUNCTIONS"
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _MOVING = ("dynamic", "longrope")
+# Dtypes that have no meaning without scales.
+_CODES = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I32", "I8", "U8"}
 _FIXED = "fixed"  # no kind of the library: nothing is updated
 
 
@@ -102,7 +98,8 @@ def load_transformers_model(
     config = read_config(path)
     kind = causal_class(config, path)
     check_division(config, group.size, DRAFT_RANKS if drafts else TARGET_RANKS)
-    takes_attention = _takes_attention(kind, config.get_text_config())
+    kinds = kind, MODEL_MAPPING.get(type(config.get_text_config()), kind)
+    takes_attention = any(hasattr(sys.modules[one.__module__], _ATTENTION_TABLE) for one in kinds)
     name = NAME if takes_attention else "sdpa"
     register()
     has_tiles = torch.device(device).type == "cpu"
@@ -128,8 +125,8 @@ def load_transformers_model(
     context_len = _context_len(config)
     moves = fix_frequencies(model, min(max_model_len or context_len, context_len))
     mask = None if takes_attention else _caught_attention(model, kernels, dtype)
-    attention = survey_attention(model, config, mask)
-    shape = _shape(path, config, list(attention.values()), moves)
+    survey = survey_attention(model, config, mask)
+    shape = _shape(path, config, survey, moves)
     packing = Packing(kernels, quantization, checkpoint.release)
     replace_experts(model, packing, sums)
     fuse_layers(model, packing, group)
@@ -139,8 +136,7 @@ def load_transformers_model(
     log_summary(checkpoint, kept, dequantised, has_tiles=has_tiles)
     if group.size == 1:
         check_packed(model, mask)
-    forms = {module: layer.form for module, layer in attention.items()}
-    return TransformersModel(model, shape, forms, kernels, group, mask)
+    return TransformersModel(model, shape, survey.forms, kernels, group, mask)
 
 
 def unread_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -201,13 +197,6 @@ def causal_class(config: PretrainedConfig, path: Path) -> Any:
     return kind
 
 
-def _takes_attention(kind: Any, text_config: PretrainedConfig) -> bool:
-    """Is true if the class of a model, or of its part for texts, asks the library's table for its
-    attention."""
-    kinds = kind, MODEL_MAPPING.get(type(text_config), kind)
-    return any(hasattr(sys.modules[one.__module__], _ATTENTION_TABLE) for one in kinds)
-
-
 def _caught_attention(model: PreTrainedModel, kernels: Kernels, dtype: torch.dtype) -> Tensor:
     """Catch attention that asks no table of the library; a mask to give to the model, which then
     makes none."""
@@ -264,14 +253,24 @@ def quiet_library() -> Generator[None]:
 
 
 def _opened(kind: Any, path: Path, config: PretrainedConfig) -> Checkpoint:
-    """The tensors of a checkpoint."""
+    """The tensors of a checkpoint; none of a weight is read."""
     if is_gguf(path):
         return open_gguf_checkpoint(path, _empty(kind, config))
     quantization = read_quantization(read_raw_config(path))
     if quantization is None:
-        return Checkpoint(plain_weights(tensor_places(weight_files(path))))
-    wanted = _empty(kind, config).state_dict()
-    return open_quantised(path, quantization, wanted, mtp_patterns(config, kind))
+        return read_checkpoint(None, tensor_places(weight_files(path)), ())
+    left_out = mtp_patterns(config, kind)
+    places = tensor_places(
+        weight_files(path), lambda name: None if matches(name, left_out) else name
+    )
+    found = read_checkpoint(quantization, places, _empty(kind, config).state_dict())
+    for name, weight in sorted(found.weights.items()):
+        if weight.is_plain and weight.dtype in _CODES:
+            raise ConfigError(
+                f"tensor {name!r} has dtype {weight.dtype}, and its quantization_config "
+                "does not say what it stands for"
+            )
+    return found
 
 
 def _plain(config: PretrainedConfig) -> PretrainedConfig:
@@ -322,26 +321,22 @@ def _context_len(config: PretrainedConfig) -> int:
     raise ConfigError(f"config.json tells no longest text: {' or '.join(_LENGTHS)}")
 
 
-def _shape(
-    path: Path, config: PretrainedConfig, layers: list[LayerAttention], moves: bool
-) -> ModelShape:
-    text = config.get_text_config()
+def _shape(path: Path, config: PretrainedConfig, survey: Survey, moves: bool) -> ModelShape:
+    text, raw, caches = config.get_text_config(), read_raw_config(path), survey.caches
     generation = read_generation_config(path)
-    raw = read_raw_config(path)
 
     def ids_of(name: str) -> tuple[int, ...]:
         # The part for texts leaves out what is its family's default.
         of_part = text.to_dict() if text is not config else {}
         return read_token_ids(raw, name) or read_token_ids(of_part, name)
 
-    caches = [layer.cache for layer in layers]
     return ModelShape(
         architecture=(config.architectures or [""])[0],
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
         intermediate_size=_intermediate_size(text),
-        num_layers=len(layers),
-        num_heads=max(one.num_heads for one in layers),
+        num_layers=len(caches),
+        num_heads=survey.num_heads,
         num_kv_heads=max(one.num_kv_heads for one in caches),
         head_size=max(max(one.key_size, one.value_size) for one in caches),
         max_model_len=_context_len(config),

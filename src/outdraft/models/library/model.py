@@ -22,14 +22,9 @@ from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.products import EmbeddingTable
 from outdraft.models.library.experts import routed_weights
-from outdraft.models.library.operations import (
-    PagedAttention,
-    computed_by,
-    leaves_threads,
-    one_torch_thread,
-)
+from outdraft.models.library.operations import computed_by, leaves_threads, one_torch_thread, paged
 from outdraft.models.library.products import FlatLinear, table_of
-from outdraft.models.modules import Embedding, is_one_tensor, memory_bytes, numbers_of
+from outdraft.models.modules import is_one_tensor, memory_bytes, numbers_of
 from outdraft.models.shape import ModelShape
 
 
@@ -94,7 +89,7 @@ class TransformersModel(nn.Module):
             module: (cache, form)
             for (module, form), cache in zip(self._attention.items(), caches, strict=True)
         }
-        attention = PagedAttention(self.kernels.attention, layers, metadata)
+        attention = paged(self.kernels.attention, layers, metadata)
         positions_T, past = metadata.positions_T, None
         if self._counts_rows:
             past = _TokensBefore(positions_T)
@@ -138,15 +133,15 @@ class TransformersModel(nn.Module):
         return getattr(self._base, "rotary_emb", None)
 
     @property
-    def embed_tokens(self) -> Embedding:
+    def embed_tokens(self) -> EmbeddingTable:
         """A view: every rank has the whole table, and drafters read their rank's part of it."""
         table, first = table_of(self._embedding), self.vocabulary.first
         if self.group.size == 1:
-            return Embedding(table)
+            return table
         end = first + self.vocabulary.num_own
         if isinstance(table.source, Tensor):
-            return Embedding(EmbeddingTable.of(table.source[first:end]))
-        return Embedding(EmbeddingTable.of(table(torch.arange(first, end))))
+            return EmbeddingTable.of(table.source[first:end])
+        return EmbeddingTable.of(table(torch.arange(first, end)))
 
     @property
     def weight_bytes(self) -> int:
@@ -209,8 +204,7 @@ class _TokensBefore:
     """Stands for a cache, for code that asks how many tokens are before the rows."""
 
     def __init__(self, positions_T: Tensor) -> None:
-        rows_T = torch.arange(len(positions_T), device=positions_T.device)
-        self._before_T = positions_T - rows_T
+        self._before_T = positions_T - torch.arange(len(positions_T), device=positions_T.device)
 
     def get_seq_length(self, layer: int = 0) -> Tensor:
         """[T]: added to the numbers of the rows, their positions."""
@@ -258,8 +252,7 @@ def _base_name(model: PreTrainedModel) -> str:
 def _head_of(model: PreTrainedModel) -> nn.Module:
     """The model's own head: what it makes of hidden states, scales and caps of logits included."""
     head = copy.copy(model)
-    parts = dict(model.named_children()) | {_base_name(model): _PassedOn()}
-    head.__dict__["_modules"] = parts
+    head.__dict__["_modules"] = dict(model.named_children()) | {_base_name(model): _PassedOn()}
     return head
 
 

@@ -16,7 +16,6 @@ outputs of a product, N all numbers of one row.
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,46 +41,37 @@ _Attention = Callable[[nn.Module, Tensor, Tensor, Tensor, Mapping[str, Any]], Te
 _attention: ContextVar[_Attention] = ContextVar("attention")
 
 
-@dataclass(frozen=True, slots=True)
-class LayerAttention:
-    """The attention of one layer, as the library calls it."""
-
-    num_heads: int
-    cache: LayerCacheShape
-    form: AttentionForm
-
-
-@dataclass(frozen=True, slots=True)
-class PagedAttention:
+def paged(
+    backend: AttentionBackend,
+    layers: Mapping[nn.Module, tuple[LayerCache, AttentionForm]],
+    metadata: AttentionMetadata,
+) -> _Attention:
     """A pass over the cache."""
 
-    backend: AttentionBackend
-    layers: Mapping[nn.Module, tuple[LayerCache, AttentionForm]]
-    metadata: AttentionMetadata
-
-    def __call__(
-        self,
-        module: nn.Module,
-        q_THC: Tensor,
-        k_TGC: Tensor,
-        v_TGE: Tensor,
-        options: Mapping[str, Any],
+    def attention(
+        module: nn.Module, q_THC: Tensor, k_TGC: Tensor, v_TGE: Tensor, _: Mapping[str, Any]
     ) -> Tensor:
-        cache, form = self.layers[module]
-        self.backend.write(k_TGC, v_TGE, cache, self.metadata.slots_T)
-        return self.backend.attend(q_THC, cache, self.metadata, form)
+        cache, form = layers[module]
+        backend.write(k_TGC, v_TGE, cache, metadata.slots_T)
+        return backend.attend(q_THC, cache, metadata, form)
+
+    return attention
 
 
 class Survey:
     """A pass that finds out what attention the layers ask for. What it returns means nothing.
 
     Attributes:
+        forms: by the module that attends, in the order of the layers.
+        caches: one for each of them.
+        num_heads: the most of a layer.
         seen_2N: queries, keys and values of two rows, of float64.
     """
 
     def __init__(self) -> None:
-        self.found: dict[nn.Module, LayerAttention] = {}
-        self.seen_2N: list[Tensor] = []
+        self.forms: dict[nn.Module, AttentionForm] = {}
+        self.caches: list[LayerCacheShape] = []
+        self.num_heads, self.seen_2N = 0, list[Tensor]()
 
     def __call__(
         self,
@@ -91,14 +81,14 @@ class Survey:
         v_TGE: Tensor,
         options: Mapping[str, Any],
     ) -> Tensor:
-        if module in self.found:
+        if module in self.forms:
             raise ConfigError(f"{type(module).__name__} attends twice in one pass")
         num_heads, key_size = q_THC.shape[1:]
         num_kv_heads, value_size = v_TGE.shape[1:]
-        form = _form_of(module, key_size, options)
+        self.forms[module] = _form_of(module, key_size, options)
+        self.caches.append(LayerCacheShape(num_kv_heads, key_size, value_size))
+        self.num_heads = max(self.num_heads, num_heads)
         self.seen_2N += [heads.flatten(1).double() for heads in (q_THC, k_TGC, v_TGE)]
-        cache = LayerCacheShape(num_kv_heads, key_size, value_size)
-        self.found[module] = LayerAttention(num_heads, cache, form)
         return v_TGE.repeat_interleave(num_heads // num_kv_heads, dim=1)
 
 
@@ -194,13 +184,9 @@ def one_torch_thread(is_wanted: bool) -> Generator[None]:
 
 def is_router(module: nn.Module) -> bool:
     """Is true if it chooses experts by products of its own, of which it may read the weights."""
-    weights = [part.weight for part in (module, *module.children()) if _has_weight(part)]
-    return bool(weights) and type(module).__name__.endswith(_ROUTERS)
-
-
-def _has_weight(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, nn.Parameter) and weight.dim() == 2
+    weights = [getattr(part, "weight", None) for part in (module, *module.children())]
+    has_product = any(isinstance(one, nn.Parameter) and one.dim() == 2 for one in weights)
+    return has_product and type(module).__name__.endswith(_ROUTERS)
 
 
 class _OwnOperations(TorchFunctionMode):

@@ -1,13 +1,13 @@
 """Products of a transformers model, and parts around them, by this engine's kernels.
 
-Norms, feed-forward blocks, and products that read the same rows are found by their names and
-compared with what replaces them on random rows: what differs stays the library's. All replacements
-give a row the same bits whatever rows are in the batch.
+Norms and feed-forward blocks are found by their names and compared with what replaces them on
+random rows: what differs stays the library's. All replacements give a row the same bits whatever
+rows are in the batch.
 
-Dimension key: T rows, D inputs, E outputs, also of several products, I intermediate.
+Dimension key: T rows, D inputs, E outputs, I intermediate.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
@@ -25,8 +25,6 @@ from outdraft.models.library.experts import ACTIVATIONS, PackedExperts, present_
 from outdraft.models.library.experts import keeps_codes as experts_keep_codes
 from outdraft.models.library.operations import catch_operations, is_router
 from outdraft.models.modules import Linear
-
-_READ_TOGETHER = ("q_proj", "k_proj", "v_proj")
 
 
 class FlatLinear(nn.Module):
@@ -80,7 +78,7 @@ def pack_products(
         for name in [name for name, _ in module.named_children()]:
             part = module.get_submodule(name)
             if _is_product(part):
-                linear = _packed([part], packing, spreads.get(part))
+                linear = _packed(part, packing, spreads.get(part))
                 if id(part.weight) in embeddings:
                     heads[id(part.weight)] = linear
                 setattr(module, name, FlatLinear(linear))
@@ -134,34 +132,27 @@ def _pack_table(embedding: nn.Embedding, packing: Packing, head: Linear | None) 
     embedding.weight = nn.Parameter(weight_VD.new_empty((0, size)), requires_grad=False)
 
 
-def _packed(parts: Sequence[Any], packing: Packing, spread: ShardWrap | None = None) -> Linear:
-    """One product of several, one below the other."""
-    weights = [part.weight for part in parts]
-    parts_ED: list[Tensor] = [
-        part.weight.detach().T.contiguous() if isinstance(part, Conv1D) else part.weight.detach()
-        for part in parts
-    ]
-    sizes, first_ED = [len(part_ED) for part_ED in parts_ED], parts_ED[0]
-    is_one = len(parts) == 1
+def _packed(part: Any, packing: Packing, spread: ShardWrap | None = None) -> Linear:
+    weight_ED: Tensor = part.weight.detach()
+    if isinstance(part, Conv1D):
+        weight_ED = weight_ED.T.contiguous()
     linear = Linear(
-        first_ED.shape[1],
-        sum(sizes),
-        bias=any(part.bias is not None for part in parts),
-        dtype=first_ED.dtype,
-        device=first_ED.device,
-        weight=nn.Parameter(first_ED, requires_grad=False) if is_one else None,
+        weight_ED.shape[1],
+        len(weight_ED),
+        bias=part.bias is not None,
+        dtype=weight_ED.dtype,
+        device=weight_ED.device,
+        weight=nn.Parameter(weight_ED, requires_grad=False),
         spread=spread,
     )
     if linear.bias is not None:
-        for to, part in zip(linear.bias.data.split(sizes), parts, strict=True):
-            to.copy_(part.bias.detach()) if part.bias is not None else to.zero_()
-    packing.pack(linear, weights, () if is_one else parts_ED)
+        linear.bias.data.copy_(part.bias.detach())
+    packing.pack(linear, part.weight)
     return linear
 
 
 def fuse_layers(model: nn.Module, packing: Packing, group: RankGroup = ALONE) -> None:
-    """Replace norms, feed-forward blocks, and products that read the same rows. Codes of several
-    formats stay products of their own.
+    """Replace norms and feed-forward blocks.
 
     Args:
         group: the ranks over which the products are spread already.
@@ -173,12 +164,6 @@ def fuse_layers(model: nn.Module, packing: Packing, group: RankGroup = ALONE) ->
                 found = _block(part, packing)
             if found is not None:
                 setattr(module, name, found)
-        parts = [getattr(module, name, None) for name in _READ_TOGETHER]
-        is_one = all(type(part) is nn.Linear for part in parts)
-        if is_one and can_join([part.weight for part in parts if part]):
-            fused = _FusedProducts(_packed(parts, packing), parts)
-            for index, name in enumerate(_READ_TOGETHER):
-                setattr(module, name, _FusedPart(fused, index))
 
 
 class FusedNorm(nn.Module):
@@ -204,36 +189,6 @@ class FusedBlock(PackedExperts):
         ids_T1 = torch.zeros((len(rows_TD), 1), dtype=torch.int64, device=x_1TD.device)
         weights_T1 = torch.ones((len(rows_TD), 1), device=x_1TD.device)
         return self.experts(rows_TD, ids_T1, weights_T1).view(x_1TD.shape)
-
-
-class _FusedProducts:
-    """Several products with the same rows, computed when the first of them is asked for."""
-
-    def __init__(self, linear: Linear, parts: list[Any]) -> None:
-        self.linear, self._sizes = linear, [part.out_features for part in parts]
-        self._x: Tensor | None = None
-        self._found: dict[int, Tensor] = {}
-
-    def part(self, x_1TD: Tensor, index: int) -> Tensor:
-        """[1, T, E] of one product."""
-        if x_1TD is not self._x or index not in self._found:
-            y_TE = self.linear(x_1TD.flatten(0, -2))
-            self._x, self._found = x_1TD, dict(enumerate(y_TE.split(self._sizes, dim=-1)))
-        y_TE = self._found.pop(index)
-        if not self._found:
-            self._x = None
-        return y_TE.view(*x_1TD.shape[:-1], y_TE.shape[-1])
-
-
-class _FusedPart(nn.Module):
-    def __init__(self, fused: _FusedProducts, index: int) -> None:
-        super().__init__()
-        self._fused, self._index = fused, index
-        if index == 0:
-            self.linear = fused.linear  # once, for who counts weights
-
-    def forward(self, x_1TD: Tensor) -> Tensor:
-        return self._fused.part(x_1TD, self._index)
 
 
 def _norm(part: nn.Module, kernels: Kernels) -> FusedNorm | None:
@@ -265,17 +220,14 @@ def _block(part: Any, packing: Packing) -> FusedBlock | None:
     if not _is_same(part(x_2D), F.linear(between_2I, down)):
         return None
     weights = ExpertWeights(
-        [coded(kept[:2]) or (gate, up)],
-        [coded(kept[2:]) or down],
-        dtype=down.dtype,
+        [coded(kept[:2]) or (gate, up)], [coded(kept[2:]) or down], dtype=down.dtype
     )
     experts = packing.kernels.pack_experts(weights, Gate(activation), packing.quantization)
     return FusedBlock(experts, 1, gate.nbytes + up.nbytes + down.nbytes)
 
 
 def _random(num_rows: int, size: int, like: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(num_rows, size, generator=generator)
+    rows = torch.randn(num_rows, size, generator=torch.Generator().manual_seed(0))
     return rows.to(dtype=like.dtype, device=like.device)
 
 

@@ -149,10 +149,10 @@ def _part(module: Any, name: str, rank: int, size: int) -> Tensor:
 def _loses_codes(module: Any, name: str, rank: int, size: int) -> bool:
     """Is true if codes that stay unread would become numbers where they are cut for a rank."""
     whole = getattr(module, name)
-    if not isinstance(whole, DeferredTensor) or not whole.stored.has_tiles:
+    if not isinstance(whole, DeferredTensor) or whole.stored.tile is None:
         return False
     part = _part(module, name, rank, size)
-    return not isinstance(part, DeferredTensor) or not part.stored.has_tiles
+    return not isinstance(part, DeferredTensor) or part.stored.tile is None
 
 
 def _parameter(numbers: Tensor) -> nn.Parameter:

@@ -16,12 +16,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from outdraft.core.errors import ConfigError
-from outdraft.models.library.operations import LayerAttention, Survey, computed_by
+from outdraft.models.library.operations import Survey, computed_by
 
 _WINDOW_MASK = "create_sliding_window_causal_mask"  # what makes the library's masks of windows
 # What the library's code raises where it cannot do what it is asked for.
@@ -30,8 +30,8 @@ FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, Value
 
 def survey_attention(
     model: PreTrainedModel, config: PretrainedConfig, mask: Tensor | None
-) -> dict[nn.Module, LayerAttention]:
-    """The attention of each layer, in their order.
+) -> Survey:
+    """The attention of the layers.
 
     Args:
         mask: to give to the library, so that it makes none.
@@ -39,13 +39,13 @@ def survey_attention(
     Raises:
         ConfigError: the model cannot run on this engine.
     """
-    found, rows_2N = _pass(model, [0, 1], mask)
+    survey, rows_2N = _pass(model, [0, 1], mask)
     text_config = config.get_text_config()
     count = text_config.num_hidden_layers
-    if len(found) != count:
+    if len(survey.forms) != count:
         raise ConfigError(
-            f"{type(model).__name__} attends in {len(found)} of its {count} layers in a way that "
-            "can be replaced: it cannot run on this engine"
+            f"{type(model).__name__} attends in {len(survey.forms)} of its {count} layers in a way "
+            "that can be replaced: it cannot run on this engine"
         )
     _, swapped_2N = _pass(model, [1, 0], mask)
     error_2 = (swapped_2N.flip(0) - rows_2N).norm(dim=1)
@@ -55,11 +55,8 @@ def survey_attention(
             f"{type(model).__name__} cannot read rows at given positions: they depend on their "
             "order, or on each other outside of attention"
         )
-    masks = makes_window_masks({type(part) for part in (model, *found)})
-    return {
-        module: with_windows(layer, text_config, index, masks)
-        for index, (module, layer) in enumerate(found.items())
-    }
+    add_windows(survey, text_config, {type(part) for part in (model, *survey.forms)})
+    return survey
 
 
 def check_packed(model: PreTrainedModel, mask: Tensor | None) -> None:
@@ -76,7 +73,7 @@ def _pass(
     order: list[int],
     mask: Tensor | None,
     failure: str = "cannot read rows at given positions",
-) -> tuple[dict[nn.Module, LayerAttention], Tensor]:
+) -> tuple[Survey, Tensor]:
     """The tokens 0 and 1 at these positions: layers, and what they and the head computed [2, N].
 
     Raises:
@@ -93,40 +90,32 @@ def _pass(
         raise
     except FAILURES as error:
         raise ConfigError(f"{type(model).__name__} {failure}: {error}") from error
-    return survey.found, torch.cat([*survey.seen_2N, out.logits[0].double()], dim=1)
+    return survey, torch.cat([*survey.seen_2N, out.logits[0].double()], dim=1)
 
 
-def with_windows(
-    layer: LayerAttention, config: PretrainedConfig, index: int, says_masks: bool
-) -> LayerAttention:
+def add_windows(survey: Survey, config: PretrainedConfig, kinds: Iterable[type]) -> None:
     """Add what the library says by its masks only: chunks, and windows of some families.
 
     Args:
-        says_masks: as `makes_window_masks`. Where the family's code makes none, config.json may
-            name a window that nothing reads.
+        kinds: the classes of the model and of its attention; the part for texts may have another
+            family's code. Where none of them makes masks of windows, config.json may name a window
+            that nothing reads.
 
     Raises:
         ConfigError: the masks and the attention do not agree.
     """
-    types = getattr(config, "layer_types", None)
-    window, form = getattr(config, "sliding_window", None), layer.form
-    if types is None:
-        masked, chunk = (window if says_masks else None), None
-    else:
-        masked = window if types[index] == "sliding_attention" else None
-        chunk = config.attention_chunk_size if types[index] == "chunked_attention" else None
-    if form.window is not None and form.window != masked:
-        raise ConfigError(
-            f"layer {index} attends over a window of {form.window} tokens, but the family's masks "
-            f"say {masked}"
-        )
-    return replace(layer, form=replace(form, window=masked, chunk=chunk))
-
-
-def makes_window_masks(kinds: Iterable[type]) -> bool:
-    """Is true if the code of one of these classes makes masks of windows; the part for texts may
-    have another family's code."""
-    return any(hasattr(sys.modules[kind.__module__], _WINDOW_MASK) for kind in kinds)
+    says_masks = any(hasattr(sys.modules[kind.__module__], _WINDOW_MASK) for kind in kinds)
+    types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    for index, (module, form) in enumerate(survey.forms.items()):
+        kind = types[index] if types is not None else "sliding_attention" if says_masks else ""
+        masked = window if kind == "sliding_attention" else None
+        chunk = config.attention_chunk_size if kind == "chunked_attention" else None
+        if form.window is not None and form.window != masked:
+            raise ConfigError(
+                f"layer {index} attends over a window of {form.window} tokens, but the family's "
+                f"masks say {masked}"
+            )
+        survey.forms[module] = replace(form, window=masked, chunk=chunk)
 
 
 def text_part(model: PreTrainedModel) -> PreTrainedModel:
