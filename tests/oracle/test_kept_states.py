@@ -96,7 +96,7 @@ class RandomAcceptance:
         paths: object,
     ) -> tuple[Choice, None]:
         model = self.runner.model
-        logits_RV = model.logits(step.target.logit_hidden_RD)
+        logits_RV = model.logits(step.target.logit_states_RD)
         owners = {request.slot: request for request in self.scheduler.running}
         for work, root in zip(step.works, row_start_B(drafts).tolist(), strict=True):
             text = torch.from_numpy(owners[work.slot].token_ids.astype(np.int64))

@@ -9,27 +9,20 @@ Dimension key: B requests that sample in this step, N most drafts of one of them
 R rows whose logits are needed, D hidden, V vocabulary, L tokens, W words of a mask of its bits.
 """
 
-import operator
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from msgspec import Struct
 from torch import Tensor
 
-from outdraft.attention.rows import RowBatch
 from outdraft.core.grammar import AllowedTokens, GrammarDrafts
-from outdraft.core.plan import PhaseTimes, StepPlan, StepResult, Work
+from outdraft.core.plan import StepPlan, StepResult, Work
 from outdraft.drafting.device.asks import TargetStates
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.data.drafts import DraftBatch, Rule
 from outdraft.kernels.data.logits import Scores
 from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.decoder_ops import Choice, Chooser, StatesOf, StepRead, StepTask
-from outdraft.kernels.ops import WarmUps
 from outdraft.kernels.torch.rows import append_token_ids, place_states
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
@@ -51,9 +44,9 @@ from outdraft.runner.logprobs import (
     wants_logprobs,
     wants_prompt_logprobs,
 )
-from outdraft.runner.results import HostCopy, StepCopies, to_host, work_results
+from outdraft.runner.results import HostCopy, PendingStep, PhaseClock, to_host, work_results
 from outdraft.runner.state import DeviceState, RequestSlot, StepTexts
-from outdraft.runner.step_rows import read_by_parts, step_spans, with_logits
+from outdraft.runner.step_rows import read_by_parts, step_spans
 from outdraft.runner.verified_parts import (
     GrammarMasks,
     PartToVerify,
@@ -114,9 +107,9 @@ class ModelRunner:
         chooser = self._chooser(sampling) if sampling and not wants_logprobs(slots) else None
         target = self._forward(plan, drafts, chooser)
         prompt = None
-        if target.hidden_TD is not None:
-            num_rows = min(PROMPT_ROWS, logit_rows_of(self.model, target.hidden_TD))
-            of_all = plan.works, self._slots, target.hidden_TD
+        if target.states_TD is not None:
+            num_rows = min(PROMPT_ROWS, logit_rows_of(self.model, target.states_TD))
+            of_all = plan.works, self._slots, target.states_TD
             prompt = prompt_logprobs(*of_all, self._scored, num_rows)
         clock.mark()
         step = LaunchedStep(
@@ -132,14 +125,14 @@ class ModelRunner:
         return GrammarDrafts(tuple(work.num_drafts for work in step.works), drafts_2BN)
 
     @torch.inference_mode()
-    def verify(self, step: "LaunchedStep", allowed: AllowedTokens) -> "PendingStep":
+    def verify(self, step: "LaunchedStep", allowed: AllowedTokens) -> PendingStep:
         """Issue the rest of a step with grammars, and the copy of its results."""
         assert step.drafts is not None
         return self._verify(step, masks_of(allowed, step.drafts))
 
-    def collect(self, pending: "PendingStep") -> StepResult:
+    def collect(self, pending: PendingStep) -> StepResult:
         """Wait for a step: its one host synchronisation."""
-        works = work_results(pending.plan, pending.copies)
+        works = work_results(pending)
         return StepResult(works, pending.plan.num_rows, pending.clock.times())
 
     def _take_news(self, plan: StepPlan) -> None:
@@ -193,7 +186,7 @@ class ModelRunner:
 
     def _forward(
         self, plan: StepPlan, drafts: DraftBatch | None, chooser: Chooser | None
-    ) -> "TargetPass":
+    ) -> StepRead:
         works = plan.works
         spans, facts = step_spans(works, self._slots, self.state.row_len)
         states_of = StatesOf.NO_ROW if chooser else StatesOf.ROWS_WITH_LOGITS
@@ -220,14 +213,14 @@ class ModelRunner:
         read = None if fused is None else fused.step(task)
         if read is None:
             read = read_by_parts(self.model, self.verifier, task)
-        return TargetPass(read, states_of)
+        return read
 
     def _scored(self, hidden_RD: Tensor, chosen_R: Tensor, num_top: int) -> Scores:
         """Score tokens by the logits of hidden states [R, D]; see `score_tokens`."""
         logits_RV = self.model.logits(hidden_RD)
         return self.model.kernels.score_tokens(logits_RV, chosen_R, num_top, None)
 
-    def _verify(self, step: "LaunchedStep", masks: GrammarMasks | None) -> "PendingStep":
+    def _verify(self, step: "LaunchedStep", masks: GrammarMasks | None) -> PendingStep:
         plan, drafts, sampling = step.plan, step.drafts, step.sampling
         choice: Choice | None = None
         emitted: LogprobRows | None = None
@@ -239,8 +232,7 @@ class ModelRunner:
             assert self.proposer is not None, "no drafter reads the states"
             self.proposer.drafter.keep(self._states(plan.works, step.target, choice))
         step.clock.mark()
-        copies = to_host(choice, drafts, emitted, step.prompt, self.device)
-        return PendingStep(plan, copies, step.clock)
+        return to_host(plan, choice, drafts, emitted, step.prompt, step.clock)
 
     def _verified(
         self,
@@ -254,20 +246,21 @@ class ModelRunner:
         target = step.target
         if target.choice is not None:
             return target.choice, None
-        of_all = PartToVerify(step.slots, drafts, sampling, target.texts, masks)
+        texts = StepTexts(*target.rows.extra)
+        of_all = PartToVerify(step.slots, drafts, sampling, texts, masks)
         num_drafts = [work.num_drafts for work in step.works]
         verifier = self._part_verifier(step, drafts.width)
-        return verifier.verified(of_all, target.logit_hidden_RD, num_drafts, chooses=False)
+        return verifier.verified(of_all, target.logit_states_RD, num_drafts, chooses=False)
 
     def _part_verifier(self, step: "LaunchedStep", width: int) -> PartVerifier:
         longest = max(work.num_tokens for work in step.works)
         rest = self.state.token_ids_SL, longest, width, most_logprobs(step.slots)
         return PartVerifier(self.model, self.verifier, *rest)
 
-    def _keep(self, choice: Choice, drafts: DraftBatch, target: "TargetPass") -> None:
+    def _keep(self, choice: Choice, drafts: DraftBatch, target: StepRead) -> None:
         """Write the emitted tokens to the texts, and accepted branches to where texts are read."""
         if target.choice is None:
-            texts = target.texts
+            texts = StepTexts(*target.rows.extra)
             emitted_BN1 = choice.verdict.token_ids_BN1
             append_token_ids(self.state.token_ids_SL, texts.rows_B, texts.num_tokens_B, emitted_BN1)
         if drafts.is_chain:
@@ -278,16 +271,16 @@ class ModelRunner:
         self.cache.compact(source_BN.flatten(), rows.draft_slots_BN.flatten())
 
     def _states(
-        self, works: Sequence[Work], target: "TargetPass", choice: Choice | None
+        self, works: Sequence[Work], target: StepRead, choice: Choice | None
     ) -> TargetStates:
         assert self.proposer is not None
-        hidden_TD, tapped_TKD = target.hidden_TD, target.read.tapped_TKD
+        hidden_TD, tapped_TKD = target.states_TD, target.tapped_TKD
         assert tapped_TKD is not None
         if hidden_TD is None:
-            hidden_TD = target.logit_hidden_RD
+            hidden_TD = target.logit_states_RD
             if len(hidden_TD) < len(tapped_TKD):
                 hidden_TD = spread_rows(hidden_TD, target.rows.logit_rows_R, len(tapped_TKD))
-        places = target.read.kept
+        places = target.kept
         if places is None:
             rows, window = target.rows, self.proposer.drafter.state_window
             kept_rows_BN = rows.draft_slots_BN[:0]  # no request samples
@@ -313,97 +306,10 @@ class LaunchedStep(NamedTuple):
     plan: StepPlan
     works: Sequence[Work]
     slots: Sequence[RequestSlot]
-    target: "TargetPass"
+    target: StepRead
     drafts: DraftBatch | None
     own_drafts: DraftBatch | None
     sampling: SamplingBatch | None
     drafted: HostCopy | None
     prompt: LogprobRows | None
-    clock: "PhaseClock"
-
-
-class PendingStep(Struct, frozen=True):
-    """A step that was launched and verified; its tensors may not be computed yet.
-
-    Attributes:
-        plan: with the rows that the target reads.
-    """
-
-    plan: StepPlan
-    copies: StepCopies
-    clock: "PhaseClock"
-
-
-@dataclass(frozen=True)
-class TargetPass:
-    """The target's forward pass over all rows of a step.
-
-    Attributes:
-        states_of: the rows that have hidden states.
-        choice: None: it is not made yet.
-    """
-
-    read: StepRead
-    states_of: StatesOf
-
-    @property
-    def choice(self) -> Choice | None:
-        return self.read.choice
-
-    @cached_property
-    def rows(self) -> RowBatch:
-        return self.read.place()
-
-    @property
-    def texts(self) -> StepTexts:
-        return StepTexts(*self.rows.extra)
-
-    @property
-    def hidden_TD(self) -> Tensor | None:
-        """Hidden states of all rows, if they are there."""
-        return self.read.states_RD if self.states_of is StatesOf.ALL_ROWS else None
-
-    @cached_property
-    def logit_hidden_RD(self) -> Tensor:
-        """Hidden states of the rows whose logits are needed."""
-        states_RD = self.read.states_RD
-        assert states_RD is not None
-        if self.states_of is StatesOf.ALL_ROWS:
-            return with_logits(states_RD, self.rows.logit_rows_R)
-        return states_RD
-
-
-class PhaseClock:
-    """Marks in the order they were set; `times` after the device has passed them all.
-
-    On a GPU the marks are events that are read after the step has been collected, so taking the
-    time never waits for the device.
-    """
-
-    def __init__(self, device: torch.device, warm_ups: WarmUps) -> None:
-        """`warm_ups`: of the kernels; a step is marked as first if their count grows in it."""
-        # The stream is looked up once: that takes longer than to record an event.
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._marks: list[Any] = []  # seconds, or events of a GPU
-        self._warm_ups, self._count_before = warm_ups, warm_ups.count
-        self._is_first = False
-
-    def mark(self) -> None:
-        """Begin a phase, or end the last one: drafting, the target's pass, the rest, and maybe
-        keeping states."""
-        if self._stream is None:
-            self._marks.append(time.perf_counter())
-        else:
-            self._marks.append(self._stream.record_event(torch.cuda.Event(enable_timing=True)))
-        self._is_first = self._warm_ups.count != self._count_before
-
-    def times(self) -> PhaseTimes:
-        """The phases between the marks."""
-        between = operator.sub if self._stream is None else _event_seconds
-        draft_s, verify_s, sample_s, *kept = map(between, self._marks[1:], self._marks)
-        keep_s = sum(kept)
-        return PhaseTimes(draft_s, verify_s, sample_s + keep_s, keep_s, self._is_first)
-
-
-def _event_seconds(stop: torch.cuda.Event, start: torch.cuda.Event) -> float:
-    return start.elapsed_time(stop) / 1000
+    clock: PhaseClock

@@ -7,11 +7,9 @@ R rows whose logits are needed, S state rows, L tokens, W works.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import Tensor
-
 from outdraft.attention.rows import RowBatch, Span
 from outdraft.core.plan import Work
-from outdraft.kernels.decoder_ops import Choice, StatePlaces, StatesOf, StepRead, StepTask
+from outdraft.kernels.decoder_ops import StatePlaces, StatesOf, StepRead, StepTask
 from outdraft.kernels.torch.rows import (
     append_token_ids,
     place_states,
@@ -68,32 +66,22 @@ def read_by_parts(model: LanguageModel, verifier: Verifier, task: StepTask) -> S
         task.taps,
         None if task.states_of is StatesOf.ALL_ROWS else placed.logit_rows_R,
     )
-    choice: Choice | None = None
+    read = StepRead(lambda: placed, task.states_of, states_RD, tapped_TKD)
+    if task.chooser is None:
+        return read
+    assert task.drafts is not None
+    texts = StepTexts(*placed.extra)
+    of_all = PartToVerify((), task.drafts, task.chooser.sampling, texts, None)
+    parts = PartVerifier(model, verifier, texts_SL, max(task.facts[1]), task.width)
+    num_drafts = [len(span.parents) for span in spans if span.samples]
+    choice, _ = parts.verified(of_all, read.logit_states_RD, num_drafts, chooses=True)
+    emitted_BN1 = choice.verdict.token_ids_BN1
+    append_token_ids(texts_SL, texts.rows_B, texts.num_tokens_B, emitted_BN1)
     kept: StatePlaces | None = None
-    if task.chooser is not None:
-        wanted_RD = states_RD
-        if task.states_of is StatesOf.ALL_ROWS:
-            wanted_RD = with_logits(states_RD, placed.logit_rows_R)
-        assert task.drafts is not None
-        texts = StepTexts(*placed.extra)
-        of_all = PartToVerify((), task.drafts, task.chooser.sampling, texts, None)
-        parts = PartVerifier(model, verifier, texts_SL, max(task.facts[1]), task.width)
-        num_drafts = [len(span.parents) for span in spans if span.samples]
-        choice, _ = parts.verified(of_all, wanted_RD, num_drafts, chooses=True)
-        emitted_BN1 = choice.verdict.token_ids_BN1
-        append_token_ids(texts_SL, texts.rows_B, texts.num_tokens_B, emitted_BN1)
-        if task.window:
-            kept_rows_BN, row_len = choice.verdict.rows_BN, texts_SL.shape[1]
-            kept = place_states(placed, kept_rows_BN, row_len, task.window)
-    return StepRead(lambda: placed, states_RD, tapped_TKD, choice, kept)
-
-
-def with_logits(states_TD: Tensor, logit_rows_R: Tensor) -> Tensor:
-    """[R, D]: the states of the rows whose logits are needed."""
-    if len(logit_rows_R) == len(states_TD):
-        return states_TD
-    # Indexing by a tensor would wake OpenMP threads, which then keep the cores of ours.
-    return states_TD.index_select(0, logit_rows_R)
+    if task.window:
+        kept_rows_BN, row_len = choice.verdict.rows_BN, texts_SL.shape[1]
+        kept = place_states(placed, kept_rows_BN, row_len, task.window)
+    return replace(read, choice=choice, kept=kept)
 
 
 def _shaped(placed: RowBatch, task: StepTask) -> RowBatch:

@@ -14,6 +14,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -204,8 +205,7 @@ class Rule(IntEnum):
     TRAVERSAL = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Tokens that each request keeps. Everything stays on the device.
 
     Attributes:
@@ -230,21 +230,16 @@ class Verdict:
 
     def first(self, num_requests: int) -> "Verdict":
         """The verdict about the first requests."""
-        tensors = self.token_ids_BN1, self.num_emitted_B, self.rows_BN
-        return Verdict(*[one[:num_requests] for one in tensors])
+        return Verdict(*[one[:num_requests] for one in self])
 
     def copied(self) -> "Verdict":
         """This verdict in new tensors."""
-        return Verdict(self.token_ids_BN1.clone(), self.num_emitted_B.clone(), self.rows_BN.clone())
+        return Verdict(*map(Tensor.clone, self))
 
     @classmethod
     def joined(cls, verdicts: Sequence["Verdict"]) -> "Verdict":
         """Join the requests of all, which have as many places for drafts."""
-        return cls(
-            torch.cat([one.token_ids_BN1 for one in verdicts]),
-            torch.cat([one.num_emitted_B for one in verdicts]),
-            torch.cat([one.rows_BN for one in verdicts]),
-        )
+        return cls(*map(torch.cat, zip(*verdicts, strict=True)))
 
     def cut_behind(self, is_end_BN: Tensor) -> "Verdict":
         """Emit nothing after the first accepted draft of `is_end_BN`: it becomes the last token.
