@@ -118,18 +118,6 @@ class StatesOf(IntEnum):
     ALL_ROWS = 2
 
 
-class Chooser(NamedTuple):
-    """The choice of the works that sample: by the logits of their rows and by their texts.
-
-    Attributes:
-        sampling: of these works; `has_penalties_at_most`.
-        rule: of the drafts that were drawn.
-    """
-
-    sampling: SamplingBatch
-    rule: Rule
-
-
 class StepTask(NamedTuple):
     """The rows that a step reads, and how it chooses.
 
@@ -142,7 +130,9 @@ class StepTask(NamedTuple):
         are_shaped: positions and ancestors follow from the drafts' parents, not from the spans'.
         caches: one for each layer.
         taps: as in DecoderPass.
-        chooser: None: nothing is chosen. Else what works emit is written to their texts.
+        rule: of the drafts that were drawn, where works choose by the logits of their rows and by
+            their texts; what they emit is written to these. None: nothing is chosen.
+        sampling: of the works that sample; `has_penalties_at_most`. None: nothing is chosen.
         states_of: of rows with logits at least, if nothing is chosen or something is tapped.
         window: newest tokens of a text whose states are kept, as `place_states` in torch/rows.py
             counts; 0: none.
@@ -156,7 +146,8 @@ class StepTask(NamedTuple):
     caches: Sequence[LayerCache]
     block_size: int
     taps: Sequence[int]
-    chooser: Chooser | None
+    rule: Rule | None
+    sampling: SamplingBatch | None
     states_of: StatesOf
     window: int = 0
 

@@ -22,7 +22,7 @@ from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.data.drafts import DraftBatch, Rule
 from outdraft.kernels.data.logits import Scores
 from outdraft.kernels.data.sampling import SamplingBatch
-from outdraft.kernels.decoder_ops import Choice, Chooser, StatesOf, StepRead, StepTask
+from outdraft.kernels.decoder_ops import Choice, StatesOf, StepRead, StepTask
 from outdraft.kernels.torch.rows import append_token_ids, place_states
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
@@ -104,8 +104,8 @@ class ModelRunner:
             works = [work for work in plan.works if work.samples]
         drafted = copy_of_drafted(works, self._slots, drafts) if drafts else None
         clock.mark()
-        chooser = self._chooser(sampling) if sampling and not wants_logprobs(slots) else None
-        target = self._forward(plan, drafts, chooser)
+        chooses = sampling if sampling and not wants_logprobs(slots) else None
+        target = self._forward(plan, drafts, chooses)
         prompt = None
         if target.states_TD is not None:
             num_rows = min(PROMPT_ROWS, logit_rows_of(self.model, target.states_TD))
@@ -177,19 +177,20 @@ class ModelRunner:
         drafts = joined_drafts(works, asked, made, self.device)
         return drafts, drafts
 
-    def _chooser(self, sampling: SamplingBatch) -> Chooser | None:
+    def _rule(self, sampling: SamplingBatch) -> Rule | None:
         """The rule for a pass that also chooses; None: it needs more than logits and texts."""
-        rule = Rule.MATCH if sampling.is_plain_greedy else self.verifier.rule
-        if rule is None or not sampling.has_penalties_at_most:
+        if not sampling.has_penalties_at_most:
             return None
-        return Chooser(sampling, rule)
+        return Rule.MATCH if sampling.is_plain_greedy else self.verifier.rule
 
     def _forward(
-        self, plan: StepPlan, drafts: DraftBatch | None, chooser: Chooser | None
+        self, plan: StepPlan, drafts: DraftBatch | None, sampling: SamplingBatch | None
     ) -> StepRead:
+        """Read all rows; choose by them as well if `sampling`, of those that sample, allows it."""
         works = plan.works
+        rule = self._rule(sampling) if sampling is not None else None
         spans, facts = step_spans(works, self._slots, self.state.row_len)
-        states_of = StatesOf.NO_ROW if chooser else StatesOf.ROWS_WITH_LOGITS
+        states_of = StatesOf.ROWS_WITH_LOGITS if rule is None else StatesOf.NO_ROW
         if plan.keeps_states:
             states_of = StatesOf.ROWS_WITH_LOGITS
         if wants_prompt_logprobs(works, self._slots) or (
@@ -205,7 +206,8 @@ class ModelRunner:
             self.cache.layers,
             self.cache.block_size,
             self._taps if plan.keeps_states else (),
-            chooser,
+            rule,
+            sampling if rule is not None else None,
             states_of,
             self.proposer.drafter.state_window if plan.keeps_states and self.proposer else 0,
         )

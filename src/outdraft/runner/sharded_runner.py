@@ -22,10 +22,10 @@ from outdraft.distributed.group import Ranks, RequestShares
 from outdraft.drafting.device.asks import TargetStates
 from outdraft.drafting.device.live_stop import with_part_of_cap
 from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.kernels.data.drafts import DraftBatch, Verdict
+from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
 from outdraft.kernels.data.logits import Scores, request_parts
 from outdraft.kernels.data.sampling import SamplingBatch
-from outdraft.kernels.decoder_ops import Choice, Chooser, StepRead
+from outdraft.kernels.decoder_ops import Choice, StepRead
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
 from outdraft.runner.drafts import draft_ask, host_drafts, joined_drafts, num_host_rows
@@ -120,9 +120,9 @@ class ShardedRunner(ModelRunner):
         texts_SL = self.state.token_ids_SL
         return self.proposer.propose(asks, texts_SL, sampling, host_rows, requests)
 
-    def _chooser(self, sampling: SamplingBatch) -> Chooser | None:
+    def _rule(self, sampling: SamplingBatch) -> Rule | None:
         """The pass chooses for greedy requests only; else the ranks share out the choices."""
-        return super()._chooser(sampling) if sampling.is_plain_greedy else None
+        return super()._rule(sampling) if sampling.is_plain_greedy else None
 
     def _verified(
         self,

@@ -21,7 +21,7 @@ from outdraft.attention.rows import to_device
 from outdraft.core.plan import Work
 from outdraft.distributed.group import RankGroup, Ranks
 from outdraft.drafting.device.asks import TargetStates
-from outdraft.kernels.data.drafts import DraftBatch, Verdict
+from outdraft.kernels.data.drafts import DraftBatch, Verdict, widened
 from outdraft.kernels.data.logits import Scores
 from outdraft.kernels.decoder_ops import Choice
 from outdraft.kernels.ops import Kernels
@@ -100,10 +100,10 @@ def joined_drafts_of(
     if margins_BL is None:
         margins_BL = torch.empty(made.num_requests, 0, device=device)
     parts = [
-        _wide(made.token_ids_BN, width, -1),
-        _wide(made.parents_BN, width, 0),
+        widened(made.token_ids_BN, width, -1),
+        widened(made.parents_BN, width, 0),
         made.num_drafts_B,
-        _wide(margins_BL, width if has_rules else 0, torch.nan),
+        widened(margins_BL, width if has_rules else 0, torch.nan),
     ]
     ids_MK, parents_MK, num_drafts_M, margins_ML = joined_rows(group, parts, places)
     are_trees = any(work.drafts and work.drafts.is_device_tree for work in works)
@@ -161,11 +161,6 @@ def _padded_places(num_rows: Sequence[int], width: int) -> np.ndarray:
     """int64 [R]: places of flat rows in a table with width + 1 rows for each request."""
     places = [b * (width + 1) + np.arange(count) for b, count in enumerate(num_rows)]
     return np.concatenate(places) if places else np.zeros(0, dtype=np.int64)
-
-
-def _wide(tensor_BK: Tensor, width: int, padding: float) -> Tensor:
-    missing = width - tensor_BK.shape[1]
-    return torch.nn.functional.pad(tensor_BK, (0, missing), value=padding) if missing else tensor_BK
 
 
 def joined_scores(
@@ -227,5 +222,5 @@ def _widened(scores: Scores, num_top: int) -> Scores:
     """These scores with `num_top` best tokens; missing ones are zeros."""
     ids_JK, logprobs_JK = scores.top_ids_RK, scores.top_logprobs_RK
     return scores._replace(
-        top_ids_RK=_wide(ids_JK, num_top, 0), top_logprobs_RK=_wide(logprobs_JK, num_top, 0)
+        top_ids_RK=widened(ids_JK, num_top, 0), top_logprobs_RK=widened(logprobs_JK, num_top, 0)
     )

@@ -67,11 +67,11 @@ def read_by_parts(model: LanguageModel, verifier: Verifier, task: StepTask) -> S
         None if task.states_of is StatesOf.ALL_ROWS else placed.logit_rows_R,
     )
     read = StepRead(lambda: placed, task.states_of, states_RD, tapped_TKD)
-    if task.chooser is None:
+    if task.sampling is None:
         return read
     assert task.drafts is not None
     texts = StepTexts(*placed.extra)
-    of_all = PartToVerify((), task.drafts, task.chooser.sampling, texts, None)
+    of_all = PartToVerify((), task.drafts, task.sampling, texts, None)
     parts = PartVerifier(model, verifier, texts_SL, max(task.facts[1]), task.width)
     num_drafts = [len(span.parents) for span in spans if span.samples]
     choice, _ = parts.verified(of_all, read.logit_states_RD, num_drafts, chooses=True)

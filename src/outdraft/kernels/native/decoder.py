@@ -200,7 +200,7 @@ class NativeDecoder:
 
     def _keeps_logits(self, task: StepTask) -> bool:
         """One call may have the logits of all rows that it chooses by, as a part has."""
-        if task.chooser is None or task.chooser.sampling.is_plain_greedy:
+        if task.sampling is None or task.sampling.is_plain_greedy:
             return True  # it has those of few rows at a time
         num_rows = sum([1 + len(span.parents) for span in task.spans if span.samples])
         most = most_logit_rows(self._num_columns, torch.float32, task.token_ids_SL.device)

@@ -23,7 +23,8 @@ from torch import Tensor
 from outdraft.core.errors import ConfigError, did_you_mean
 
 FOLDER = Path(__file__).parent / "lib"
-MULTIPLY_UNITS = 256  # of work, in a reading of the most operations
+# Readings of a machine's limits: bytes, far more than caches hold; units of work; how many.
+LIMIT_BYTES, MULTIPLY_UNITS, LIMIT_TURNS = 1 << 28, 256, 5
 
 # By architecture, the fastest one last, as build_kernels.py compiles them.
 INSTRUCTION_SETS = {
@@ -269,49 +270,31 @@ def shared_team(library_name: str, num_threads: int) -> Team:
     return Team(library, num_threads)
 
 
-class Limits:
-    """Readings of the most bytes a second from memory and operations a second in registers.
+def limits_of_team(team: Team, *, is_bf16: bool) -> tuple[float, float]:
+    """Bytes a second from memory and operations a second in registers: the most of some readings.
 
     All threads of a team work. Memory is read in huge pages where the system has them. Operations
     are products and sums, two for each pair of numbers.
+
+    Args:
+        is_bf16: bfloat16 is multiplied, where the processor can; else float32.
     """
-
-    def __init__(
-        self,
-        team: Team,
-        *,
-        is_bf16: bool,
-        read_bytes: int = 1 << 30,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        """
-        Args:
-            is_bf16: bfloat16 is multiplied, where the processor can; else float32.
-            read_bytes: of a reading; far more than the caches hold.
-            clock: seconds.
-        """
-        self._team, self._is_bf16, self._clock = team, is_bf16, clock
-        self._num_bytes = read_bytes
-        self._memory = mmap.mmap(-1, read_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self._words = np.frombuffer(self._memory, dtype=np.int64)
-        self._words[:] = 1
-        function = team.library.function
-        self._read = function("roofline_read", releases_gil=True)
-        self._multiply = function("roofline_multiply", releases_gil=True)
-
-    def bandwidth(self) -> float:
-        """One reading, bytes/s."""
-        start_s = self._clock()
-        self._read(self._team.address, self._words, self._num_bytes)
-        return self._num_bytes / (self._clock() - start_s)
-
-    def peak(self) -> float:
-        """One reading, operations/s."""
-        start_s = self._clock()
-        operations = self._multiply(self._team.address, self._is_bf16, MULTIPLY_UNITS)
-        return operations / (self._clock() - start_s)
+    memory = mmap.mmap(-1, LIMIT_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    words = np.frombuffer(memory, dtype=np.int64)
+    words[:] = 1
+    read = team.library.function("roofline_read", releases_gil=True)
+    multiply = team.library.function("roofline_multiply", releases_gil=True)
+    bandwidth = peak = 0.0
+    for _ in range(LIMIT_TURNS):
+        start_s = time.perf_counter()
+        read(team.address, words, LIMIT_BYTES)
+        read_s = time.perf_counter()
+        operations = multiply(team.address, is_bf16, MULTIPLY_UNITS)
+        bandwidth = max(bandwidth, LIMIT_BYTES / (read_s - start_s))
+        peak = max(peak, operations / (time.perf_counter() - read_s))
+    return bandwidth, peak
 
 
 def _path(name: str) -> Path:

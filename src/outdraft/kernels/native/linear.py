@@ -180,21 +180,8 @@ class NativeExperts:
     ) -> None:
         self._dtype = weights.dtype
 
-        def pack(
-            weight: Tensor | Sequence[Tensor] | Codes, biases_XE: Tensor | None, expert: int
-        ) -> NativeProduct:
-            bias_E = None if biases_XE is None else biases_XE[expert]
-            if isinstance(weight, Codes):
-                return linear.pack_codes(weight, bias_E, weights.dtype)
-            return linear.pack_linear(weight, bias_E, quantization)
-
-        self._gate_up_X, self._down_X = (
-            [pack(weight, biases_XE, expert) for expert, weight in enumerate(weights_X)]
-            for weights_X, biases_XE in (
-                (weights.gate_up_X, weights.gate_up_bias_XE),
-                (weights.down_X, weights.down_bias_XD),
-            )
-        )
+        pack_linear = partial(linear.pack_linear, quantization=quantization)
+        self._gate_up_X, self._down_X = weights.packed(pack_linear, linear.pack_codes)
         for of_one_kind in (self._gate_up_X, self._down_X):
             formats = {product.format for product in of_one_kind}
             if len(formats) > 1 and formats & set(QUANTIZATIONS):

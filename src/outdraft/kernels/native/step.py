@@ -12,7 +12,8 @@ from torch import Tensor
 
 from outdraft.attention.rows import RowBatch, Span
 from outdraft.kernels.data.drafts import DraftBatch
-from outdraft.kernels.decoder_ops import Choice, Chooser, StatePlaces, StatesOf, StepRead, StepTask
+from outdraft.kernels.data.sampling import SamplingBatch
+from outdraft.kernels.decoder_ops import Choice, StatePlaces, StatesOf, StepRead, StepTask
 from outdraft.kernels.native.library import Library, Struct
 from outdraft.kernels.native.sampling import blank_verdict, cut_columns, penalty_columns
 
@@ -132,7 +133,7 @@ def step_task(
         size, dtype: D of the decoder's states, and their type.
     """
     arrays = RowArrays(task.spans, task.facts, task.block_size, task.width)
-    counts, drafts, chooser = arrays.counts, task.drafts, task.chooser
+    counts, drafts, sampling = arrays.counts, task.drafts, task.sampling
     num_rows, num_sampling = counts["num_rows"], counts["num_sampling"]
     states_RD = tapped_TKD = choice = kept = None
     fields: dict[str, Any] = {}
@@ -145,7 +146,7 @@ def step_task(
         fields["draft_ids"] = drafts.token_ids_BN
         fields["draft_parents"] = drafts.parents_BN
         fields["num_drafts"] = drafts.num_drafts_B
-    if chooser is not None:
+    if sampling is not None:
         assert drafts is not None
         verdict = blank_verdict(num_sampling, task.width)
         choice = Choice(verdict, torch.empty(counts["num_logits"], dtype=torch.bool))
@@ -157,8 +158,9 @@ def step_task(
             names = "state_places", "last_rows", "last_places"
             fields |= zip(names, kept, strict=True)
         fields["chooses"] = _LIKELIEST
-        if not chooser.sampling.is_plain_greedy:
-            fields |= _rules(chooser, drafts)
+        if not sampling.is_plain_greedy:
+            fields |= _rules(sampling, drafts)
+            fields["rule"] = task.rule
     native = library.struct(
         "StepTask",
         **counts,
@@ -179,9 +181,8 @@ def step_task(
     return native, StepRead(arrays.rows, task.states_of, states_RD, tapped_TKD, choice, kept)
 
 
-def _rules(chooser: Chooser, drafts: DraftBatch) -> dict[str, Any]:
+def _rules(sampling: SamplingBatch, drafts: DraftBatch) -> dict[str, Any]:
     """The fields of `ChoiceRules`, csrc/step.cpp."""
-    sampling = chooser.sampling
     return {
         **cut_columns(sampling),
         **(penalty_columns(sampling) if sampling.needs_penalties else {}),
@@ -191,6 +192,5 @@ def _rules(chooser: Chooser, drafts: DraftBatch) -> dict[str, Any]:
         "seeds": sampling.seeds_B,
         "probs": drafts.probs_BNV,
         "is_sampled": drafts.is_sampled_BN,
-        "rule": chooser.rule,
         "sampled_trees": drafts.sampled_trees,
     }
