@@ -17,7 +17,7 @@ from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.data.logits import most_logit_rows
 from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec, LayerSpec, StepRead, StepTask
 from outdraft.kernels.draft_ops import BlockSpec, Growth, UnreadTexts
-from outdraft.kernels.native.attention import limit
+from outdraft.kernels.native.attention import batch_fields, limit
 from outdraft.kernels.native.drafting import draft_task, unread_texts
 from outdraft.kernels.native.library import Struct, Team
 from outdraft.kernels.native.linear import weights_of
@@ -70,16 +70,9 @@ class NativeDecoder:
         rows = self._library.struct(
             "DecoderRows",
             token_ids=token_ids_T,
-            positions=metadata.positions_T,
             slots=metadata.slots_T,
-            query_start=metadata.query_start_B1,
-            context_lens=metadata.context_lens_B,
-            num_causal=metadata.num_causal_B,
-            ancestors=metadata.ancestors_T,
-            block_table=metadata.block_table_BP,
+            **batch_fields(metadata),
             num_rows=num_rows,
-            num_requests=metadata.context_lens_B.shape[0],
-            table_stride=metadata.block_table_BP.shape[1],
             wanted=wanted_R,
             num_wanted=num_wanted,
         )
