@@ -17,6 +17,7 @@ from torch import Tensor
 
 from outdraft.core.grammar import AllowedTokens, GrammarDrafts
 from outdraft.core.plan import StepPlan, StepResult, Work
+from outdraft.distributed.group import ONE_RANK, Ranks
 from outdraft.drafting.device.asks import TargetStates
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.data.drafts import DraftBatch, Rule
@@ -68,7 +69,11 @@ class ModelRunner:
         state: DeviceState,
         verifier: Verifier,
         proposer: DeviceProposer | None = None,
+        *,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
+        """`ranks`: the model and the proposer's network are spread over them."""
+        self.ranks = ranks
         self.model = model
         self.cache = cache
         self.state = state
@@ -83,7 +88,7 @@ class ModelRunner:
     @property
     def num_draft_groups(self) -> int:
         """Groups of ranks that draft at the same time, each for the requests that it owns."""
-        return 1
+        return self.ranks.num_draft_groups
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> "PendingStep | LaunchedStep":
@@ -117,7 +122,7 @@ class ModelRunner:
         )
         if sampling is not None and sampling.has_grammar:
             return step
-        return self._verify(step, None)
+        return self._verify(step)
 
     def drafted(self, step: "LaunchedStep") -> GrammarDrafts:
         """Drafts that masks must be made for. Waits for the network if it drafts for a grammar."""
@@ -128,7 +133,7 @@ class ModelRunner:
     def verify(self, step: "LaunchedStep", allowed: AllowedTokens) -> PendingStep:
         """Issue the rest of a step with grammars, and the copy of its results."""
         assert step.drafts is not None
-        return self._verify(step, masks_of(allowed, step.drafts))
+        return self._verify(step._replace(masks=masks_of(allowed, step.drafts)))
 
     def collect(self, pending: PendingStep) -> StepResult:
         """Wait for a step: its one host synchronisation."""
@@ -222,12 +227,12 @@ class ModelRunner:
         logits_RV = self.model.logits(hidden_RD)
         return self.model.kernels.score_tokens(logits_RV, chosen_R, num_top, None)
 
-    def _verify(self, step: "LaunchedStep", masks: GrammarMasks | None) -> PendingStep:
-        plan, drafts, sampling = step.plan, step.drafts, step.sampling
+    def _verify(self, step: "LaunchedStep") -> PendingStep:
+        plan, drafts = step.plan, step.drafts
         choice: Choice | None = None
         emitted: LogprobRows | None = None
-        if drafts is not None and sampling is not None:
-            choice, emitted = self._verified(step, drafts, sampling, masks)
+        if drafts is not None:
+            choice, emitted = self._verified(step)
             self._keep(choice, drafts, step.target)
         if plan.keeps_states:
             step.clock.mark()
@@ -236,20 +241,15 @@ class ModelRunner:
         step.clock.mark()
         return to_host(plan, choice, drafts, emitted, step.prompt, step.clock)
 
-    def _verified(
-        self,
-        step: "LaunchedStep",
-        drafts: DraftBatch,
-        sampling: SamplingBatch,
-        masks: GrammarMasks | None,
-    ) -> Verified:
-        """The choice of all requests, and log-probabilities of what they emit; `masks`: of their
-        grammars."""
-        target = step.target
+    def _verified(self, step: "LaunchedStep") -> Verified:
+        """The choice of all requests, and log-probabilities of what they emit."""
+        drafts, sampling, target = step.drafts, step.sampling, step.target
         if target.choice is not None:
             return target.choice, None
+        assert drafts is not None
+        assert sampling is not None
         texts = StepTexts(*target.rows.extra)
-        of_all = PartToVerify(step.slots, drafts, sampling, texts, masks)
+        of_all = PartToVerify(step.slots, drafts, sampling, texts, step.masks)
         num_drafts = [work.num_drafts for work in step.works]
         verifier = self._part_verifier(step, drafts.width)
         return verifier.verified(of_all, target.logit_states_RD, num_drafts, chooses=False)
@@ -303,6 +303,7 @@ class LaunchedStep(NamedTuple):
         own_drafts: of those that are verified here, with the probabilities they were drawn from.
         drafted: the network's drafts, if a grammar must know them.
         prompt: log-probabilities of prompts.
+        masks: of the grammars, once they are there.
     """
 
     plan: StepPlan
@@ -315,3 +316,4 @@ class LaunchedStep(NamedTuple):
     drafted: HostCopy | None
     prompt: LogprobRows | None
     clock: PhaseClock
+    masks: GrammarMasks | None = None

@@ -18,16 +18,13 @@ from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import Work
-from outdraft.distributed.group import Ranks, RequestShares
+from outdraft.distributed.group import RequestShares
 from outdraft.drafting.device.asks import TargetStates
 from outdraft.drafting.device.live_stop import with_part_of_cap
-from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
 from outdraft.kernels.data.logits import Scores, request_parts
 from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.decoder_ops import Choice, StepRead
-from outdraft.kv.cache import KVCache
-from outdraft.models.base import LanguageModel
 from outdraft.runner.drafts import draft_ask, host_drafts, joined_drafts, num_host_rows
 from outdraft.runner.logprobs import wants_logprobs
 from outdraft.runner.model_runner import LaunchedStep, ModelRunner
@@ -40,37 +37,17 @@ from outdraft.runner.shares import (
     joined_scores,
     owned_states,
 )
-from outdraft.runner.state import DeviceState, RequestSlot, StepTexts
+from outdraft.runner.state import RequestSlot, StepTexts
 from outdraft.runner.verified_parts import (
-    GrammarMasks,
     PartToVerify,
     Verified,
     joined,
     logit_rows_of,
 )
-from outdraft.verification.verifier import Verifier
 
 
 class ShardedRunner(ModelRunner):
     """The ModelRunner of one rank; all ranks must be given the same plans and masks."""
-
-    def __init__(
-        self,
-        model: LanguageModel,
-        cache: KVCache,
-        state: DeviceState,
-        verifier: Verifier,
-        proposer: DeviceProposer | None = None,
-        *,
-        ranks: Ranks,
-    ) -> None:
-        """`ranks`: the model and the proposer's network are spread over them."""
-        super().__init__(model, cache, state, verifier, proposer)
-        self.ranks = ranks
-
-    @property
-    def num_draft_groups(self) -> int:
-        return self.ranks.num_draft_groups
 
     def _drafts(
         self, works: Sequence[Work], slots: Sequence[RequestSlot], sampling: SamplingBatch
@@ -124,30 +101,23 @@ class ShardedRunner(ModelRunner):
         """The pass chooses for greedy requests only; else the ranks share out the choices."""
         return super()._rule(sampling) if sampling.is_plain_greedy else None
 
-    def _verified(
-        self,
-        step: LaunchedStep,
-        drafts: DraftBatch,
-        sampling: SamplingBatch,
-        masks: GrammarMasks | None,
-    ) -> Verified:
+    def _verified(self, step: LaunchedStep) -> Verified:
         if step.target.choice is not None:
-            return super()._verified(step, drafts, sampling, masks)  # of all, on every rank
+            return super()._verified(step)  # of all, on every rank
+        assert step.drafts is not None
         group, shares = self.ranks.target, Shares.of(step.works, self.ranks)
-        width = drafts.width
+        width = step.drafts.width
         nothing = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
         verdict = Verdict(nothing.new_zeros(0, 1), nothing[:, :0].sum(1), nothing).widened(width)
         own, emitted = Choice(verdict, nothing.new_ones(0, dtype=torch.bool)), None
-        if made := self._made_verdicts(step, shares, masks):
+        if made := self._made_verdicts(step, shares):
             own, emitted = joined(made)
         choice = joined_choice(own, shares, group)
         if not wants_logprobs(step.slots):
             return choice, None
         return choice, joined_logprobs(emitted, step.slots, shares, width, group, self.device)
 
-    def _made_verdicts(
-        self, step: LaunchedStep, shares: Shares, masks: GrammarMasks | None
-    ) -> list[Verified]:
+    def _made_verdicts(self, step: LaunchedStep, shares: Shares) -> list[Verified]:
         """On the requests that this rank verifies, part by part: in each round every rank gets the
         logits of one part of its requests."""
         assert step.drafts is not None
@@ -161,7 +131,7 @@ class ShardedRunner(ModelRunner):
             else []
             for own in shares.ranks
         ]
-        own, made = self._own(step, shares, masks), list[Verified]()
+        own, made = self._own(step, shares), list[Verified]()
         for round_ in range(max(map(len, parts))):
             places, counts = list[int](), list[int]()
             for all_own, own_parts in zip(shares.ranks, parts, strict=True):
@@ -179,7 +149,7 @@ class ShardedRunner(ModelRunner):
                 made.append(verifier.verified_by(logits_RV, own.of(part)))
         return made
 
-    def _own(self, step: LaunchedStep, shares: Shares, masks: GrammarMasks | None) -> PartToVerify:
+    def _own(self, step: LaunchedStep, shares: Shares) -> PartToVerify:
         """The requests that this rank verifies, with their drafts."""
         assert step.own_drafts is not None
         own = shares.ranks[self.ranks.target.rank]
@@ -187,13 +157,9 @@ class ShardedRunner(ModelRunner):
             [np.array(own, dtype=np.int64), flat_rows(shares.num_rows, own)], self.device
         )
         slots = [step.slots[place] for place in own]
-        own_masks = None
-        if masks is not None:
-            is_end_BN = masks.is_end_BN
-            is_end_BN = None if is_end_BN is None else is_end_BN.index_select(0, own_B)
-            own_masks = GrammarMasks(masks.masks_RW.index_select(0, own_R), is_end_BN)
+        masks = None if step.masks is None else step.masks.part(own_B, own_R)
         texts = StepTexts(*(each.index_select(0, own_B) for each in step.target.rows.extra))
-        return PartToVerify(slots, step.own_drafts, self._sampling_batch(slots), texts, own_masks)
+        return PartToVerify(slots, step.own_drafts, self._sampling_batch(slots), texts, masks)
 
     def _states(
         self, works: Sequence[Work], target: StepRead, choice: Choice | None

@@ -58,10 +58,10 @@ class GrammarMasks:
     masks_RW: Tensor
     is_end_BN: Tensor | None
 
-    def part(self, part: RequestPart) -> "GrammarMasks":
-        """The masks of some requests."""
-        is_end_BN = None if self.is_end_BN is None else self.is_end_BN[part.requests]
-        return GrammarMasks(self.masks_RW[part.rows], is_end_BN)
+    def part(self, requests: slice | Tensor, rows: slice | Tensor) -> "GrammarMasks":
+        """The masks of some requests, and of their rows."""
+        is_end_BN = None if self.is_end_BN is None else self.is_end_BN[requests]
+        return GrammarMasks(self.masks_RW[rows], is_end_BN)
 
 
 def masks_of(allowed: AllowedTokens, drafts: DraftBatch) -> GrammarMasks:
@@ -97,7 +97,7 @@ class PartToVerify(NamedTuple):
             self.drafts.part(part),
             self.sampling.part(part.requests),
             self.texts.of(part.requests),
-            None if self.masks is None else self.masks.part(part),
+            None if self.masks is None else self.masks.part(part.requests, part.rows),
         )
 
 
