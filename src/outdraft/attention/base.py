@@ -131,11 +131,7 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(
-        self,
-        q_THC: Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        form: AttentionForm,
+        self, q_THC: Tensor, cache: LayerCache, metadata: AttentionMetadata, form: AttentionForm
     ) -> Tensor:
         """[T, H, E] of q's dtype: softmax(scale * q k^T) v over what each row sees, in the layer's
         form.

@@ -38,12 +38,7 @@ from outdraft.runner.shares import (
     owned_states,
 )
 from outdraft.runner.state import RequestSlot, StepTexts
-from outdraft.runner.verified_parts import (
-    PartToVerify,
-    Verified,
-    joined,
-    logit_rows_of,
-)
+from outdraft.runner.verified_parts import PartToVerify, Verified, joined, logit_rows_of
 
 
 class ShardedRunner(ModelRunner):

@@ -10,12 +10,7 @@ from dataclasses import replace
 from outdraft.attention.rows import RowBatch, Span
 from outdraft.core.plan import Work
 from outdraft.kernels.decoder_ops import StatePlaces, StatesOf, StepRead, StepTask
-from outdraft.kernels.torch.rows import (
-    append_token_ids,
-    place_states,
-    read_token_ids,
-    shape_rows,
-)
+from outdraft.kernels.torch.rows import append_token_ids, place_states, read_token_ids, shape_rows
 from outdraft.models.base import LanguageModel
 from outdraft.runner.state import Slots, StepTexts
 from outdraft.runner.verified_parts import PartToVerify, PartVerifier

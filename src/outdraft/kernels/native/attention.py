@@ -68,11 +68,7 @@ class NativeAttention:
             )
 
     def attend(
-        self,
-        q_THC: Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        form: AttentionForm,
+        self, q_THC: Tensor, cache: LayerCache, metadata: AttentionMetadata, form: AttentionForm
     ) -> Tensor:
         assert cache.v_PSGE.dtype is cache.k_PSGC.dtype
         q_THC = with_dense_rows(q_THC)

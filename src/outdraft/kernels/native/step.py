@@ -99,11 +99,7 @@ class NativeRows:
         self._copy_rows = library.function("copy_rows")
 
     def place_rows(
-        self,
-        spans: Sequence[Span],
-        extra: Sequence[Sequence[int]],
-        block_size: int,
-        width: int,
+        self, spans: Sequence[Span], extra: Sequence[Sequence[int]], block_size: int, width: int
     ) -> RowBatch:
         arrays = RowArrays(spans, extra, block_size, width)
         counts = self._library.struct("RowCounts", **arrays.counts)
@@ -111,11 +107,7 @@ class NativeRows:
         return arrays.rows()
 
     def copy_rows(
-        self,
-        to_ND: Tensor,
-        places_R: Tensor | None,
-        from_TD: Tensor,
-        rows_R: Tensor | None = None,
+        self, to_ND: Tensor, places_R: Tensor | None, from_TD: Tensor, rows_R: Tensor | None = None
     ) -> None:
         assert to_ND.dtype is from_TD.dtype, "rows of two dtypes"
         listed_R = places_R if places_R is not None else rows_R

@@ -73,11 +73,7 @@ class TorchAttention:
             cached.index_copy_(0, slots_T, torch.where(any_kept, new, cached[slots_T]))
 
     def attend(
-        self,
-        q_THC: Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        form: AttentionForm,
+        self, q_THC: Tensor, cache: LayerCache, metadata: AttentionMetadata, form: AttentionForm
     ) -> Tensor:
         """[T, H, E] of q's dtype, as `AttentionBackend`."""
         num_rows, num_heads, key_size = q_THC.shape
