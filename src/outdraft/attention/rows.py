@@ -7,8 +7,7 @@ Dimension key: W works, B of them sample, T rows, R rows that need logits, N mos
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -86,13 +85,8 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
     for part, array in zip(packed.split(sizes), arrays, strict=True):
         part.numpy()[: array.nbytes] = array.reshape(-1).view(np.uint8)
     return [
-        part[: array.nbytes].view(_torch_dtype(array.dtype)).view(array.shape)
+        part[: array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
         for part, array in zip(
             packed.to(device, non_blocking=True).split(sizes), arrays, strict=True
         )
     ]
-
-
-@cache
-def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, dtype)).dtype

@@ -10,7 +10,7 @@ from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.distributed.shared_memory import MemoryTransports
 from outdraft.kernels.data.graph_sizes import rounded_rows
 from outdraft.kernels.native.library import (
-    limits_of_team,
+    Limits,
     open_library,
     shared_team,
     usable_instruction_sets,
@@ -22,6 +22,7 @@ from outdraft.kernels.ops import Kernels, operation_names
 from outdraft.kernels.torch.table import reference_kernels
 
 AUTO, REFERENCE = "auto", "reference"
+LIMIT_BYTES, LIMIT_TURNS = 1 << 28, 5
 
 
 def kernels_options() -> tuple[str, ...]:
@@ -82,8 +83,11 @@ def machine_limits(dtype: torch.dtype) -> tuple[float, float] | None:
     library = open_library()
     if library is None:
         return None
-    team = shared_team(library.name, torch.get_num_threads())
-    return limits_of_team(team, is_bf16=dtype is torch.bfloat16)
+    team = shared_team(library, torch.get_num_threads())
+    limits = Limits(team, is_bf16=dtype is torch.bfloat16, read_bytes=LIMIT_BYTES)
+    readings = [(limits.bandwidth(), limits.peak()) for _ in range(LIMIT_TURNS)]
+    bandwidths, peaks = zip(*readings, strict=True)
+    return max(bandwidths), max(peaks)
 
 
 def memory_transports() -> MemoryTransports | None:

@@ -7,7 +7,7 @@ R rows whose logits are needed, S state rows, L tokens, W works.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from outdraft.attention.rows import RowBatch, Span
+from outdraft.attention.rows import Span
 from outdraft.core.plan import Work
 from outdraft.kernels.decoder_ops import StatePlaces, StatesOf, StepRead, StepTask
 from outdraft.kernels.torch.rows import append_token_ids, place_states, read_token_ids, shape_rows
@@ -51,7 +51,13 @@ def read_by_parts(model: LanguageModel, verifier: Verifier, task: StepTask) -> S
     if task.drafts is not None:
         drafts_BN = task.drafts.token_ids_BN.contiguous()
     if task.are_shaped:
-        placed = _shaped(placed, task)
+        assert task.drafts is not None
+        parents_BN = task.drafts.parents_BN.contiguous()
+        # They follow from the drafts' parents.
+        positions_T, ancestors_T = shape_rows(
+            parents_BN, placed.draft_index_T, placed.positions_T, placed.ancestors_T
+        )
+        placed = replace(placed, positions_T=positions_T, ancestors_T=ancestors_T)
     index_T, draft_index_T = placed.state_index_T, placed.draft_index_T
     ids_T = read_token_ids(texts_SL, drafts_BN, index_T, draft_index_T)
     states_RD, tapped_TKD = model.forward_tapped(
@@ -77,16 +83,6 @@ def read_by_parts(model: LanguageModel, verifier: Verifier, task: StepTask) -> S
         kept_rows_BN, row_len = choice.verdict.rows_BN, texts_SL.shape[1]
         kept = place_states(placed, kept_rows_BN, row_len, task.window)
     return replace(read, choice=choice, kept=kept)
-
-
-def _shaped(placed: RowBatch, task: StepTask) -> RowBatch:
-    """Replace the rows' positions and ancestors by those that follow from the drafts' parents."""
-    assert task.drafts is not None
-    parents_BN, draft_index_T = task.drafts.parents_BN.contiguous(), placed.draft_index_T
-    positions_T, ancestors_T = shape_rows(
-        parents_BN, draft_index_T, placed.positions_T, placed.ancestors_T
-    )
-    return replace(placed, positions_T=positions_T, ancestors_T=ancestors_T)
 
 
 def _parents(work: Work) -> Sequence[int]:

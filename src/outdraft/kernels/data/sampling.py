@@ -135,7 +135,10 @@ class SamplingBatch:
         top_ks = [_top_k(one, vocab_size) for one in params]
         columns = {
             "seeds_B": (np.int64, [one.seed for one in rules]),
-            "temperature_B": (np.float32, [_temperature(one) for one in params]),
+            "temperature_B": (
+                np.float32,
+                [1 if p.is_greedy else max(p.temperature, _LEAST_TEMPERATURE) for p in params],
+            ),
             "is_greedy_B": (np.bool_, [one.is_greedy for one in params]),
             "shares_noise_B": (np.bool_, shares),
             "top_k_B": (np.int64, top_ks),
@@ -240,12 +243,7 @@ class SamplingBatch:
     @cached_property
     def is_plain_greedy(self) -> bool:
         """Every request wants the argmax of the raw logits."""
-        return self.all_greedy and self.needs_logits_only
-
-    @cached_property
-    def needs_logits_only(self) -> bool:
-        """Before temperature and cuts nothing changes the logits."""
-        return self.has_penalties_at_most and not self.needs_penalties
+        return self.all_greedy and self.has_penalties_at_most and not self.needs_penalties
 
     @cached_property
     def has_penalties_at_most(self) -> bool:
@@ -308,10 +306,6 @@ def _rounded_top_k(top_ks: Sequence[int], vocab_size: int) -> int:
     """The largest that is on, up to a power of two; 0: all are off."""
     largest = max((k for k in top_ks if k < vocab_size), default=0)
     return min(1 << (largest - 1).bit_length(), vocab_size) if largest else 0
-
-
-def _temperature(params: SamplingParams) -> float:
-    return 1.0 if params.is_greedy else max(params.temperature, _LEAST_TEMPERATURE)
 
 
 def _token_sets(sets: Sequence[Sequence[int]], device: torch.device) -> TokenSets | None:

@@ -81,8 +81,7 @@ class NativeDecoder:
         assert states_TD is None or states_TD.dtype is self._dtype
         handle = self.handle(caches)
         is_valid = self._forward(handle, rows, states_TD, taps, len(taps), tapped_TKD, out_RD)
-        self._settle()
-        assert is_valid, "a token or a position is out of its table"
+        self._settle(is_valid)
         return out_RD, tapped_TKD
 
     def logits(self, states_RD: Tensor) -> Tensor:
@@ -124,7 +123,7 @@ class NativeDecoder:
             return None
         native, read = step_task(self._library, task, self._spec.embedding.size, self._dtype)
         is_valid = self._step(self.handle(task.caches), native)
-        assert is_valid, "a token or a position is out of its table"
+        self._settle(is_valid)
         return read
 
     def draft(self, unread: UnreadTexts, growth: Growth) -> DraftBatch:
@@ -145,8 +144,7 @@ class NativeDecoder:
             )
         texts = unread_texts(self._library, unread, self._dtype)
         is_valid = self._draft(self.handle(unread.caches), task, texts, shares)
-        self._settle()
-        assert is_valid, "a token or a position is out of its table"
+        self._settle(is_valid)
         return drafts
 
     def draft_block(
@@ -172,7 +170,7 @@ class NativeDecoder:
         )
         texts = unread_texts(self._library, unread, self._dtype)
         is_valid = self._draft_block(self.handle(unread.caches), task, texts, block)
-        assert is_valid, "a token or a position is out of its table"
+        self._settle(is_valid)
         return drafts
 
     def handle(self, caches: Sequence[LayerCache]) -> int:
@@ -202,10 +200,12 @@ class NativeDecoder:
     def _unbind(self, key: tuple[int, ...]) -> None:
         self._destroy(self._bound.pop(key))
 
-    def _settle(self) -> None:
-        """Raises RanksError if another rank did not answer in a call."""
+    def _settle(self, is_valid: object = True) -> None:
+        """Raises RanksError if another rank did not answer in a call; AssertionError if the call
+        found wrong inputs."""
         if self._link is not None:
             self._link.settle()
+        assert is_valid, "a token or a position is out of its table"
 
     def _describe(self) -> Struct:
         spec, entry, struct = self._spec, self._spec.entry, self._library.struct

@@ -23,8 +23,7 @@ from torch import Tensor
 from outdraft.core.errors import ConfigError, did_you_mean
 
 FOLDER = Path(__file__).parent / "lib"
-# Readings of a machine's limits: bytes, far more than caches hold; units of work; how many.
-LIMIT_BYTES, MULTIPLY_UNITS, LIMIT_TURNS = 1 << 28, 256, 5
+MULTIPLY_UNITS = 256  # of work, in a reading of the most operations
 
 # By architecture, the fastest one last, as build_kernels.py compiles them.
 INSTRUCTION_SETS = {
@@ -127,10 +126,6 @@ def _number_type(kind: str) -> Any:
     return number * int(length) if length else number
 
 
-def _converter(kind: str) -> Any:
-    return Pointer(kind) if kind.endswith("*") else _number_type(kind)
-
-
 def _struct(kind: str, size: int, names: Sequence[str], types: Sequence[str]) -> type[Struct]:
     """The struct whose fields have these types, each with its place in bytes."""
     names = [name.rpartition(".")[2] for name in names]
@@ -185,7 +180,9 @@ class Library:
         """
         result, *arguments = self._signatures.get(name) or self._refuse(name)
         function = (self._releases_gil if releases_gil else self._keeps_gil)[name]
-        function.argtypes = [_converter(one) for one in arguments]
+        function.argtypes = [
+            Pointer(one) if one.endswith("*") else _number_type(one) for one in arguments
+        ]
         function.restype = None if result == "none" else _number_type(result)
         return function
 
@@ -256,38 +253,54 @@ class Team:
 
 
 @functools.cache
-def shared_team(library_name: str, num_threads: int) -> Team:
+def shared_team(library: Library, num_threads: int) -> Team:
     """The team of this process, for a library."""
-    library = open_library(library_name)
-    assert library is not None
     return Team(library, num_threads)
 
 
-def limits_of_team(team: Team, *, is_bf16: bool) -> tuple[float, float]:
-    """Bytes a second from memory and operations a second in registers: the most of some readings.
+class Limits:
+    """Readings of the most bytes a second from memory and operations a second in registers.
 
     All threads of a team work. Memory is read in huge pages where the system has them. Operations
     are products and sums, two for each pair of numbers.
-
-    Args:
-        is_bf16: bfloat16 is multiplied, where the processor can; else float32.
     """
-    memory = mmap.mmap(-1, LIMIT_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    words = np.frombuffer(memory, dtype=np.int64)
-    words[:] = 1
-    read = team.library.function("roofline_read", releases_gil=True)
-    multiply = team.library.function("roofline_multiply", releases_gil=True)
-    bandwidth = peak = 0.0
-    for _ in range(LIMIT_TURNS):
-        start_s = time.perf_counter()
-        read(team.address, words, LIMIT_BYTES)
-        read_s = time.perf_counter()
-        operations = multiply(team.address, is_bf16, MULTIPLY_UNITS)
-        bandwidth = max(bandwidth, LIMIT_BYTES / (read_s - start_s))
-        peak = max(peak, operations / (time.perf_counter() - read_s))
-    return bandwidth, peak
+
+    def __init__(
+        self,
+        team: Team,
+        *,
+        is_bf16: bool,
+        read_bytes: int = 1 << 30,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """
+        Args:
+            is_bf16: bfloat16 is multiplied, where the processor can; else float32.
+            read_bytes: of a reading; far more than the caches hold.
+            clock: seconds.
+        """
+        self._team, self._is_bf16, self._clock = team, is_bf16, clock
+        self._num_bytes = read_bytes
+        self._memory = mmap.mmap(-1, read_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._words = np.frombuffer(self._memory, dtype=np.int64)
+        self._words[:] = 1
+        function = team.library.function
+        self._read = function("roofline_read", releases_gil=True)
+        self._multiply = function("roofline_multiply", releases_gil=True)
+
+    def bandwidth(self) -> float:
+        """One reading, bytes/s."""
+        start_s = self._clock()
+        self._read(self._team.address, self._words, self._num_bytes)
+        return self._num_bytes / (self._clock() - start_s)
+
+    def peak(self) -> float:
+        """One reading, operations/s."""
+        start_s = self._clock()
+        operations = self._multiply(self._team.address, self._is_bf16, MULTIPLY_UNITS)
+        return operations / (self._clock() - start_s)
 
 
 def _path(name: str) -> Path:

@@ -41,7 +41,7 @@ def native_kernels(library: Library, num_threads: int, *, meets_bytes: bool = Fa
         meets_bytes: rows that meet weights in blocks become integers of 8 bits, else of 16.
     """
     kernels = native_host_kernels(library, reference_kernels(in_order=True), is_cpu=True)
-    team = shared_team(library.name, num_threads)
+    team = shared_team(library, num_threads)
     attention, linear = NativeAttention(team), NativeLinear(team, meets_bytes=meets_bytes)
     sampling, drafting = NativeSampling(team), NativeDrafting(library)
     return replace(

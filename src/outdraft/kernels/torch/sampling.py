@@ -117,7 +117,10 @@ def apply_top_k_top_p(logits_RV: Tensor, request_R: Tensor, sampling: SamplingBa
             return logits_RV
         # No sort: the k-th largest is among the max_top_k largest. A k above them is switched off.
         best_RK = logits_RV.topk(sampling.max_top_k, dim=1).values
-        return _mask_below_kth(logits_RV, best_RK, sampling.top_k_B[request_R])
+        top_k_R1, width = sampling.top_k_B[request_R, None], best_RK.shape[1]
+        kth_R1 = best_RK.gather(1, top_k_R1.clamp(max=width) - 1)
+        kth_R1 = kth_R1.masked_fill(top_k_R1 > width, _MASKED)
+        return logits_RV.masked_fill(logits_RV < kth_R1, _MASKED)
     ascending_RV = logits_RV.sort(dim=1).values
     if sampling.max_top_k > 0:
         place_R1 = logits_RV.shape[1] - sampling.top_k_B[request_R, None]
@@ -146,14 +149,6 @@ def _mask_outside_nucleus(logits_RV: Tensor, ascending_RV: Tensor, top_p_R: Tens
     num_kept_R1 = is_tie_RV.sum(1, keepdim=True) - (num_out_R1 - num_below_R1)
     is_late_tie_RV = is_tie_RV & (is_tie_RV.cumsum(1, dtype=torch.int32) > num_kept_R1)
     return logits_RV.masked_fill((logits_RV < border_R1) | is_late_tie_RV, _MASKED)
-
-
-def _mask_below_kth(logits_RV: Tensor, best_RK: Tensor, top_k_R: Tensor) -> Tensor:
-    """Mask logits below the top_k-th of the descending `best_RK`; a k past its end: nothing."""
-    width = best_RK.shape[1]
-    kth_R1 = best_RK.gather(1, (top_k_R.clamp(max=width) - 1)[:, None])
-    kth_R1 = kth_R1.masked_fill((top_k_R > width)[:, None], _MASKED)
-    return logits_RV.masked_fill(logits_RV < kth_R1, _MASKED)
 
 
 def score_tokens(
