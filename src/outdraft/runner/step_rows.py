@@ -52,12 +52,7 @@ def read_by_parts(model: LanguageModel, verifier: Verifier, task: StepTask) -> S
         drafts_BN = task.drafts.token_ids_BN.contiguous()
     if task.are_shaped:
         assert task.drafts is not None
-        parents_BN = task.drafts.parents_BN.contiguous()
-        # They follow from the drafts' parents.
-        positions_T, ancestors_T = shape_rows(
-            parents_BN, placed.draft_index_T, placed.positions_T, placed.ancestors_T
-        )
-        placed = replace(placed, positions_T=positions_T, ancestors_T=ancestors_T)
+        placed = shape_rows(task.drafts, placed)
     index_T, draft_index_T = placed.state_index_T, placed.draft_index_T
     ids_T = read_token_ids(texts_SL, drafts_BN, index_T, draft_index_T)
     states_RD, tapped_TKD = model.forward_tapped(

@@ -62,8 +62,7 @@ def random_bits(keys: NoiseKeys, vocab_size: int) -> Tensor:
 
 def uniform(keys: NoiseKeys, vocab_size: int) -> Tensor:
     """float32 [R, V] in (0, 1), symmetric around one half."""
-    # 23 bits and a half fit into float32's 24, so that nothing rounds to 1.
-    return ((random_bits(keys, vocab_size) >> 9).float() + 0.5) * 2.0**-23
+    return _unit(random_bits(keys, vocab_size))
 
 
 def uniform_scalar(keys: NoiseKeys) -> Tensor:
@@ -100,6 +99,11 @@ def sample_gumbel(logits_RV: Tensor, keys: NoiseKeys, gumbel: Gumbel = gumbel) -
     `gumbel`: a faster maker of the same bits.
     """
     return (logits_RV + gumbel(keys, logits_RV.shape[1])).argmax(1)
+
+
+def _unit(bits: Tensor) -> Tensor:
+    # 23 bits and a half fit into float32's 24, so that nothing rounds to 1.
+    return ((bits >> 9).float() + 0.5) * 2.0**-23
 
 
 def _log(x: Tensor) -> Tensor:
