@@ -134,7 +134,7 @@ class PartVerifier(NamedTuple):
 
         Args:
             num_drafts: of each request.
-            chooses: a `Chooser` says all that the choice depends on.
+            chooses: the choice depends on logits and texts only, as in a `StepTask`.
         """
         made: list[Verified] = []
         is_padded = of.drafts.prob_rows_B is not None

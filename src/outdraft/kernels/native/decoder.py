@@ -20,7 +20,7 @@ from outdraft.kernels.draft_ops import BlockSpec, Growth, UnreadTexts
 from outdraft.kernels.native.attention import batch_fields, limit
 from outdraft.kernels.native.drafting import draft_task, unread_texts
 from outdraft.kernels.native.library import Struct, Team
-from outdraft.kernels.native.linear import weights_of
+from outdraft.kernels.native.linear import float32, weights_of
 from outdraft.kernels.native.ranks import RankLink, shares_memory
 from outdraft.kernels.native.step import step_task
 from outdraft.kernels.products import Product, RowParallel, VocabParallel
@@ -230,10 +230,10 @@ class NativeDecoder:
             embedding_codes=None if is_table else weights_of(source),
             num_own_tokens=table.num_tokens,
             cos_sin=spec.cos_sin_MC,
-            final_norm=_vector(spec.final_norm_D),
+            final_norm=float32(spec.final_norm_D),
             layers=[struct("DecoderLayer", **_layer_fields(layer)) for layer in spec.layers],
             head=weights_of(spec.head),
-            head_norm=_vector(spec.head_norm_D),
+            head_norm=float32(spec.head_norm_D),
             draft_ids=spec.draft_ids_N,
             num_first_drafts=spec.num_first_drafts,
         )
@@ -242,8 +242,8 @@ class NativeDecoder:
                 reads_states=True,
                 adds_to_normed=entry.adds_to_normed,
                 leaves_out_first=entry.leaves_out_first,
-                token_norm=_vector(entry.token_norm_D),
-                state_norm=_vector(entry.state_norm_D),
+                token_norm=float32(entry.token_norm_D),
+                state_norm=float32(entry.state_norm_D),
                 fc=entry.fc and weights_of(entry.fc),
             )
         if spec.shard is not None and self._link is not None:
@@ -284,9 +284,5 @@ def _layer_fields(layer: LayerSpec) -> dict[str, Any]:
     return {
         "window": limit(layer.window),
         **{name: weights_of(product) for name, product in products.items()},
-        **{name: _vector(numbers) for name, numbers in vectors.items()},
+        **{name: float32(numbers) for name, numbers in vectors.items()},
     }
-
-
-def _vector(numbers: Tensor | None) -> Tensor | None:
-    return None if numbers is None else numbers.detach().float()
