@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 
 from outdraft.core.errors import EngineDeadError, GenerationError, RanksError
 from outdraft.core.outputs import RequestOutput
@@ -49,7 +48,7 @@ class AsyncEngine:
     def start(self) -> None:
         """Watch the other ranks from now on, if there are some."""
         if self._engine.ranks is not None:
-            self._engine.ranks.watch(partial(self._call, self._step))
+            self._engine.ranks.watch(self._look_after_ranks)
 
     async def stop(self) -> None:
         """Abort all requests and end the thread."""
@@ -98,6 +97,9 @@ class AsyncEngine:
             self._thread.submit(function, *arguments)
             return True
         return False
+
+    def _look_after_ranks(self) -> None:
+        self._call(self._step)
 
     def _add(self, request: Queued, put: _Put) -> None:
         try:

@@ -126,6 +126,10 @@ def _number_type(kind: str) -> Any:
     return number * int(length) if length else number
 
 
+def _converter(kind: str) -> Any:
+    return Pointer(kind) if kind.endswith("*") else _number_type(kind)
+
+
 def _struct(kind: str, size: int, names: Sequence[str], types: Sequence[str]) -> type[Struct]:
     """The struct whose fields have these types, each with its place in bytes."""
     names = [name.rpartition(".")[2] for name in names]
@@ -180,9 +184,7 @@ class Library:
         """
         result, *arguments = self._signatures.get(name) or self._refuse(name)
         function = (self._releases_gil if releases_gil else self._keeps_gil)[name]
-        function.argtypes = [
-            Pointer(one) if one.endswith("*") else _number_type(one) for one in arguments
-        ]
+        function.argtypes = [_converter(one) for one in arguments]
         function.restype = None if result == "none" else _number_type(result)
         return function
 
