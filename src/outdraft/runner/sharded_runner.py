@@ -32,9 +32,9 @@ from outdraft.runner.shares import (
     Shares,
     flat_rows,
     joined_choice,
-    joined_drafts_of,
     joined_logprobs,
     joined_scores,
+    network_drafts_of_all,
     owned_states,
 )
 from outdraft.runner.state import RequestSlot, StepTexts
@@ -57,7 +57,7 @@ class ShardedRunner(ModelRunner):
         by_rank = [[i for i in part if i in are_asked] for part in shares.ranks]
         made = self._made(works, slots, by_rank)
         group = self.ranks.target
-        everybodys = joined_drafts_of(made, asked_works, by_rank, group, self.device)
+        everybodys = network_drafts_of_all(made, asked_works, by_rank, group, self.device)
         drafts = joined_drafts(works, asked, everybodys, self.device)
         asked_own = [at for at, place in enumerate(own) if place in are_asked]
         if made is None or not asked_own:

@@ -79,7 +79,7 @@ def joined_rows(
     ]
 
 
-def joined_drafts_of(
+def network_drafts_of_all(
     made: DraftBatch | None,
     works: Sequence[Work],
     places: Sequence[Sequence[int]],

@@ -254,10 +254,7 @@ class Team:
         end.atexit = False  # the process ends them
 
 
-@functools.cache
-def shared_team(library: Library, num_threads: int) -> Team:
-    """The team of this process, for a library."""
-    return Team(library, num_threads)
+shared_team = functools.cache(Team)  # of this process, for a library
 
 
 class Limits:
