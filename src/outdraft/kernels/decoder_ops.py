@@ -206,7 +206,7 @@ class StepRead:
 
     @cached_property
     def rows(self) -> RowBatch:
-        """Where the rows stand."""
+        """The placed rows."""
         return self.place()
 
     @property

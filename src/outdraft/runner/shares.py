@@ -212,7 +212,7 @@ def joined_logprobs(
 
 
 def flat_rows(counts: Sequence[int], places: Sequence[int]) -> np.ndarray:
-    """int64: the flat rows of some works, of which each has so many."""
+    """int64: the flat rows of some works; `counts`: of all works."""
     starts = np.cumsum([0, *counts])
     rows = [np.arange(starts[place], starts[place + 1]) for place in places]
     return np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
