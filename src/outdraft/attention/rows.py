@@ -7,7 +7,9 @@ Dimension key: W works, B of them sample, T rows, R rows that need logits, N mos
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from functools import cache
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -80,13 +82,34 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
     """Tensors of the arrays' own shapes and types; one copy for all of them."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
-    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for part, array in zip(packed.split(sizes), arrays, strict=True):
-        part.numpy()[: array.nbytes] = array.reshape(-1).view(np.uint8)
+    sent = pack(arrays, pinned=device.type == "cuda").to(device, non_blocking=True)
+    return unpack(sent, arrays)
+
+
+def pack(arrays: Sequence[np.ndarray], *, pinned: bool = False) -> Tensor:
+    """The bytes of all arrays, each from a multiple of _ALIGNMENT on.  # [N] uint8"""
+    starts = _starts(arrays)
+    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=pinned)
+    bytes_N = packed.numpy()
+    for start, array in zip(starts, arrays, strict=False):
+        bytes_N[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    return packed
+
+
+def unpack(packed: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    """Views of what `pack` made of arrays of these shapes and types."""
     return [
-        part[: array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
-        for part, array in zip(
-            packed.to(device, non_blocking=True).split(sizes), arrays, strict=True
-        )
+        packed[start : start + array.nbytes].view(_torch_dtype(array.dtype)).view(array.shape)
+        for start, array in zip(_starts(arrays), arrays, strict=False)
     ]
+
+
+def _starts(arrays: Sequence[np.ndarray]) -> list[int]:
+    """Bytes at which the arrays begin, and the end of all."""
+    sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
+    return [0, *accumulate(sizes)]
+
+
+@cache
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
