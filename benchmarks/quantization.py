@@ -60,7 +60,7 @@ def measure_products(formats: Sequence[str | None], turns: int) -> dict[str | No
     library = open_library()
     assert library is not None, "run `make lib` first"
     num_threads = torch.get_num_threads()
-    limits = Limits(shared_team(library.name, num_threads), is_bf16=True)
+    limits = Limits(shared_team(library, num_threads), is_bf16=True)
     found = dict[str | None, dict[str, Any]]()
     bandwidths, peaks = list[float](), list[float]()
     for name in formats:

@@ -281,7 +281,7 @@ def measure_rank(rank: int, size: int, port: int, transport: str | None, results
     library = open_library()
     if library is None:
         raise SystemExit("there is no compiled library here: run `make lib` first")
-    team = shared_team(library.name, num_threads)
+    team = shared_team(library, num_threads)
     weights = torch.ones(READ_BYTES // 2 // READ_INPUTS, READ_INPUTS, dtype=torch.bfloat16)
     product, row = NativeLinear(team).pack_linear(weights, None), weights[:1].clone()
     del weights

@@ -89,7 +89,7 @@ def main() -> None:
     dtype: torch.dtype = getattr(torch, args.dtype)
     quantization = None if args.quantization is None else WeightFormat(args.quantization)
     clock = time.thread_time if args.threads == 1 else time.perf_counter
-    team = shared_team(library.name, args.threads)
+    team = shared_team(library, args.threads)
     limits = Limits(team, is_bf16=dtype is torch.bfloat16, clock=clock)
     kernels = native_kernels(library, args.threads)
     network = Network(kernels, args.layers, dtype, quantization)

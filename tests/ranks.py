@@ -20,7 +20,8 @@ from outdraft.engine.build import build_engine
 from outdraft.engine.llm import LLM
 from outdraft.kernels.choose import memory_transports
 from outdraft.loading.models import LoadedModels, load_models
-from outdraft.runner.model_runner import LaunchedStep, ModelRunner, PendingStep
+from outdraft.runner.model_runner import LaunchedStep, ModelRunner
+from outdraft.runner.results import PendingStep
 from tests.reference.plain_data import as_bytes, from_bytes
 
 TIMEOUT_S = 60.0

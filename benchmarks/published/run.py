@@ -241,7 +241,7 @@ def bandwidth_reader(threads: int) -> Callable[[], float]:
     library = open_library(None)
     if library is None:
         raise SystemExit("there is no compiled library here: run `make lib` first")
-    limits = MachineLimits(shared_team(library.name, threads), is_bf16=False)
+    limits = MachineLimits(shared_team(library, threads), is_bf16=False)
     return lambda: max(limits.bandwidth() for _ in range(3)) / 1e9
 
 

@@ -25,7 +25,7 @@ from outdraft.engine.llm import LLM
 from outdraft.kernels.native.ranks import MemoryTransport
 from outdraft.ranks import launch
 from outdraft.ranks import processes as ranks_module
-from outdraft.runner.model_runner import PendingStep
+from outdraft.runner.results import PendingStep
 from tests.cli.pair import pair
 from tests.server.process.engines import (
     PROMPTS,

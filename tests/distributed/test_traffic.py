@@ -16,7 +16,8 @@ from outdraft.distributed.group import RankGroup
 from outdraft.engine.llm import LLM
 from outdraft.loading.models import LoadedModels
 from outdraft.models.decoder.config import ModelConfig
-from outdraft.runner.model_runner import LaunchedStep, PendingStep
+from outdraft.runner.model_runner import LaunchedStep
+from outdraft.runner.results import PendingStep
 from tests.oracle.engines import checkpoint, config, pair, prompts_of, run, speculation
 from tests.ranks import Spread, spread_models
 

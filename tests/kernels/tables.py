@@ -37,7 +37,7 @@ def cpu_kernels(num_threads: int = 1, name: str | None = None) -> Kernels:
 @functools.cache
 def native_attention(num_threads: int = 1, name: str | None = None) -> NativeAttention:
     """The table, or the operation, of a library."""
-    return NativeAttention(shared_team(library(name).name, num_threads))
+    return NativeAttention(shared_team(library(name), num_threads))
 
 
 @functools.cache

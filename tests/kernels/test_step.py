@@ -20,7 +20,6 @@ from outdraft.kernels.data import logits
 from outdraft.kernels.data.drafts import DraftBatch, Rule
 from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.decoder_ops import (
-    Chooser,
     DecoderPass,
     StatesOf,
     StepRead,
@@ -85,7 +84,7 @@ class Target:
 
 
 def rule_of(task: StepTask) -> Rule:
-    return Rule.MATCH if task.chooser is None else task.chooser.rule
+    return Rule.MATCH if task.rule is None else task.rule
 
 
 @dataclass
@@ -133,7 +132,8 @@ class Step:
             cache.layers,
             BLOCK_SIZE,
             self.taps,
-            self.chooser(),
+            self.rule,
+            self.sampling(),
             self.states_of,
             self.window,
         )
@@ -151,12 +151,10 @@ class Step:
             sampled_trees=not batch.is_chain,
         )
 
-    def chooser(self) -> Chooser | None:
+    def sampling(self) -> SamplingBatch | None:
         if self.rule is None:
             return None
-        return Chooser(
-            SamplingBatch.from_rules(self.rules, vocab_size=NUM_TOKENS, device=CPU), self.rule
-        )
+        return SamplingBatch.from_rules(self.rules, vocab_size=NUM_TOKENS, device=CPU)
 
 
 @st.composite

@@ -144,9 +144,9 @@ def test_helpers_end_with_their_team():
 
 
 def test_a_process_has_one_team_of_a_size():
-    name = library().name
-    assert shared_team(name, 2) is shared_team(name, 2)
-    assert shared_team(name, 1) is not shared_team(name, 2)
+    own = library()
+    assert shared_team(own, 2) is shared_team(own, 2)
+    assert shared_team(own, 1) is not shared_team(own, 2)
 
 
 def _multiply_in_child(product: NativeProduct, x_TD: Tensor, want_TE: Tensor) -> None:

@@ -88,15 +88,10 @@ class RandomAcceptance:
         if proposer is not None:
             self._watch(proposer.drafter)
 
-    def verify(
-        self,
-        step: LaunchedStep,
-        drafts: DraftBatch,
-        sampling: object,
-        paths: object,
-    ) -> tuple[Choice, None]:
-        model = self.runner.model
-        logits_RV = model.logits(step.target.logit_hidden_RD)
+    def verify(self, step: LaunchedStep) -> tuple[Choice, None]:
+        model, drafts = self.runner.model, step.drafts
+        assert drafts is not None
+        logits_RV = model.logits(step.target.logit_states_RD)
         owners = {request.slot: request for request in self.scheduler.running}
         for work, root in zip(step.works, row_start_B(drafts).tolist(), strict=True):
             text = torch.from_numpy(owners[work.slot].token_ids.astype(np.int64))

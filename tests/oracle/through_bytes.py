@@ -3,7 +3,8 @@
 from outdraft.core.grammar import AllowedTokens, GrammarDrafts
 from outdraft.core.plan import StepPlan, StepResult
 from outdraft.engine.llm import LLM
-from outdraft.runner.model_runner import LaunchedStep, PendingStep
+from outdraft.runner.model_runner import LaunchedStep
+from outdraft.runner.results import PendingStep
 from tests.reference.plain_data import Message, as_bytes, check_plain, from_bytes
 
 

@@ -5,8 +5,8 @@ import torch
 
 from outdraft.core.plan import PhaseTimes
 from outdraft.kernels.ops import WarmUps
-from outdraft.runner import model_runner as timing
-from outdraft.runner.model_runner import PhaseClock
+from outdraft.runner import results as timing
+from outdraft.runner.results import PhaseClock
 from tests.oracle.engines import engine, greedy, prompts_of, run
 
 

@@ -163,26 +163,20 @@ class _Source:
         self.fall = FallWatch()
         self.on = set[AlarmKind]()
 
-    def count(self, num_accepted: int | None, *, is_probe: bool) -> None:
-        """Count a step, and the tokens that its drafts brought; None: it did not draft."""
+    def step(self, name: str, num_accepted: int | None, *, is_probe: bool) -> Iterator[Alarm]:
+        """Count a step, and the tokens that its drafts brought; None: it did not draft. Yield the
+        alarms that begin or end."""
         self.idle += 1
         if num_accepted is not None:
             self.idle = self.idle if is_probe else 0
             self.fruitless = 0 if num_accepted else self.fruitless + 1
-
-    def changes(self, name: str) -> Iterator[Alarm]:
-        """Yield the alarms that begin or end."""
         idle = f"it has not drafted in {IDLE_STEPS} steps, but for probes"
         fruitless = f"it drafted in {FRUITLESS_STEPS} steps, and none was accepted"
+        accepted = "a draft was accepted"
         fell = self.fall.evidence
         for kind, is_on, begins, ends in (
             (AlarmKind.NEVER_DRAFTS, self.idle >= IDLE_STEPS, idle, "it drafts again"),
-            (
-                AlarmKind.NONE_ACCEPTED,
-                self.fruitless >= FRUITLESS_STEPS,
-                fruitless,
-                "a draft was accepted",
-            ),
+            (AlarmKind.NONE_ACCEPTED, self.fruitless >= FRUITLESS_STEPS, fruitless, accepted),
             (AlarmKind.ACCEPTANCE_FELL, self.fall.is_on, fell, fell),
         ):
             if is_on != (kind in self.on):
@@ -211,10 +205,10 @@ class SourceAlarms:
             if name in self._sources:
                 accepted[name] = accepted.get(name, 0) + num_accepted
                 self._sources[name].fall.observe(request_id, levels, num_accepted)
-        for name, source in self._sources.items():
-            source.count(accepted.get(name), is_probe=is_probe)
         return tuple(
-            alarm for name, source in self._sources.items() for alarm in source.changes(name)
+            alarm
+            for name, source in self._sources.items()
+            for alarm in source.step(name, accepted.get(name), is_probe=is_probe)
         )
 
     def watch(self, booked: Sequence[BookedWork], decision: Decision | None) -> tuple[Alarm, ...]:

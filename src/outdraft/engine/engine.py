@@ -8,7 +8,7 @@ The life of a step: choose drafts, schedule, launch, collect, commit.
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -35,31 +35,27 @@ class RequestDeltas:
     """Makes the deltas of one request of n sequences.
 
     Attributes:
-        live: ids of its sequences that have not ended.
+        live: by their ids, the indices of its sequences that have not ended.
     """
 
     def __init__(
-        self, request_id: str, live: list[str], num_spec_tokens: int, *, lossless: bool
+        self, request_id: str, live: dict[str, int], num_spec_tokens: int, *, lossless: bool
     ) -> None:
-        self.request_id = request_id
-        self.live = live
-        self._num_spec_tokens = num_spec_tokens
-        self._lossless = lossless
+        self.request_id, self.live = request_id, live
+        self._num_spec_tokens, self._lossless = num_spec_tokens, lossless
         self._first_scheduled_s: float | None = None
-        self._num_cached_tokens = 0
-        self._num_preemptions = 0
+        self._num_cached_tokens = self._num_preemptions = 0
         self._prompt_logprobs: list[TokenLogprobs] | None = []  # None: they have been taken
         self._grown: list[SequenceDelta] = []
 
     def add(
         self,
-        index: int,
         booked: BookedWork,
         step_s: float,
         decision: Decision | None = None,
         granted: DraftChoice | None = None,
     ) -> None:
-        """Book one step of the index-th sequence.
+        """Book one step of a sequence.
 
         Args:
             step_s: time of the engine's step, in seconds.
@@ -78,7 +74,7 @@ class RequestDeltas:
         if added or request.finish_reason is not None:
             is_traced = request.params.speculation.trace
             trace = _trace(booked, step_s, decision, granted) if is_traced else None
-            self._grown.append(_sequence_delta(index, booked, trace))
+            self._grown.append(_sequence_delta(self.live[request.id], booked, trace))
 
     def take(self) -> RequestDelta:
         """Return the delta since the last call."""
@@ -97,15 +93,6 @@ class RequestDeltas:
             self._lossless,
             prompt_logprobs,
         )
-
-
-@dataclass(slots=True)
-class _LiveSequence:
-    """One of a caller's n sequences: the scheduler's request, and the deltas of its tokens."""
-
-    request: Request
-    deltas: RequestDeltas
-    index: int
 
 
 class Engine:
@@ -134,7 +121,8 @@ class Engine:
         self.stats = StatsTotal()
         self.on_step: Callable[[StepStats], None] | None = None
         self.ranks = ranks
-        self._sequences: dict[str, _LiveSequence] = {}
+        # One of a caller's n sequences is a request of the scheduler.
+        self._sequences: dict[str, tuple[Request, RequestDeltas]] = {}
         self._callers: dict[str, RequestDeltas] = {}
         self._num_added = 0
         self._alarms = SourceAlarms(str(source) for source in drafting.config.methods)
@@ -191,13 +179,13 @@ class Engine:
         requests = self._sequence_requests(request_id, encoded, params, priority)
         deltas = RequestDeltas(
             request_id,
-            [request.id for request in requests],
+            {request.id: index for index, request in enumerate(requests)},
             self.drafting.most_drafts(requests[0]),
             lossless=self.drafting.config.is_lossless,
         )
-        for index, request in enumerate(requests):
+        for request in requests:
             self.scheduler.add(request)
-            self._sequences[request.id] = _LiveSequence(request, deltas, index)
+            self._sequences[request.id] = request, deltas
         self._callers[request_id] = deltas
         self._num_added += 1
 
@@ -213,17 +201,13 @@ class Engine:
         result = self._run(step)
         booked = self.scheduler.commit(step, result)
         grown: dict[str, RequestDeltas] = {}
-        ended: list[_LiveSequence] = []
         booked_s = time.perf_counter() - started_s
         decision, granted = self.drafting.decided, self.drafting.granted
         for one in booked:
-            sequence, reason = self._sequences[one.request.id], one.request.finish_reason
-            choice = granted.get(one.request.id)
-            sequence.deltas.add(sequence.index, one, booked_s, decision, choice)
-            if reason is not None:
-                ended.append(sequence)
-            if one.added or reason is not None:
-                grown[sequence.deltas.request_id] = sequence.deltas
+            request, deltas = self._sequences[one.request.id]
+            deltas.add(one, booked_s, decision, granted.get(request.id))
+            if one.added or request.finish_reason is not None:
+                grown[deltas.request_id] = deltas
         stats = step_stats(
             booked,
             result,
@@ -238,8 +222,9 @@ class Engine:
             stats = structs.replace(stats, alarms=alarms)
         self._record(stats)
         taken = [deltas.take() for deltas in grown.values()]
-        for sequence in ended:  # last: after a step that failed, callers can abort them
-            self._forget(sequence)
+        for one in booked:  # last: after a step that failed, callers can abort them
+            if one.request.finish_reason is not None:
+                self._forget(one.request.id)
         return taken
 
     def abort(self, request_id: str) -> None:
@@ -249,9 +234,8 @@ class Engine:
         """
         caller = self._callers.get(request_id)
         for sequence_id in list(caller.live) if caller is not None else ():
-            sequence = self._sequences[sequence_id]
             self.scheduler.abort(sequence_id)
-            self._forget(sequence)
+            self._forget(sequence_id)
 
     def stop_sequence(self, request_id: str, index: int, num_tokens: int) -> None:
         """End one of a request's sequences because its reader found a stop string.
@@ -259,11 +243,11 @@ class Engine:
         The text ends with the first `num_tokens` tokens of its output. Unlike an aborted one it
         is a whole text, which the proposers learn. Unknown ones are ignored.
         """
-        sequence = self._sequences.get(_sequence_id(request_id, index))
-        if sequence is None:
-            return
-        self.scheduler.stop(sequence.request, num_tokens)
-        self._forget(sequence)
+        sequence_id = _sequence_id(request_id, index)
+        if sequence_id in self._sequences:
+            request, _ = self._sequences[sequence_id]
+            self.scheduler.stop(request, num_tokens)
+            self._forget(sequence_id)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the books do not balance."""
@@ -281,15 +265,14 @@ class Engine:
             pending = self.runner.verify(pending, allowed)
         return self.runner.collect(pending)
 
-    def _forget(self, sequence: _LiveSequence) -> None:
+    def _forget(self, sequence_id: str) -> None:
         """Forget a sequence that ended, as proposers and alarms do, too."""
-        request, deltas = sequence.request, sequence.deltas
-        del self._sequences[request.id]
-        deltas.live.remove(request.id)
+        request, deltas = self._sequences.pop(sequence_id)
+        del deltas.live[sequence_id]
         if not deltas.live:
             del self._callers[deltas.request_id]
         self.drafting.finish(request)
-        self._alarms.finish(request.id)
+        self._alarms.finish(sequence_id)
 
     def _record(self, stats: StepStats) -> None:
         self.stats.add(stats)
@@ -342,15 +325,14 @@ def _sequence_id(request_id: str, index: int) -> str:
 
 def _sequence_delta(index: int, booked: BookedWork, trace: DraftTrace | None) -> SequenceDelta:
     request, work, outcome, added = booked
-    drafts = work.drafts
     drafted = None
-    if drafts is not None:
+    if work.drafts is not None:
         num_drafted = len(outcome.drafted_ids)
-        drafted = {drafts.source.value: num_drafted} if num_drafted else {}
+        drafted = {work.drafts.source.value: num_drafted} if num_drafted else {}
     return SequenceDelta(
         index,
         added,
-        _origins(outcome, drafts)[: len(added)],
+        _origins(outcome, work.drafts)[: len(added)],
         drafted,
         outcome.logprobs[: len(added)],
         trace,
@@ -364,12 +346,11 @@ def _origins(outcome: WorkResult, drafts: DraftChoice | None) -> tuple[TokenOrig
     """Return one origin per emitted token, accepted drafts first."""
     if drafts is None:
         return (TokenOrigin.PLAIN,)
-    accepted = [TokenOrigin(drafts.source)] * len(outcome.accepted_rows)
+    rows = outcome.accepted_rows
     # Row 0 of the parents is the root, so a drafted row has its place plus one there.
-    is_whole = (
-        bool(outcome.accepted_rows) and outcome.accepted_rows[-1] + 1 not in outcome.drafted_parents
-    )
-    return (*accepted, TokenOrigin.BONUS if is_whole else TokenOrigin.RECOVERED)
+    is_whole = bool(rows) and rows[-1] + 1 not in outcome.drafted_parents
+    last = TokenOrigin.BONUS if is_whole else TokenOrigin.RECOVERED
+    return (*[TokenOrigin(drafts.source)] * len(rows), last)
 
 
 def _trace(

@@ -83,7 +83,7 @@ def machine_limits(dtype: torch.dtype) -> tuple[float, float] | None:
     library = open_library()
     if library is None:
         return None
-    team = shared_team(library.name, torch.get_num_threads())
+    team = shared_team(library, torch.get_num_threads())
     limits = Limits(team, is_bf16=dtype is torch.bfloat16, read_bytes=LIMIT_BYTES)
     readings = [(limits.bandwidth(), limits.peak()) for _ in range(LIMIT_TURNS)]
     bandwidths, peaks = zip(*readings, strict=True)

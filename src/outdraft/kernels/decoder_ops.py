@@ -10,6 +10,7 @@ rank, or state rows, W works, B of them sample, L tokens of a text.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -117,18 +118,6 @@ class StatesOf(IntEnum):
     ALL_ROWS = 2
 
 
-class Chooser(NamedTuple):
-    """The choice of the works that sample: by the logits of their rows and by their texts.
-
-    Attributes:
-        sampling: of these works; `has_penalties_at_most`.
-        rule: of the drafts that were drawn.
-    """
-
-    sampling: SamplingBatch
-    rule: Rule
-
-
 class StepTask(NamedTuple):
     """The rows that a step reads, and how it chooses.
 
@@ -141,7 +130,9 @@ class StepTask(NamedTuple):
         are_shaped: positions and ancestors follow from the drafts' parents, not from the spans'.
         caches: one for each layer.
         taps: as in DecoderPass.
-        chooser: None: nothing is chosen. Else what works emit is written to their texts.
+        rule: of the drafts that were drawn, where works choose by the logits of their rows and by
+            their texts; what they emit is written to these. None: nothing is chosen.
+        sampling: of the works that sample; `has_penalties_at_most`. None: nothing is chosen.
         states_of: of rows with logits at least, if nothing is chosen or something is tapped.
         window: newest tokens of a text whose states are kept, as `place_states` in torch/rows.py
             counts; 0: none.
@@ -155,7 +146,8 @@ class StepTask(NamedTuple):
     caches: Sequence[LayerCache]
     block_size: int
     taps: Sequence[int]
-    chooser: Chooser | None
+    rule: Rule | None
+    sampling: SamplingBatch | None
     states_of: StatesOf
     window: int = 0
 
@@ -191,23 +183,45 @@ class StatePlaces(NamedTuple):
     last_places_W: Tensor
 
 
-class StepRead(NamedTuple):
+@dataclass(frozen=True)
+class StepRead:
     """The results of a task.
 
     Attributes:
         place: where the rows stand, with the facts; on the model's device. It makes tensors that
             few steps need.
-        states_RD: of the wanted rows, as DecoderPass gives them; None: none are wanted.
+        states_of: the rows that have states.
+        states_RD: of these, as DecoderPass gives them; None: of no row.
         tapped_TKD: as DecoderPass gives them; None with the states.
         choice: None: the step does not choose.
         kept: places of kept states; None: none are kept, or the step does not choose.
     """
 
     place: Callable[[], RowBatch]
+    states_of: StatesOf
     states_RD: Tensor | None
     tapped_TKD: Tensor | None
-    choice: Choice | None
+    choice: Choice | None = None
     kept: StatePlaces | None = None
+
+    @cached_property
+    def rows(self) -> RowBatch:
+        """The placed rows."""
+        return self.place()
+
+    @property
+    def states_TD(self) -> Tensor | None:
+        """States of all rows, if they are there."""
+        return self.states_RD if self.states_of is StatesOf.ALL_ROWS else None
+
+    @cached_property
+    def logit_states_RD(self) -> Tensor:
+        """States of the rows whose logits are needed."""
+        assert self.states_RD is not None
+        if self.states_TD is None or len(self.rows.logit_rows_R) == len(self.states_RD):
+            return self.states_RD
+        # Indexing by a tensor would wake OpenMP threads, which then keep the cores of ours.
+        return self.states_RD.index_select(0, self.rows.logit_rows_R)
 
 
 class FusedPasses(Protocol):

@@ -8,7 +8,7 @@ token's vector.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ class Product(Protocol):
         plain numbers."""
         ...
 
+
+Packed = TypeVar("Packed", bound=Product)
 
 # From one rank's product and the bias of all ranks' product to the product of the model.
 ShardWrap = Callable[[Product, Tensor | None], Product]
@@ -170,6 +172,28 @@ class ExpertWeights:
     dtype: torch.dtype = field(kw_only=True)
     gate_up_bias_XE: Tensor | None = None
     down_bias_XD: Tensor | None = None
+
+    def packed(
+        self,
+        pack_linear: Callable[[Tensor | Sequence[Tensor], Tensor | None], Packed],
+        pack_codes: Callable[[Codes, Tensor | None, torch.dtype], Packed],
+    ) -> tuple[list[Packed], list[Packed]]:
+        """The products of gate and up of all experts, and those of down."""
+
+        def products(
+            weights_X: Sequence[Tensor | Sequence[Tensor] | Codes], biases_XE: Tensor | None
+        ) -> list[Packed]:
+            made = list[Packed]()
+            for expert, weight in enumerate(weights_X):
+                bias_E = None if biases_XE is None else biases_XE[expert]
+                if isinstance(weight, Codes):
+                    made.append(pack_codes(weight, bias_E, self.dtype))
+                else:
+                    made.append(pack_linear(weight, bias_E))
+            return made
+
+        gate_up_X = products(self.gate_up_X, self.gate_up_bias_XE)
+        return gate_up_X, products(self.down_X, self.down_bias_XD)
 
 
 class Experts(Protocol):

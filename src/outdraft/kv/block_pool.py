@@ -186,11 +186,7 @@ class BlockTable:
 
 
 def extend_hashes(
-    hashes: list[bytes],
-    token_ids: np.ndarray,
-    block_size: int,
-    num_tokens: int,
-    salt: bytes = b"",
+    hashes: list[bytes], token_ids: np.ndarray, block_size: int, num_tokens: int, salt: bytes = b""
 ) -> None:
     """Append the hashes of full blocks within the first `num_tokens` that `hashes` lacks.
 

@@ -79,16 +79,14 @@ class KVCache:
         """
         if source_slots_R.numel() == 0:
             return
-        source_R, target_R = source_slots_R.long(), target_slots_R.long()
-        moves_R = (source_R >= 0) & (target_R >= 0)
+        moves_R = (source_slots_R >= 0) & (target_slots_R >= 0)
         # A skipped row repeats the first row that moves; if none moves, slot 0 goes to slot 0.
-        stand_in_1 = moves_R.int().argmax(0, keepdim=True)
-        any_moves = moves_R.any()
-        first_source_1, first_target_1 = (
-            slots_R.index_select(0, stand_in_1) * any_moves for slots_R in (source_R, target_R)
+        rows_R = torch.arange(len(moves_R), device=moves_R.device)
+        rows_R = torch.where(moves_R, rows_R, moves_R.int().argmax())
+        source_R, target_R = (
+            slots_R.long().index_select(0, rows_R) * moves_R.any()
+            for slots_R in (source_slots_R, target_slots_R)
         )
-        source_R = torch.where(moves_R, source_R, first_source_1)
-        target_R = torch.where(moves_R, target_R, first_target_1)
         for alike in self._alike_NPSGC:
             slots = alike.flatten(1, 2)  # [N, P * S, G, C]
             slots.index_copy_(1, target_R, slots.index_select(1, source_R))

@@ -46,8 +46,9 @@ from outdraft.ranks.messages import (
     as_bytes,
     order_of_bytes,
 )
-from outdraft.runner.model_runner import LaunchedStep, ModelRunner, PendingStep
+from outdraft.runner.model_runner import LaunchedStep, ModelRunner
 from outdraft.runner.parallel_runner import SameSteps
+from outdraft.runner.results import PendingStep
 
 BEAT_S = 1.0
 LEAST_CPU_SHARE = 0.01  # of one core; the beats themselves take less

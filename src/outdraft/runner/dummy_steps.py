@@ -15,8 +15,8 @@ from outdraft.core.decision import CHAIN, LiveStop
 from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.plan import Admission, DraftChoice, PhaseTimes, StepPlan, TokenRules, Work
 from outdraft.core.sampling import SamplingParams
-from outdraft.runner.model_runner import PendingStep
 from outdraft.runner.parallel_runner import StepRunner
+from outdraft.runner.results import PendingStep
 
 SHORT, LONG = 16, 1024  # tokens of a text
 MOST_DRAFTS = 63  # after a short text

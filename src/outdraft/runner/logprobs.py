@@ -6,6 +6,7 @@ B requests that sample, N1 places for emitted tokens, T rows, D hidden, V vocabu
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -118,14 +119,12 @@ def prompt_logprobs(
     counts = [_num_prompt_rows(work, slots[work.slot]) for work in works]
     if not any(counts):
         return None
-    rows: list[np.ndarray] = []
-    next_ids: list[np.ndarray] = []
-    start = 0
-    for work, count in zip(works, counts, strict=True):
-        rows.append(np.arange(start, start + count, dtype=np.int64))
-        first = work.start + 1
-        next_ids.append(slots[work.slot].token_ids[first : first + count].astype(np.int64))
-        start += work.num_rows
+    starts = accumulate([work.num_rows for work in works], initial=0)
+    rows = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=False)]
+    next_ids = [
+        slots[work.slot].token_ids[work.start + 1 :][:count].astype(np.int64)
+        for work, count in zip(works, counts, strict=True)
+    ]
     rows_J, next_J = to_device([np.concatenate(rows), np.concatenate(next_ids)], hidden_TD.device)
     asking = [slots[work.slot] for work, count in zip(works, counts, strict=True) if count]
     most = max(slot.params.prompt_logprobs or 0 for slot in asking)

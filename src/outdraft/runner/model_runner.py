@@ -9,27 +9,21 @@ Dimension key: B requests that sample in this step, N most drafts of one of them
 R rows whose logits are needed, D hidden, V vocabulary, L tokens, W words of a mask of its bits.
 """
 
-import operator
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from msgspec import Struct
 from torch import Tensor
 
-from outdraft.attention.rows import RowBatch
 from outdraft.core.grammar import AllowedTokens, GrammarDrafts
-from outdraft.core.plan import PhaseTimes, StepPlan, StepResult, Work
+from outdraft.core.plan import StepPlan, StepResult, Work
+from outdraft.distributed.group import ONE_RANK, Ranks
 from outdraft.drafting.device.asks import TargetStates
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.data.drafts import DraftBatch, Rule
 from outdraft.kernels.data.logits import Scores
 from outdraft.kernels.data.sampling import SamplingBatch
-from outdraft.kernels.decoder_ops import Choice, Chooser, StatesOf, StepRead, StepTask
-from outdraft.kernels.ops import WarmUps
+from outdraft.kernels.decoder_ops import Choice, StatesOf, StepRead, StepTask
 from outdraft.kernels.torch.rows import append_token_ids, place_states
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
@@ -51,9 +45,9 @@ from outdraft.runner.logprobs import (
     wants_logprobs,
     wants_prompt_logprobs,
 )
-from outdraft.runner.results import HostCopy, StepCopies, to_host, work_results
+from outdraft.runner.results import HostCopy, PendingStep, PhaseClock, to_host, work_results
 from outdraft.runner.state import DeviceState, RequestSlot, StepTexts
-from outdraft.runner.step_rows import read_by_parts, step_spans, with_logits
+from outdraft.runner.step_rows import read_by_parts, step_spans
 from outdraft.runner.verified_parts import (
     GrammarMasks,
     PartToVerify,
@@ -75,7 +69,11 @@ class ModelRunner:
         state: DeviceState,
         verifier: Verifier,
         proposer: DeviceProposer | None = None,
+        *,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
+        """`ranks`: the model and the proposer's network are spread over them."""
+        self.ranks = ranks
         self.model = model
         self.cache = cache
         self.state = state
@@ -90,7 +88,7 @@ class ModelRunner:
     @property
     def num_draft_groups(self) -> int:
         """Groups of ranks that draft at the same time, each for the requests that it owns."""
-        return 1
+        return self.ranks.num_draft_groups
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> "PendingStep | LaunchedStep":
@@ -111,12 +109,12 @@ class ModelRunner:
             works = [work for work in plan.works if work.samples]
         drafted = copy_of_drafted(works, self._slots, drafts) if drafts else None
         clock.mark()
-        chooser = self._chooser(sampling) if sampling and not wants_logprobs(slots) else None
-        target = self._forward(plan, drafts, chooser)
+        chooses = sampling if sampling and not wants_logprobs(slots) else None
+        target = self._forward(plan, drafts, chooses)
         prompt = None
-        if target.hidden_TD is not None:
-            num_rows = min(PROMPT_ROWS, logit_rows_of(self.model, target.hidden_TD))
-            of_all = plan.works, self._slots, target.hidden_TD
+        if target.states_TD is not None:
+            num_rows = min(PROMPT_ROWS, logit_rows_of(self.model, target.states_TD))
+            of_all = plan.works, self._slots, target.states_TD
             prompt = prompt_logprobs(*of_all, self._scored, num_rows)
         clock.mark()
         step = LaunchedStep(
@@ -124,7 +122,7 @@ class ModelRunner:
         )
         if sampling is not None and sampling.has_grammar:
             return step
-        return self._verify(step, None)
+        return self._verify(step)
 
     def drafted(self, step: "LaunchedStep") -> GrammarDrafts:
         """Drafts that masks must be made for. Waits for the network if it drafts for a grammar."""
@@ -132,14 +130,14 @@ class ModelRunner:
         return GrammarDrafts(tuple(work.num_drafts for work in step.works), drafts_2BN)
 
     @torch.inference_mode()
-    def verify(self, step: "LaunchedStep", allowed: AllowedTokens) -> "PendingStep":
+    def verify(self, step: "LaunchedStep", allowed: AllowedTokens) -> PendingStep:
         """Issue the rest of a step with grammars, and the copy of its results."""
         assert step.drafts is not None
-        return self._verify(step, masks_of(allowed, step.drafts))
+        return self._verify(step._replace(masks=masks_of(allowed, step.drafts)))
 
-    def collect(self, pending: "PendingStep") -> StepResult:
+    def collect(self, pending: PendingStep) -> StepResult:
         """Wait for a step: its one host synchronisation."""
-        works = work_results(pending.plan, pending.copies)
+        works = work_results(pending)
         return StepResult(works, pending.plan.num_rows, pending.clock.times())
 
     def _take_news(self, plan: StepPlan) -> None:
@@ -184,19 +182,20 @@ class ModelRunner:
         drafts = joined_drafts(works, asked, made, self.device)
         return drafts, drafts
 
-    def _chooser(self, sampling: SamplingBatch) -> Chooser | None:
+    def _rule(self, sampling: SamplingBatch) -> Rule | None:
         """The rule for a pass that also chooses; None: it needs more than logits and texts."""
-        rule = Rule.MATCH if sampling.is_plain_greedy else self.verifier.rule
-        if rule is None or not sampling.has_penalties_at_most:
+        if not sampling.has_penalties_at_most:
             return None
-        return Chooser(sampling, rule)
+        return Rule.MATCH if sampling.is_plain_greedy else self.verifier.rule
 
     def _forward(
-        self, plan: StepPlan, drafts: DraftBatch | None, chooser: Chooser | None
-    ) -> "TargetPass":
+        self, plan: StepPlan, drafts: DraftBatch | None, sampling: SamplingBatch | None
+    ) -> StepRead:
+        """Read all rows; choose by them as well if `sampling`, of those that sample, allows it."""
         works = plan.works
+        rule = self._rule(sampling) if sampling is not None else None
         spans, facts = step_spans(works, self._slots, self.state.row_len)
-        states_of = StatesOf.NO_ROW if chooser else StatesOf.ROWS_WITH_LOGITS
+        states_of = StatesOf.ROWS_WITH_LOGITS if rule is None else StatesOf.NO_ROW
         if plan.keeps_states:
             states_of = StatesOf.ROWS_WITH_LOGITS
         if wants_prompt_logprobs(works, self._slots) or (
@@ -212,7 +211,8 @@ class ModelRunner:
             self.cache.layers,
             self.cache.block_size,
             self._taps if plan.keeps_states else (),
-            chooser,
+            rule,
+            sampling if rule is not None else None,
             states_of,
             self.proposer.drafter.state_window if plan.keeps_states and self.proposer else 0,
         )
@@ -220,54 +220,49 @@ class ModelRunner:
         read = None if fused is None else fused.step(task)
         if read is None:
             read = read_by_parts(self.model, self.verifier, task)
-        return TargetPass(read, states_of)
+        return read
 
     def _scored(self, hidden_RD: Tensor, chosen_R: Tensor, num_top: int) -> Scores:
         """Score tokens by the logits of hidden states [R, D]; see `score_tokens`."""
         logits_RV = self.model.logits(hidden_RD)
         return self.model.kernels.score_tokens(logits_RV, chosen_R, num_top, None)
 
-    def _verify(self, step: "LaunchedStep", masks: GrammarMasks | None) -> "PendingStep":
-        plan, drafts, sampling = step.plan, step.drafts, step.sampling
+    def _verify(self, step: "LaunchedStep") -> PendingStep:
+        plan, drafts = step.plan, step.drafts
         choice: Choice | None = None
         emitted: LogprobRows | None = None
-        if drafts is not None and sampling is not None:
-            choice, emitted = self._verified(step, drafts, sampling, masks)
+        if drafts is not None:
+            choice, emitted = self._verified(step)
             self._keep(choice, drafts, step.target)
         if plan.keeps_states:
             step.clock.mark()
             assert self.proposer is not None, "no drafter reads the states"
             self.proposer.drafter.keep(self._states(plan.works, step.target, choice))
         step.clock.mark()
-        copies = to_host(choice, drafts, emitted, step.prompt, self.device)
-        return PendingStep(plan, copies, step.clock)
+        return to_host(plan, choice, drafts, emitted, step.prompt, step.clock)
 
-    def _verified(
-        self,
-        step: "LaunchedStep",
-        drafts: DraftBatch,
-        sampling: SamplingBatch,
-        masks: GrammarMasks | None,
-    ) -> Verified:
-        """The choice of all requests, and log-probabilities of what they emit; `masks`: of their
-        grammars."""
-        target = step.target
+    def _verified(self, step: "LaunchedStep") -> Verified:
+        """The choice of all requests, and log-probabilities of what they emit."""
+        drafts, sampling, target = step.drafts, step.sampling, step.target
         if target.choice is not None:
             return target.choice, None
-        of_all = PartToVerify(step.slots, drafts, sampling, target.texts, masks)
+        assert drafts is not None
+        assert sampling is not None
+        texts = StepTexts(*target.rows.extra)
+        of_all = PartToVerify(step.slots, drafts, sampling, texts, step.masks)
         num_drafts = [work.num_drafts for work in step.works]
         verifier = self._part_verifier(step, drafts.width)
-        return verifier.verified(of_all, target.logit_hidden_RD, num_drafts, chooses=False)
+        return verifier.verified(of_all, target.logit_states_RD, num_drafts, chooses=False)
 
     def _part_verifier(self, step: "LaunchedStep", width: int) -> PartVerifier:
         longest = max(work.num_tokens for work in step.works)
         rest = self.state.token_ids_SL, longest, width, most_logprobs(step.slots)
         return PartVerifier(self.model, self.verifier, *rest)
 
-    def _keep(self, choice: Choice, drafts: DraftBatch, target: "TargetPass") -> None:
+    def _keep(self, choice: Choice, drafts: DraftBatch, target: StepRead) -> None:
         """Write the emitted tokens to the texts, and accepted branches to where texts are read."""
         if target.choice is None:
-            texts = target.texts
+            texts = StepTexts(*target.rows.extra)
             emitted_BN1 = choice.verdict.token_ids_BN1
             append_token_ids(self.state.token_ids_SL, texts.rows_B, texts.num_tokens_B, emitted_BN1)
         if drafts.is_chain:
@@ -278,16 +273,16 @@ class ModelRunner:
         self.cache.compact(source_BN.flatten(), rows.draft_slots_BN.flatten())
 
     def _states(
-        self, works: Sequence[Work], target: "TargetPass", choice: Choice | None
+        self, works: Sequence[Work], target: StepRead, choice: Choice | None
     ) -> TargetStates:
         assert self.proposer is not None
-        hidden_TD, tapped_TKD = target.hidden_TD, target.read.tapped_TKD
+        hidden_TD, tapped_TKD = target.states_TD, target.tapped_TKD
         assert tapped_TKD is not None
         if hidden_TD is None:
-            hidden_TD = target.logit_hidden_RD
+            hidden_TD = target.logit_states_RD
             if len(hidden_TD) < len(tapped_TKD):
                 hidden_TD = spread_rows(hidden_TD, target.rows.logit_rows_R, len(tapped_TKD))
-        places = target.read.kept
+        places = target.kept
         if places is None:
             rows, window = target.rows, self.proposer.drafter.state_window
             kept_rows_BN = rows.draft_slots_BN[:0]  # no request samples
@@ -308,102 +303,17 @@ class LaunchedStep(NamedTuple):
         own_drafts: of those that are verified here, with the probabilities they were drawn from.
         drafted: the network's drafts, if a grammar must know them.
         prompt: log-probabilities of prompts.
+        masks: of the grammars, once they are there.
     """
 
     plan: StepPlan
     works: Sequence[Work]
     slots: Sequence[RequestSlot]
-    target: "TargetPass"
+    target: StepRead
     drafts: DraftBatch | None
     own_drafts: DraftBatch | None
     sampling: SamplingBatch | None
     drafted: HostCopy | None
     prompt: LogprobRows | None
-    clock: "PhaseClock"
-
-
-class PendingStep(Struct, frozen=True):
-    """A step that was launched and verified; its tensors may not be computed yet.
-
-    Attributes:
-        plan: with the rows that the target reads.
-    """
-
-    plan: StepPlan
-    copies: StepCopies
-    clock: "PhaseClock"
-
-
-@dataclass(frozen=True)
-class TargetPass:
-    """The target's forward pass over all rows of a step.
-
-    Attributes:
-        states_of: the rows that have hidden states.
-        choice: None: it is not made yet.
-    """
-
-    read: StepRead
-    states_of: StatesOf
-
-    @property
-    def choice(self) -> Choice | None:
-        return self.read.choice
-
-    @cached_property
-    def rows(self) -> RowBatch:
-        return self.read.place()
-
-    @property
-    def texts(self) -> StepTexts:
-        return StepTexts(*self.rows.extra)
-
-    @property
-    def hidden_TD(self) -> Tensor | None:
-        """Hidden states of all rows, if they are there."""
-        return self.read.states_RD if self.states_of is StatesOf.ALL_ROWS else None
-
-    @cached_property
-    def logit_hidden_RD(self) -> Tensor:
-        """Hidden states of the rows whose logits are needed."""
-        states_RD = self.read.states_RD
-        assert states_RD is not None
-        if self.states_of is StatesOf.ALL_ROWS:
-            return with_logits(states_RD, self.rows.logit_rows_R)
-        return states_RD
-
-
-class PhaseClock:
-    """Marks in the order they were set; `times` after the device has passed them all.
-
-    On a GPU the marks are events that are read after the step has been collected, so taking the
-    time never waits for the device.
-    """
-
-    def __init__(self, device: torch.device, warm_ups: WarmUps) -> None:
-        """`warm_ups`: of the kernels; a step is marked as first if their count grows in it."""
-        # The stream is looked up once: that takes longer than to record an event.
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._marks: list[Any] = []  # seconds, or events of a GPU
-        self._warm_ups, self._count_before = warm_ups, warm_ups.count
-        self._is_first = False
-
-    def mark(self) -> None:
-        """Begin a phase, or end the last one: drafting, the target's pass, the rest, and maybe
-        keeping states."""
-        if self._stream is None:
-            self._marks.append(time.perf_counter())
-        else:
-            self._marks.append(self._stream.record_event(torch.cuda.Event(enable_timing=True)))
-        self._is_first = self._warm_ups.count != self._count_before
-
-    def times(self) -> PhaseTimes:
-        """The phases between the marks."""
-        between = operator.sub if self._stream is None else _event_seconds
-        draft_s, verify_s, sample_s, *kept = map(between, self._marks[1:], self._marks)
-        keep_s = sum(kept)
-        return PhaseTimes(draft_s, verify_s, sample_s + keep_s, keep_s, self._is_first)
-
-
-def _event_seconds(stop: torch.cuda.Event, start: torch.cuda.Event) -> float:
-    return start.elapsed_time(stop) / 1000
+    clock: PhaseClock
+    masks: GrammarMasks | None = None

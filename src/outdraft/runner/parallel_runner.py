@@ -11,7 +11,8 @@ from outdraft.core.errors import PartedError
 from outdraft.core.grammar import AllowedTokens, GrammarDrafts
 from outdraft.core.plan import StepPlan, StepResult
 from outdraft.distributed.group import RankGroup
-from outdraft.runner.model_runner import LaunchedStep, ModelRunner, PendingStep
+from outdraft.runner.model_runner import LaunchedStep, ModelRunner
+from outdraft.runner.results import PendingStep
 
 
 class SameSteps:

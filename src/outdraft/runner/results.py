@@ -4,6 +4,8 @@ Dimension key: B requests that sample, N most drafts of one of them, R flat rows
 `data.drafts`, L levels of a network, J rows of log-probabilities.
 """
 
+import operator
+import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -11,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outdraft.core.plan import StepPlan, TokenLogprobs, WorkResult
+from outdraft.core.plan import PhaseTimes, StepPlan, TokenLogprobs, WorkResult
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.decoder_ops import Choice
+from outdraft.kernels.ops import WarmUps
 from outdraft.runner.logprobs import LogprobRows
 
 
@@ -43,19 +46,55 @@ class HostCopy:
         self._arrived.synchronize()
         parts = self._tensors[0].split([shape.numel() for shape, _ in self._kinds])
         return [
-            (part.view(torch.float64) if dtype.is_floating_point else part).to(dtype).view(shape)
+            from_int64(part, dtype).view(shape)
             for part, (shape, dtype) in zip(parts, self._kinds, strict=True)
         ]
 
 
-class StepCopies(NamedTuple):
-    """The results of a step on their way to the host.
+class PhaseClock:
+    """Marks in the order they were set; `times` after the device has passed them all.
+
+    On a GPU the marks are events that are read after the step has been collected, so taking the
+    time never waits for the device.
+    """
+
+    def __init__(self, device: torch.device, warm_ups: WarmUps) -> None:
+        """`warm_ups`: of the kernels; a step is marked as first if their count grows in it."""
+        self.device = device
+        # The stream is looked up once: that takes longer than to record an event.
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._marks: list[Any] = []  # seconds, or events of a GPU
+        self._warm_ups, self._count_before = warm_ups, warm_ups.count
+        self._is_first = False
+
+    def mark(self) -> None:
+        """Begin a phase, or end the last one: drafting, the target's pass, the rest, and maybe
+        keeping states."""
+        if self._stream is None:
+            self._marks.append(time.perf_counter())
+        else:
+            self._marks.append(self._stream.record_event(torch.cuda.Event(enable_timing=True)))
+        self._is_first = self._warm_ups.count != self._count_before
+
+    def times(self) -> PhaseTimes:
+        """The phases between the marks."""
+        between = operator.sub if self._stream is None else _event_seconds
+        draft_s, verify_s, sample_s, *kept = map(between, self._marks[1:], self._marks)
+        keep_s = sum(kept)
+        return PhaseTimes(draft_s, verify_s, sample_s + keep_s, keep_s, self._is_first)
+
+
+class PendingStep(NamedTuple):
+    """A step that was launched and verified; its tensors may not be computed yet.
 
     Attributes:
+        plan: with the rows that the target reads.
         copy: of the tensors that `to_host` lists.
         emitted, prompt: rows of log-probabilities of each work; None: no work asked.
     """
 
+    plan: StepPlan
+    clock: PhaseClock
     copy: HostCopy
     has_margins: bool
     emitted: Sequence[int] | None
@@ -63,12 +102,13 @@ class StepCopies(NamedTuple):
 
 
 def to_host(
+    plan: StepPlan,
     choice: Choice | None,
     drafts: DraftBatch | None,
     emitted: LogprobRows | None,
     prompt: LogprobRows | None,
-    device: torch.device,
-) -> StepCopies:
+    clock: PhaseClock,
+) -> PendingStep:
     """Start the one copy of a step; `choice` and `drafts` are None if no request samples."""
     tensors: list[Tensor] = []
     margins_BL = None
@@ -81,21 +121,19 @@ def to_host(
         if rows is not None:
             tensors += [rows.token_ids_J, *rows.scores]
     counts = (None if rows is None else rows.counts for rows in (emitted, prompt))
-    return StepCopies(HostCopy(tensors, device), margins_BL is not None, *counts)
+    copy = HostCopy(tensors, clock.device)
+    return PendingStep(plan, clock, copy, margins_BL is not None, *counts)
 
 
-def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
-    """Results in the order of the plan's works, once the copy has arrived.
-
-    Args:
-        plan: with the rows that the target read.
-    """
-    arrived: Iterator[Any] = map(Tensor.tolist, copies.copy.wait())  # in the order of `to_host`
+def work_results(step: PendingStep) -> tuple[WorkResult, ...]:
+    """Results in the order of the plan's works, once the copy has arrived."""
+    plan = step.plan
+    arrived: Iterator[Any] = map(Tensor.tolist, step.copy.wait())  # in the order of `to_host`
     num_sampling = sum(work.samples for work in plan.works)
     is_finite_R, *rows_of = islice(arrived, 5) if num_sampling else [()] * 5
-    margins: list[list[float]] = next(arrived) if copies.has_margins else [[]] * num_sampling
-    emitted_logs = _log_rows(copies.emitted or [0] * num_sampling, arrived)
-    prompt_logs = _log_rows(copies.prompt or [0] * len(plan.works), arrived)
+    margins: list[list[float]] = next(arrived) if step.has_margins else [[]] * num_sampling
+    emitted_logs = _log_rows(step.emitted or [0] * num_sampling, arrived)
+    prompt_logs = _log_rows(step.prompt or [0] * len(plan.works), arrived)
     finite, sampled = iter(is_finite_R), zip(*rows_of, margins, emitted_logs, strict=False)
     results: list[WorkResult] = []
     for work, prompt in zip(plan.works, prompt_logs, strict=True):
@@ -133,6 +171,11 @@ def as_int64(tensor: Tensor) -> Tensor:
     return tensor.long()
 
 
+def from_int64(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """The contiguous numbers of `as_int64` as they were."""
+    return (numbers.view(torch.float64) if dtype.is_floating_point else numbers).to(dtype)
+
+
 def _leading(row: Sequence[int]) -> tuple[int, ...]:
     """The ids before the padding."""
     return tuple([value for value in row if value >= 0])
@@ -146,3 +189,7 @@ def _log_rows(counts: Sequence[int], arrived: Iterator[Any]) -> list[tuple[Token
     best = map(tuple, top_ids), map(tuple, top_logprobs)
     rows = map(TokenLogprobs, token_ids, logprobs, ranks, *best)
     return [tuple(islice(rows, count)) for count in counts]
+
+
+def _event_seconds(stop: torch.cuda.Event, start: torch.cuda.Event) -> float:
+    return start.elapsed_time(stop) / 1000

@@ -18,61 +18,31 @@ from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import Work
-from outdraft.distributed.group import Ranks, RequestShares
+from outdraft.distributed.group import RequestShares
 from outdraft.drafting.device.asks import TargetStates
 from outdraft.drafting.device.live_stop import with_part_of_cap
-from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.kernels.data.drafts import DraftBatch, Verdict
+from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
 from outdraft.kernels.data.logits import Scores, request_parts
 from outdraft.kernels.data.sampling import SamplingBatch
-from outdraft.kernels.decoder_ops import Choice, Chooser
-from outdraft.kv.cache import KVCache
-from outdraft.models.base import LanguageModel
+from outdraft.kernels.decoder_ops import Choice, StepRead
 from outdraft.runner.drafts import draft_ask, host_drafts, joined_drafts, num_host_rows
 from outdraft.runner.logprobs import wants_logprobs
-from outdraft.runner.model_runner import LaunchedStep, ModelRunner, TargetPass
+from outdraft.runner.model_runner import LaunchedStep, ModelRunner
 from outdraft.runner.shares import (
     Shares,
-    back_in_order,
+    flat_rows,
+    joined_choice,
     joined_logprobs,
     joined_scores,
+    network_drafts_of_all,
     owned_states,
-    packed_drafts,
-    packed_verdict,
-    unpacked_drafts,
-    unpacked_verdict,
 )
-from outdraft.runner.state import DeviceState, RequestSlot, StepTexts
-from outdraft.runner.verified_parts import (
-    GrammarMasks,
-    PartToVerify,
-    Verified,
-    joined,
-    logit_rows_of,
-)
-from outdraft.verification.verifier import Verifier
+from outdraft.runner.state import RequestSlot, StepTexts
+from outdraft.runner.verified_parts import PartToVerify, Verified, joined, logit_rows_of
 
 
 class ShardedRunner(ModelRunner):
     """The ModelRunner of one rank; all ranks must be given the same plans and masks."""
-
-    def __init__(
-        self,
-        model: LanguageModel,
-        cache: KVCache,
-        state: DeviceState,
-        verifier: Verifier,
-        proposer: DeviceProposer | None = None,
-        *,
-        ranks: Ranks,
-    ) -> None:
-        """`ranks`: the model and the proposer's network are spread over them."""
-        super().__init__(model, cache, state, verifier, proposer)
-        self.ranks = ranks
-
-    @property
-    def num_draft_groups(self) -> int:
-        return self.ranks.num_draft_groups
 
     def _drafts(
         self, works: Sequence[Work], slots: Sequence[RequestSlot], sampling: SamplingBatch
@@ -86,10 +56,8 @@ class ShardedRunner(ModelRunner):
         asked_works, are_asked = [works[place] for place in asked], set(asked)
         by_rank = [[i for i in part if i in are_asked] for part in shares.ranks]
         made = self._made(works, slots, by_rank)
-        rows_MC = packed_drafts(made, asked_works, self.device)
-        rows_MC = self.ranks.target.join_rows(rows_MC, [len(part) for part in by_rank])
-        order = back_in_order([i for part in by_rank for i in part], self.device)
-        everybodys = unpacked_drafts(rows_MC.index_select(0, order), asked_works)
+        group = self.ranks.target
+        everybodys = network_drafts_of_all(made, asked_works, by_rank, group, self.device)
         drafts = joined_drafts(works, asked, everybodys, self.device)
         asked_own = [at for at, place in enumerate(own) if place in are_asked]
         if made is None or not asked_own:
@@ -124,44 +92,32 @@ class ShardedRunner(ModelRunner):
         texts_SL = self.state.token_ids_SL
         return self.proposer.propose(asks, texts_SL, sampling, host_rows, requests)
 
-    def _chooser(self, sampling: SamplingBatch) -> Chooser | None:
+    def _rule(self, sampling: SamplingBatch) -> Rule | None:
         """The pass chooses for greedy requests only; else the ranks share out the choices."""
-        return super()._chooser(sampling) if sampling.is_plain_greedy else None
+        return super()._rule(sampling) if sampling.is_plain_greedy else None
 
-    def _verified(
-        self,
-        step: LaunchedStep,
-        drafts: DraftBatch,
-        sampling: SamplingBatch,
-        masks: GrammarMasks | None,
-    ) -> Verified:
+    def _verified(self, step: LaunchedStep) -> Verified:
         if step.target.choice is not None:
-            return super()._verified(step, drafts, sampling, masks)  # of all, on every rank
+            return super()._verified(step)  # of all, on every rank
+        assert step.drafts is not None
         group, shares = self.ranks.target, Shares.of(step.works, self.ranks)
-        own, order, width = shares.ranks[group.rank], shares.by_rank, drafts.width
-        own_rows = [shares.num_rows[place] for place in own]
+        width = step.drafts.width
         nothing = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
         verdict = Verdict(nothing.new_zeros(0, 1), nothing[:, :0].sum(1), nothing).widened(width)
-        is_finite_R, emitted = nothing.new_ones(0, dtype=torch.bool), None
-        if made := self._made_verdicts(step, shares, masks):
-            (verdict, is_finite_R), emitted = joined(made)
-        counts = [len(part) for part in shares.ranks]
-        packed_BC = group.join_rows(packed_verdict(verdict, is_finite_R, own_rows), counts)
-        packed_BC = packed_BC.index_select(0, back_in_order(order, self.device))
-        everybodys, is_finite_R = unpacked_verdict(packed_BC, width, shares.num_rows)
-        choice = Choice(everybodys, is_finite_R)
+        own, emitted = Choice(verdict, nothing.new_ones(0, dtype=torch.bool)), None
+        if made := self._made_verdicts(step, shares):
+            own, emitted = joined(made)
+        choice = joined_choice(own, shares, group)
         if not wants_logprobs(step.slots):
             return choice, None
         return choice, joined_logprobs(emitted, step.slots, shares, width, group, self.device)
 
-    def _made_verdicts(
-        self, step: LaunchedStep, shares: Shares, masks: GrammarMasks | None
-    ) -> list[Verified]:
+    def _made_verdicts(self, step: LaunchedStep, shares: Shares) -> list[Verified]:
         """On the requests that this rank verifies, part by part: in each round every rank gets the
         logits of one part of its requests."""
         assert step.drafts is not None
         group, vocab_size = self.ranks.target, self.model.config.vocab_size
-        hidden_RD = step.target.logit_hidden_RD
+        hidden_RD = step.target.logit_states_RD
         verifier = self._part_verifier(step, step.drafts.width)
         most = logit_rows_of(self.model, hidden_RD)
         parts = [
@@ -170,7 +126,7 @@ class ShardedRunner(ModelRunner):
             else []
             for own in shares.ranks
         ]
-        own, made = self._own(step, shares, masks), list[Verified]()
+        own, made = self._own(step, shares), list[Verified]()
         for round_ in range(max(map(len, parts))):
             places, counts = list[int](), list[int]()
             for all_own, own_parts in zip(shares.ranks, parts, strict=True):
@@ -181,29 +137,27 @@ class ShardedRunner(ModelRunner):
                 ]
                 places += some
                 counts.append(sum([shares.num_rows[place] for place in some]))
-            (rows_R,) = to_device([shares.rows_of(places)], self.device)
+            (rows_R,) = to_device([flat_rows(shares.num_rows, places)], self.device)
             logits_RV = self.model.logits(hidden_RD.index_select(0, rows_R))
             logits_RV = group.turn(logits_RV, counts)[:, :vocab_size]
             for part in parts[group.rank][round_ : round_ + 1]:
                 made.append(verifier.verified_by(logits_RV, own.of(part)))
         return made
 
-    def _own(self, step: LaunchedStep, shares: Shares, masks: GrammarMasks | None) -> PartToVerify:
+    def _own(self, step: LaunchedStep, shares: Shares) -> PartToVerify:
         """The requests that this rank verifies, with their drafts."""
         assert step.own_drafts is not None
         own = shares.ranks[self.ranks.target.rank]
-        own_B, own_R = to_device([np.array(own, dtype=np.int64), shares.rows_of(own)], self.device)
+        own_B, own_R = to_device(
+            [np.array(own, dtype=np.int64), flat_rows(shares.num_rows, own)], self.device
+        )
         slots = [step.slots[place] for place in own]
-        own_masks = None
-        if masks is not None:
-            is_end_BN = masks.is_end_BN
-            is_end_BN = None if is_end_BN is None else is_end_BN.index_select(0, own_B)
-            own_masks = GrammarMasks(masks.masks_RW.index_select(0, own_R), is_end_BN)
-        texts = StepTexts(*(each.index_select(0, own_B) for each in step.target.texts))
-        return PartToVerify(slots, step.own_drafts, self._sampling_batch(slots), texts, own_masks)
+        masks = None if step.masks is None else step.masks.part(own_B, own_R)
+        texts = StepTexts(*(each.index_select(0, own_B) for each in step.target.rows.extra))
+        return PartToVerify(slots, step.own_drafts, self._sampling_batch(slots), texts, masks)
 
     def _states(
-        self, works: Sequence[Work], target: TargetPass, choice: Choice | None
+        self, works: Sequence[Work], target: StepRead, choice: Choice | None
     ) -> TargetStates:
         """States of the requests that this rank drafts for."""
         states = super()._states(works, target, choice)

@@ -11,7 +11,7 @@ log-probabilities, S columns of the vocabulary that one rank has.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -21,11 +21,12 @@ from outdraft.attention.rows import to_device
 from outdraft.core.plan import Work
 from outdraft.distributed.group import RankGroup, Ranks
 from outdraft.drafting.device.asks import TargetStates
-from outdraft.kernels.data.drafts import DraftBatch, Verdict
+from outdraft.kernels.data.drafts import DraftBatch, Verdict, widened
 from outdraft.kernels.data.logits import Scores
+from outdraft.kernels.decoder_ops import Choice
 from outdraft.kernels.ops import Kernels
-from outdraft.runner.logprobs import LogprobRows
-from outdraft.runner.results import as_int64
+from outdraft.runner.logprobs import LogprobRows, most_logprobs
+from outdraft.runner.results import as_int64, from_int64
 from outdraft.runner.state import RequestSlot
 
 
@@ -56,94 +57,77 @@ class Shares:
         num_rows = tuple([1 + work.num_drafts for work in works])
         return cls(tuple(parts), num_rows)
 
-    def rows_of(self, places: Sequence[int]) -> np.ndarray:
-        """int64: flat rows of these works."""
-        starts = np.cumsum([0, *self.num_rows])
-        rows = [np.arange(starts[place], starts[place + 1]) for place in places]
-        return np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
 
-    @property
-    def by_rank(self) -> list[int]:
-        """Places of all works, rank after rank."""
-        return [place for part in self.ranks for place in part]
-
-
-def back_in_order(places: Sequence[int], device: torch.device) -> Tensor:
-    """int64: the indices that sort rows, given in the order of `places`, by place."""
-    (order,) = to_device([np.argsort(np.array(places, dtype=np.int64))], device)
-    return order
-
-
-def packed_drafts(made: DraftBatch | None, works: Sequence[Work], device: torch.device) -> Tensor:
-    """int64 [M, C]: drafts that travel, one row of integers for each request; None: no request's.
+def joined_rows(
+    group: RankGroup, parts: Sequence[Tensor], places: Sequence[Sequence[int]]
+) -> list[Tensor]:
+    """The rows of all ranks, sorted by place. They travel as one tensor of int64.
 
     Args:
-        works: of all ranks that the network drafts for.
+        parts: of this rank; all but the number of rows is the same on all ranks.
+        places: of each rank's rows.
     """
-    width, num_levels = _drafted_columns(works)
-    if made is None:
-        return torch.zeros(0, 2 * width + 1 + num_levels, dtype=torch.int64, device=device)
-    parts = [
-        _wide(made.token_ids_BN, width, -1),
-        _wide(made.parents_BN, width, 0),
-        made.num_drafts_B[:, None],
+    columns = [part[:, None] if part.dim() == 1 else part for part in parts]
+    packed_JC = torch.cat([as_int64(part) for part in columns], dim=1)
+    packed_JC = group.join_rows(packed_JC, [len(rows) for rows in places])
+    order = np.argsort(np.array([row for rows in places for row in rows], dtype=np.int64))
+    (order_J,) = to_device([order], packed_JC.device)
+    joined = packed_JC.index_select(0, order_J).split([part.shape[1] for part in columns], dim=1)
+    return [
+        from_int64(joined_JC.contiguous(), part.dtype).view(len(order), *part.shape[1:])
+        for joined_JC, part in zip(joined, parts, strict=True)
     ]
-    if num_levels:
-        margins_BL = made.margins_BL
-        if margins_BL is None:
-            margins_BL = torch.empty(len(made.token_ids_BN), 0, device=device)
-        parts.append(as_int64(_wide(margins_BL, num_levels, torch.nan)))
-    return torch.cat(parts, dim=1)
 
 
-def unpacked_drafts(rows_MC: Tensor, works: Sequence[Work]) -> DraftBatch:
-    """The drafts of these works, without the probabilities that they were drawn from."""
-    width, num_levels = _drafted_columns(works)
-    sizes = [width, width, 1, num_levels]
-    ids_MK, parents_MK, numbers_M1, bits_ML = rows_MC.split(sizes, dim=1)
-    margins_ML = bits_ML.contiguous().view(torch.float64).float()
+def network_drafts_of_all(
+    made: DraftBatch | None,
+    works: Sequence[Work],
+    places: Sequence[Sequence[int]],
+    group: RankGroup,
+    device: torch.device,
+) -> DraftBatch:
+    """The network's drafts of all ranks, without the probabilities that they were drawn from.
+
+    Args:
+        made: by this rank; None: no request's.
+        works: of all ranks that the network drafts for.
+        places: of each rank's works.
+    """
+    width = max(work.num_model_drafts for work in works)
+    has_rules = any(work.drafts and work.drafts.stop is not None for work in works)
+    made = made or DraftBatch.empty(0, device)
+    margins_BL = made.margins_BL
+    if margins_BL is None:
+        margins_BL = torch.empty(made.num_requests, 0, device=device)
+    parts = [
+        widened(made.token_ids_BN, width, -1),
+        widened(made.parents_BN, width, 0),
+        made.num_drafts_B,
+        widened(margins_BL, width if has_rules else 0, torch.nan),
+    ]
+    ids_MK, parents_MK, num_drafts_M, margins_ML = joined_rows(group, parts, places)
     are_trees = any(work.drafts and work.drafts.is_device_tree for work in works)
     return DraftBatch(
-        ids_MK.contiguous(),
-        parents_MK.contiguous(),
-        numbers_M1[:, 0].contiguous(),
+        ids_MK,
+        parents_MK,
+        num_drafts_M,
         is_chain=not are_trees,
         sampled_trees=are_trees,
-        margins_BL=margins_ML if num_levels else None,
+        margins_BL=margins_ML if has_rules else None,
     )
 
 
-def _drafted_columns(works: Sequence[Work]) -> tuple[int, int]:
-    """K, and the levels that live rules may have looked at; 0: there are no such rules."""
-    width = max(work.num_model_drafts for work in works)
-    has_rules = any(work.drafts and work.drafts.stop is not None for work in works)
-    return width, width if has_rules else 0
-
-
-def packed_verdict(verdict: Verdict, is_finite_R: Tensor, num_rows: Sequence[int]) -> Tensor:
-    """int64 [B, 3 * N + 3]: emitted ids, their number, accepted rows, and which rows are finite.
-
-    Args:
-        num_rows: of each request, in `is_finite_R`.
-    """
-    width = verdict.rows_BN.shape[1]
-    finite_BN1 = is_finite_R.new_ones(len(num_rows), width + 1)
-    (places_R,) = to_device([_padded_places(num_rows, width)], is_finite_R.device)
-    finite_BN1.view(-1).index_copy_(0, places_R, is_finite_R)
-    parts = [verdict.token_ids_BN1, verdict.num_emitted_B[:, None], verdict.rows_BN, finite_BN1]
-    return torch.cat([as_int64(part) for part in parts], dim=1)
-
-
-def unpacked_verdict(
-    packed_BC: Tensor, width: int, num_rows: Sequence[int]
-) -> tuple[Verdict, Tensor]:
-    """A verdict and bool [R], of all requests in their order."""
-    sizes = [width + 1, 1, width, width + 1]
-    ids_BN1, numbers_B1, rows_BN, finite_BN1 = packed_BC.split(sizes, dim=1)
-    (places_R,) = to_device([_padded_places(num_rows, width)], packed_BC.device)
-    is_finite_R = finite_BN1.reshape(-1).index_select(0, places_R).bool()
-    verdict = Verdict(ids_BN1.contiguous(), numbers_B1[:, 0].contiguous(), rows_BN.contiguous())
-    return verdict, is_finite_R
+def joined_choice(own: Choice, shares: Shares, group: RankGroup) -> Choice:
+    """The choice of all requests, in their order; `own`: of those of this rank."""
+    width, device = own.verdict.rows_BN.shape[1], own.is_finite_R.device
+    num_rows = [shares.num_rows[place] for place in shares.ranks[group.rank]]
+    finite_BN1 = own.is_finite_R.new_ones(len(num_rows), width + 1)
+    own_R, places_R = to_device(
+        [_padded_places(num_rows, width), _padded_places(shares.num_rows, width)], device
+    )
+    finite_BN1.view(-1).index_copy_(0, own_R, own.is_finite_R)
+    *verdict, finite_BN1 = joined_rows(group, [*own.verdict, finite_BN1], shares.ranks)
+    return Choice(Verdict(*verdict), finite_BN1.flatten().index_select(0, places_R))
 
 
 def owned_states(states: TargetStates, works: Sequence[Work], owner: int) -> TargetStates:
@@ -179,11 +163,6 @@ def _padded_places(num_rows: Sequence[int], width: int) -> np.ndarray:
     return np.concatenate(places) if places else np.zeros(0, dtype=np.int64)
 
 
-def _wide(tensor_BK: Tensor, width: int, padding: float) -> Tensor:
-    missing = width - tensor_BK.shape[1]
-    return torch.nn.functional.pad(tensor_BK, (0, missing), value=padding) if missing else tensor_BK
-
-
 def joined_scores(
     kernels: Kernels,
     logits_RS: Tensor,
@@ -194,12 +173,12 @@ def joined_scores(
 ) -> Scores:
     """Score tokens (see `score_tokens`); each rank scores a part of the rows."""
     cuts = [len(chosen_R) * rank // group.size for rank in range(group.size + 1)]
-    counts = [end - start for start, end in pairwise(cuts)]
-    logits_RV = group.turn(logits_RS, counts)[:, :vocab_size]
+    places = [range(start, end) for start, end in pairwise(cuts)]
+    logits_RV = group.turn(logits_RS, [len(rows) for rows in places])[:, :vocab_size]
     del logits_RS  # as large as what they became
     own_R = chosen_R[cuts[group.rank] : cuts[group.rank + 1]]
-    packed_RC = _packed(kernels.score_tokens(logits_RV, own_R, num_top, None), num_top)
-    return _unpacked(group.join_rows(packed_RC, counts), num_top)
+    own = kernels.score_tokens(logits_RV, own_R, num_top, None)
+    return Scores(*joined_rows(group, _widened(own, num_top), places))
 
 
 def joined_logprobs(
@@ -221,31 +200,27 @@ def joined_logprobs(
     for slot in slots:
         has_rows = slot.params.logprobs is not None
         counts.append((width * (1 + slot.params.speculation.trace) + 1) * has_rows)
-    most = max(slot.params.logprobs or 0 for slot in slots)
-    packed_JC = torch.zeros(0, 3 + 2 * most, dtype=torch.int64, device=device)
-    if emitted is not None:
-        packed_JC = torch.cat([emitted.token_ids_J[:, None], _packed(emitted.scores, most)], dim=1)
-    rank_counts = [sum([counts[place] for place in part]) for part in shares.ranks]
-    packed_JC = group.join_rows(packed_JC, rank_counts)
-    starts = accumulate([counts[place] for place in shares.by_rank], initial=0)
-    firsts = dict(zip(shares.by_rank, starts, strict=False))
-    rows = [row for b, count in enumerate(counts) for row in range(firsts[b], firsts[b] + count)]
-    (order,) = to_device([np.array(rows, dtype=np.int64)], device)
-    packed_JC = packed_JC.index_select(0, order)
-    scores = _unpacked(packed_JC[:, 1:].contiguous(), most)
-    return LogprobRows(tuple(counts), packed_JC[:, 0].contiguous(), scores)
+    most = most_logprobs(slots)
+    if emitted is None:
+        ids_JK = torch.zeros(0, most, dtype=torch.int64, device=device)
+        ids_J = ids_JK.sum(1)
+        emitted = LogprobRows((), ids_J, Scores(ids_J.float(), ids_J, ids_JK, ids_JK.float()))
+    parts = [emitted.token_ids_J, *_widened(emitted.scores, most)]
+    rows = [flat_rows(counts, part).tolist() for part in shares.ranks]
+    token_ids_J, *scores = joined_rows(group, parts, rows)
+    return LogprobRows(tuple(counts), token_ids_J, Scores(*scores))
 
 
-def _packed(scores: Scores, num_top: int) -> Tensor:
-    """int64 [J, 2 + 2 * num_top]: floats as their bits; missing best tokens are zeros."""
-    logprob_J, rank_J, top_ids_JK, top_JK = scores
-    missing = num_top - top_ids_JK.shape[1]
-    floats_JC = torch.cat([logprob_J[:, None], torch.nn.functional.pad(top_JK, (0, missing))], 1)
-    ids_JC = torch.nn.functional.pad(top_ids_JK, (0, missing))
-    return torch.cat([as_int64(floats_JC), rank_J[:, None], ids_JC], dim=1)
+def flat_rows(counts: Sequence[int], places: Sequence[int]) -> np.ndarray:
+    """int64: the flat rows of some works; `counts`: of all works."""
+    starts = np.cumsum([0, *counts])
+    rows = [np.arange(starts[place], starts[place + 1]) for place in places]
+    return np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
 
 
-def _unpacked(packed_JC: Tensor, num_top: int) -> Scores:
-    bits_JC, ranks_J1, ids_JK = packed_JC.split([1 + num_top, 1, num_top], dim=1)
-    floats_JC = bits_JC.contiguous().view(torch.float64).float()
-    return Scores(floats_JC[:, 0], ranks_J1[:, 0], ids_JK, floats_JC[:, 1:])
+def _widened(scores: Scores, num_top: int) -> Scores:
+    """These scores with `num_top` best tokens; missing ones are zeros."""
+    ids_JK, logprobs_JK = scores.top_ids_RK, scores.top_logprobs_RK
+    return scores._replace(
+        top_ids_RK=widened(ids_JK, num_top, 0), top_logprobs_RK=widened(logprobs_JK, num_top, 0)
+    )

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import NO_GAP, Admission, Work
-from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kv.cache import untouched_zeros
-from outdraft.sampling.processors import Paths
 
 
 class StepTexts(NamedTuple):
@@ -34,28 +32,6 @@ class StepTexts(NamedTuple):
     def of(self, requests: slice) -> "StepTexts":
         """The texts of some of the requests."""
         return StepTexts(*[column_B[requests] for column_B in self])
-
-
-def committed_paths(
-    texts_SL: Tensor,
-    texts: StepTexts,
-    longest: int,
-    sampling: SamplingBatch,
-    grammar_RW: Tensor | None = None,
-) -> Paths:
-    """The committed paths before the rows of a step.
-
-    Args:
-        texts_SL: the device state.
-        longest: tokens of the longest text.
-        grammar_RW: see `Paths`.
-    """
-    history_BL: Tensor | None = None
-    if sampling.needs_history:
-        history_BL = texts_SL[:, :longest].index_select(0, texts.rows_B)
-        places_L = torch.arange(longest, device=texts_SL.device)
-        history_BL = history_BL.masked_fill(places_L >= texts.num_tokens_B[:, None], -1)
-    return Paths(history_BL, texts.prompt_lens_B, texts.num_tokens_B, None, grammar_RW)
 
 
 class RequestSlot:

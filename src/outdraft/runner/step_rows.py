@@ -7,17 +7,10 @@ R rows whose logits are needed, S state rows, L tokens, W works.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import Tensor
-
-from outdraft.attention.rows import RowBatch, Span
+from outdraft.attention.rows import Span
 from outdraft.core.plan import Work
-from outdraft.kernels.decoder_ops import Choice, StatePlaces, StatesOf, StepRead, StepTask
-from outdraft.kernels.torch.rows import (
-    append_token_ids,
-    place_states,
-    read_token_ids,
-    shape_rows,
-)
+from outdraft.kernels.decoder_ops import StatePlaces, StatesOf, StepRead, StepTask
+from outdraft.kernels.torch.rows import append_token_ids, place_states, read_token_ids, shape_rows
 from outdraft.models.base import LanguageModel
 from outdraft.runner.state import Slots, StepTexts
 from outdraft.runner.verified_parts import PartToVerify, PartVerifier
@@ -58,7 +51,8 @@ def read_by_parts(model: LanguageModel, verifier: Verifier, task: StepTask) -> S
     if task.drafts is not None:
         drafts_BN = task.drafts.token_ids_BN.contiguous()
     if task.are_shaped:
-        placed = _shaped(placed, task)
+        assert task.drafts is not None
+        placed = shape_rows(task.drafts, placed)
     index_T, draft_index_T = placed.state_index_T, placed.draft_index_T
     ids_T = read_token_ids(texts_SL, drafts_BN, index_T, draft_index_T)
     states_RD, tapped_TKD = model.forward_tapped(
@@ -68,42 +62,22 @@ def read_by_parts(model: LanguageModel, verifier: Verifier, task: StepTask) -> S
         task.taps,
         None if task.states_of is StatesOf.ALL_ROWS else placed.logit_rows_R,
     )
-    choice: Choice | None = None
-    kept: StatePlaces | None = None
-    if task.chooser is not None:
-        wanted_RD = states_RD
-        if task.states_of is StatesOf.ALL_ROWS:
-            wanted_RD = with_logits(states_RD, placed.logit_rows_R)
-        assert task.drafts is not None
-        texts = StepTexts(*placed.extra)
-        of_all = PartToVerify((), task.drafts, task.chooser.sampling, texts, None)
-        parts = PartVerifier(model, verifier, texts_SL, max(task.facts[1]), task.width)
-        num_drafts = [len(span.parents) for span in spans if span.samples]
-        choice, _ = parts.verified(of_all, wanted_RD, num_drafts, chooses=True)
-        emitted_BN1 = choice.verdict.token_ids_BN1
-        append_token_ids(texts_SL, texts.rows_B, texts.num_tokens_B, emitted_BN1)
-        if task.window:
-            kept_rows_BN, row_len = choice.verdict.rows_BN, texts_SL.shape[1]
-            kept = place_states(placed, kept_rows_BN, row_len, task.window)
-    return StepRead(lambda: placed, states_RD, tapped_TKD, choice, kept)
-
-
-def with_logits(states_TD: Tensor, logit_rows_R: Tensor) -> Tensor:
-    """[R, D]: the states of the rows whose logits are needed."""
-    if len(logit_rows_R) == len(states_TD):
-        return states_TD
-    # Indexing by a tensor would wake OpenMP threads, which then keep the cores of ours.
-    return states_TD.index_select(0, logit_rows_R)
-
-
-def _shaped(placed: RowBatch, task: StepTask) -> RowBatch:
-    """Replace the rows' positions and ancestors by those that follow from the drafts' parents."""
+    read = StepRead(lambda: placed, task.states_of, states_RD, tapped_TKD)
+    if task.sampling is None:
+        return read
     assert task.drafts is not None
-    parents_BN, draft_index_T = task.drafts.parents_BN.contiguous(), placed.draft_index_T
-    positions_T, ancestors_T = shape_rows(
-        parents_BN, draft_index_T, placed.positions_T, placed.ancestors_T
-    )
-    return replace(placed, positions_T=positions_T, ancestors_T=ancestors_T)
+    texts = StepTexts(*placed.extra)
+    of_all = PartToVerify((), task.drafts, task.sampling, texts, None)
+    parts = PartVerifier(model, verifier, texts_SL, max(task.facts[1]), task.width)
+    num_drafts = [len(span.parents) for span in spans if span.samples]
+    choice, _ = parts.verified(of_all, read.logit_states_RD, num_drafts, chooses=True)
+    emitted_BN1 = choice.verdict.token_ids_BN1
+    append_token_ids(texts_SL, texts.rows_B, texts.num_tokens_B, emitted_BN1)
+    kept: StatePlaces | None = None
+    if task.window:
+        kept_rows_BN, row_len = choice.verdict.rows_BN, texts_SL.shape[1]
+        kept = place_states(placed, kept_rows_BN, row_len, task.window)
+    return replace(read, choice=choice, kept=kept)
 
 
 def _parents(work: Work) -> Sequence[int]:

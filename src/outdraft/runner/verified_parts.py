@@ -22,22 +22,8 @@ from outdraft.kernels.decoder_ops import Choice
 from outdraft.kernels.ops import choose_by_parts
 from outdraft.models.base import LanguageModel
 from outdraft.runner.logprobs import LogprobRows, concatenated_rows, emitted_logprobs
-from outdraft.runner.state import RequestSlot, StepTexts, committed_paths
+from outdraft.runner.state import RequestSlot, StepTexts
 from outdraft.verification.verifier import Verifier
-
-
-def step_parts(
-    model: LanguageModel, states_XD: Tensor, drafts: DraftBatch, num_drafts: Sequence[int]
-) -> Sequence[RequestPart | None]:
-    """The requests of a step whose logits exist at the same time; None: those of all.
-
-    Args:
-        states_XD: the model's, of any rows.
-        num_drafts: of each request.
-    """
-    is_padded = drafts.prob_rows_B is not None
-    parts = request_parts(num_drafts, logit_rows_of(model, states_XD), is_padded=is_padded)
-    return parts if len(parts) > 1 or is_padded else [None]
 
 
 def logit_rows_of(model: LanguageModel, states_XD: Tensor) -> int:
@@ -58,10 +44,10 @@ class GrammarMasks:
     masks_RW: Tensor
     is_end_BN: Tensor | None
 
-    def part(self, part: RequestPart) -> "GrammarMasks":
-        """The masks of some requests."""
-        is_end_BN = None if self.is_end_BN is None else self.is_end_BN[part.requests]
-        return GrammarMasks(self.masks_RW[part.rows], is_end_BN)
+    def part(self, requests: slice | Tensor, rows: slice | Tensor) -> "GrammarMasks":
+        """The masks of some requests, and of their rows."""
+        is_end_BN = None if self.is_end_BN is None else self.is_end_BN[requests]
+        return GrammarMasks(self.masks_RW[rows], is_end_BN)
 
 
 def masks_of(allowed: AllowedTokens, drafts: DraftBatch) -> GrammarMasks:
@@ -97,7 +83,7 @@ class PartToVerify(NamedTuple):
             self.drafts.part(part),
             self.sampling.part(part.requests),
             self.texts.of(part.requests),
-            None if self.masks is None else self.masks.part(part),
+            None if self.masks is None else self.masks.part(part.requests, part.rows),
         )
 
 
@@ -148,10 +134,14 @@ class PartVerifier(NamedTuple):
 
         Args:
             num_drafts: of each request.
-            chooses: a `Chooser` says all that the choice depends on.
+            chooses: the choice depends on logits and texts only, as in a `StepTask`.
         """
         made: list[Verified] = []
-        for part in step_parts(self.model, states_RD, of.drafts, num_drafts):
+        is_padded = of.drafts.prob_rows_B is not None
+        most_rows = logit_rows_of(self.model, states_RD)
+        parts = request_parts(num_drafts, most_rows, is_padded=is_padded)
+        # None: all requests.
+        for part in parts if len(parts) > 1 or is_padded else [None]:
             own, own_RD = of.of(part), states_RD if part is None else states_RD[part.rows]
             if chooses:
                 made.append((self._chosen(own, own_RD), None))
@@ -163,7 +153,7 @@ class PartVerifier(NamedTuple):
         """Verify by the raw logits of the rows, request after request."""
         kernels, masks = self.model.kernels, of.masks
         grammar_RW = masks.masks_RW if masks is not None else None
-        paths = committed_paths(self.texts_SL, of.texts, self.longest, of.sampling, grammar_RW)
+        paths = self._paths(of, grammar_RW)
         verdict = self.verifier.verify(logits_RV, of.drafts, of.sampling, paths)
         if masks is not None and masks.is_end_BN is not None:
             verdict = verdict.cut_behind(masks.is_end_BN[:, : of.drafts.width])
@@ -171,10 +161,19 @@ class PartVerifier(NamedTuple):
         emitted = emitted_logprobs(kernels, of.slots, logits_RV, wide, verdict, self.num_top)
         return Choice(verdict, kernels.finite_rows(logits_RV)), emitted
 
+    def _paths(self, of: PartToVerify, grammar_RW: Tensor | None = None) -> Paths:
+        """The committed paths before the rows; `grammar_RW`: see `Paths`."""
+        texts, history_BL = of.texts, None
+        if of.sampling.needs_history:
+            history_BL = self.texts_SL[:, : self.longest].index_select(0, texts.rows_B)
+            places_L = torch.arange(self.longest, device=history_BL.device)
+            history_BL = history_BL.masked_fill(places_L >= texts.num_tokens_B[:, None], -1)
+        return Paths(history_BL, texts.prompt_lens_B, texts.num_tokens_B, None, grammar_RW)
+
     def _chosen(self, of: PartToVerify, states_RD: Tensor) -> Choice:
         choose, paths = self.model.kernels.choose, None
         if of.sampling.needs_history:
-            paths = committed_paths(self.texts_SL, of.texts, self.longest, of.sampling)
+            paths = self._paths(of)
         if of.sampling.needs_history or self.model.vocabulary.group.size > 1:
             # Graphs have one shape, and texts grow. Ranks that share the vocabulary wait for each
             # other in between.

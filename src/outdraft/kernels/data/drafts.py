@@ -10,10 +10,10 @@ Dimension key: B requests, N at least as many as the most drafts of any request,
 with the root, R flat rows, K = N places of a path, L levels of a network, V vocabulary.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -139,15 +139,12 @@ class DraftBatch:
     def widened(self, width: int) -> "DraftBatch":
         """These drafts with `width` places for each request, at least as many as they have, and
         without the probabilities that they were drawn from."""
-        missing = width - self.width
-        if not missing:
-            return replace(self, probs_BNV=None, prob_rows_B=None)
-        pad = functools.partial(torch.nn.functional.pad, pad=(0, missing))
+        is_sampled_BN = self.is_sampled_BN
         return replace(
             self,
-            token_ids_BN=pad(self.token_ids_BN, value=-1),
-            parents_BN=pad(self.parents_BN),
-            is_sampled_BN=None if self.is_sampled_BN is None else pad(self.is_sampled_BN),
+            token_ids_BN=widened(self.token_ids_BN, width, -1),
+            parents_BN=widened(self.parents_BN, width, 0),
+            is_sampled_BN=None if is_sampled_BN is None else widened(is_sampled_BN, width, False),
             probs_BNV=None,
             prob_rows_B=None,
         )
@@ -159,8 +156,7 @@ class DraftBatch:
         if rows_B is None:
             return probs_MKV[part.requests, : part.width]
         probs_BNV = probs_MKV[rows_B[part.requests].clamp_min(0), : part.width]
-        missing = part.width - probs_BNV.shape[1]
-        return torch.nn.functional.pad(probs_BNV, (0, 0, 0, missing)) if missing else probs_BNV
+        return torch.nn.functional.pad(probs_BNV, (0, 0, 0, part.width - probs_BNV.shape[1]))
 
     @property
     def any_sampled(self) -> bool:
@@ -204,8 +200,7 @@ class Rule(IntEnum):
     TRAVERSAL = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Tokens that each request keeps. Everything stays on the device.
 
     Attributes:
@@ -222,29 +217,21 @@ class Verdict:
 
     def widened(self, width: int) -> "Verdict":
         """This verdict with `width` places for the drafts of each request."""
-        missing = width - self.rows_BN.shape[1]
-        if not missing:
-            return self
-        pad = functools.partial(torch.nn.functional.pad, pad=(0, missing), value=-1)
-        return Verdict(pad(self.token_ids_BN1), self.num_emitted_B, pad(self.rows_BN))
+        ids_BN1 = widened(self.token_ids_BN1, width + 1, -1)
+        return Verdict(ids_BN1, self.num_emitted_B, widened(self.rows_BN, width, -1))
 
     def first(self, num_requests: int) -> "Verdict":
         """The verdict about the first requests."""
-        tensors = self.token_ids_BN1, self.num_emitted_B, self.rows_BN
-        return Verdict(*[one[:num_requests] for one in tensors])
+        return Verdict(*[one[:num_requests] for one in self])
 
     def copied(self) -> "Verdict":
         """This verdict in new tensors."""
-        return Verdict(self.token_ids_BN1.clone(), self.num_emitted_B.clone(), self.rows_BN.clone())
+        return Verdict(*map(Tensor.clone, self))
 
     @classmethod
     def joined(cls, verdicts: Sequence["Verdict"]) -> "Verdict":
         """Join the requests of all, which have as many places for drafts."""
-        return cls(
-            torch.cat([one.token_ids_BN1 for one in verdicts]),
-            torch.cat([one.num_emitted_B for one in verdicts]),
-            torch.cat([one.rows_BN for one in verdicts]),
-        )
+        return cls(*map(torch.cat, zip(*verdicts, strict=True)))
 
     def cut_behind(self, is_end_BN: Tensor) -> "Verdict":
         """Emit nothing after the first accepted draft of `is_end_BN`: it becomes the last token.
@@ -337,3 +324,9 @@ def _jumps(drafts: DraftBatch) -> list[Tensor]:
         jumps.append(up_BN1)
         up_BN1 = up_BN1.gather(1, up_BN1)
     return jumps
+
+
+def widened(tensor_BK: Tensor, width: int, padding: float) -> Tensor:
+    """Pad the last dimension to that width; a tensor that has it stays."""
+    missing = width - tensor_BK.shape[-1]
+    return torch.nn.functional.pad(tensor_BK, (0, missing), value=padding) if missing else tensor_BK

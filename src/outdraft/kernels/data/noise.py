@@ -11,8 +11,8 @@ so that the draws of a level are independent.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ class Purpose(IntEnum):
     SAMPLE = 3
 
 
-@dataclass(frozen=True, slots=True)
-class NoiseKeys:
+class NoiseKeys(NamedTuple):
     """A key for each row, int64 [R].
 
     Attributes:
@@ -47,9 +46,8 @@ class NoiseKeys:
 
     def split(self, num_rows: int) -> "Iterator[NoiseKeys]":
         """Keys of `num_rows` rows each, in order; the last of fewer."""
-        columns = self.seeds_R, self.positions_R, self.purposes_R, self.anchors_R
-        for some in zip(*(column_R.split(num_rows) for column_R in columns), strict=True):
-            yield NoiseKeys(*some)
+        parts = (column_R.split(num_rows) for column_R in self)
+        return map(NoiseKeys._make, zip(*parts, strict=True))
 
     @classmethod
     def of(
@@ -62,13 +60,9 @@ class NoiseKeys:
         """
         if anchors_R is None and purpose in (Purpose.DRAFT, Purpose.ACCEPT):
             raise ValueError(f"noise of purpose {purpose.name} needs anchors")
-        purposes_R = torch.full_like(positions_R, int(purpose))
-        return cls(
-            seeds_R,
-            positions_R,
-            purposes_R,
-            torch.zeros_like(positions_R) if anchors_R is None else anchors_R,
-        )
+        if anchors_R is None:
+            anchors_R = torch.zeros_like(positions_R)
+        return cls(seeds_R, positions_R, torch.full_like(positions_R, int(purpose)), anchors_R)
 
 
 Gumbel = Callable[[NoiseKeys, int], Tensor]  # from keys and V to float32 [R, V]

@@ -133,29 +133,30 @@ class SamplingBatch:
         sampled = [one for one in params if not one.is_greedy]
         shares = [not one.is_greedy and (shares_noise or one.seed is not None) for one in params]
         top_ks = [_top_k(one, vocab_size) for one in params]
-        ints = [
-            (top_k, one.min_tokens, one.is_greedy, share)
-            for one, top_k, share in zip(params, top_ks, shares, strict=True)
-        ]
-        floats = [_floats(one) for one in params]
-        seeds = np.array([one.seed for one in rules], dtype=np.int64)
+        columns = {
+            "seeds_B": (np.int64, [one.seed for one in rules]),
+            "temperature_B": (
+                np.float32,
+                [1 if p.is_greedy else max(p.temperature, _LEAST_TEMPERATURE) for p in params],
+            ),
+            "is_greedy_B": (np.bool_, [one.is_greedy for one in params]),
+            "shares_noise_B": (np.bool_, shares),
+            "top_k_B": (np.int64, top_ks),
+            "top_p_B": (np.float32, [1 if one.is_greedy else one.top_p for one in params]),
+            "min_p_B": (np.float32, [0 if one.is_greedy else one.min_p for one in params]),
+            "repetition_B": (
+                np.float32,
+                [max(one.repetition_penalty, _LEAST_PENALTY) for one in params],
+            ),
+            "presence_B": (np.float32, [one.presence_penalty for one in params]),
+            "frequency_B": (np.float32, [one.frequency_penalty for one in params]),
+            "min_tokens_B": (np.int64, [one.min_tokens for one in params]),
+        }
         device = torch.device(device)
-        seeds_B, ints_CB, floats_CB = to_device(
-            [seeds, _columns(ints, 4, np.int64), _columns(floats, 6, np.float32)], device
-        )
+        arrays = [np.array(numbers, dtype=dtype) for dtype, numbers in columns.values()]
         return cls(
             vocab_size=vocab_size,
-            seeds_B=seeds_B,
-            top_k_B=ints_CB[0],
-            min_tokens_B=ints_CB[1],
-            is_greedy_B=ints_CB[2] != 0,
-            shares_noise_B=ints_CB[3] != 0,
-            temperature_B=floats_CB[0],
-            top_p_B=floats_CB[1],
-            min_p_B=floats_CB[2],
-            repetition_B=floats_CB[3],
-            presence_B=floats_CB[4],
-            frequency_B=floats_CB[5],
+            **dict(zip(columns, to_device(arrays, device), strict=True)),
             allowed=_token_sets([one.allowed_token_ids or () for one in params], device),
             bad_words=_bad_words([one.bad_words for one in rules], device),
             stops=_token_sets([one.stop_ids for one in rules], device),
@@ -242,12 +243,7 @@ class SamplingBatch:
     @cached_property
     def is_plain_greedy(self) -> bool:
         """Every request wants the argmax of the raw logits."""
-        return self.all_greedy and self.needs_logits_only
-
-    @cached_property
-    def needs_logits_only(self) -> bool:
-        """Before temperature and cuts nothing changes the logits."""
-        return self.has_penalties_at_most and not self.needs_penalties
+        return self.all_greedy and self.has_penalties_at_most and not self.needs_penalties
 
     @cached_property
     def has_penalties_at_most(self) -> bool:
@@ -310,22 +306,6 @@ def _rounded_top_k(top_ks: Sequence[int], vocab_size: int) -> int:
     """The largest that is on, up to a power of two; 0: all are off."""
     largest = max((k for k in top_ks if k < vocab_size), default=0)
     return min(1 << (largest - 1).bit_length(), vocab_size) if largest else 0
-
-
-def _floats(params: SamplingParams) -> tuple[float, ...]:
-    return (
-        1.0 if params.is_greedy else max(params.temperature, _LEAST_TEMPERATURE),
-        1.0 if params.is_greedy else params.top_p,
-        0.0 if params.is_greedy else params.min_p,
-        max(params.repetition_penalty, _LEAST_PENALTY),
-        params.presence_penalty,
-        params.frequency_penalty,
-    )
-
-
-def _columns(rows: Sequence[Sequence[float]], number: int, dtype: type[np.generic]) -> np.ndarray:
-    """[C, B], of B rows of C numbers."""
-    return np.ascontiguousarray(np.array(rows, dtype=dtype).reshape(len(rows), number).T)
 
 
 def _token_sets(sets: Sequence[Sequence[int]], device: torch.device) -> TokenSets | None:

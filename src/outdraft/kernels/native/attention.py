@@ -4,6 +4,7 @@ Dimension key: as in attention/base.py; B requests, P blocks of a request.
 """
 
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,20 @@ _NO_LIMIT = 1 << 30  # longer than any text
 def limit(positions: int | None) -> int:
     """A window or a chunk as the library reads it."""
     return _NO_LIMIT if positions is None else min(positions, _NO_LIMIT)
+
+
+def batch_fields(metadata: AttentionMetadata) -> dict[str, Any]:
+    """The fields of a batch of rows that `AttentionBatch` and `DecoderRows` of csrc share."""
+    return {
+        "query_start": metadata.query_start_B1,
+        "context_lens": metadata.context_lens_B,
+        "num_causal": metadata.num_causal_B,
+        "ancestors": metadata.ancestors_T,
+        "positions": metadata.positions_T,
+        "block_table": metadata.block_table_BP,
+        "num_requests": metadata.context_lens_B.shape[0],
+        "table_stride": metadata.block_table_BP.shape[1],
+    }
 
 
 class NativeAttention:
@@ -53,11 +68,7 @@ class NativeAttention:
             )
 
     def attend(
-        self,
-        q_THC: Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        form: AttentionForm,
+        self, q_THC: Tensor, cache: LayerCache, metadata: AttentionMetadata, form: AttentionForm
     ) -> Tensor:
         assert cache.v_PSGE.dtype is cache.k_PSGC.dtype
         q_THC = with_dense_rows(q_THC)
@@ -70,14 +81,8 @@ class NativeAttention:
             out=out_THE,
             k=cache.k_PSGC,
             v=cache.v_PSGE,
-            query_start=metadata.query_start_B1,
-            context_lens=metadata.context_lens_B,
-            num_causal=metadata.num_causal_B,
-            ancestors=metadata.ancestors_T,
-            positions=metadata.positions_T,
-            block_table=metadata.block_table_BP,
+            **batch_fields(metadata),
             sinks=None if form.sinks_H is None else form.sinks_H.float(),
-            num_requests=metadata.context_lens_B.shape[0],
             num_rows=num_rows,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -85,7 +90,6 @@ class NativeAttention:
             value_size=value_size,
             block_size=block_size,
             q_stride=q_THC.stride(0),
-            table_stride=metadata.block_table_BP.shape[1],
             window=limit(form.window),
             chunk=limit(form.chunk),
             scale=form.scale,

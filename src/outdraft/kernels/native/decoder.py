@@ -17,12 +17,12 @@ from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.data.logits import most_logit_rows
 from outdraft.kernels.decoder_ops import DecoderPass, DecoderSpec, LayerSpec, StepRead, StepTask
 from outdraft.kernels.draft_ops import BlockSpec, Growth, UnreadTexts
-from outdraft.kernels.native.attention import limit
-from outdraft.kernels.native.drafting import NativeDrafting
+from outdraft.kernels.native.attention import batch_fields, limit
+from outdraft.kernels.native.drafting import draft_task, unread_texts
 from outdraft.kernels.native.library import Struct, Team
-from outdraft.kernels.native.linear import weights_of
+from outdraft.kernels.native.linear import float32, weights_of
 from outdraft.kernels.native.ranks import RankLink, shares_memory
-from outdraft.kernels.native.step import NativeStep
+from outdraft.kernels.native.step import step_task
 from outdraft.kernels.products import Product, RowParallel, VocabParallel
 from outdraft.kernels.torch.decoder import TorchDecoder
 
@@ -35,7 +35,7 @@ class NativeDecoder:
     """
 
     def __init__(self, team: Team, spec: DecoderSpec) -> None:
-        self._spec, self._team = spec, team
+        self._spec, self._team, self._library = spec, team, team.library
         self._dtype = spec.embedding.dtype
         self._link = None if spec.shard is None else RankLink(spec.shard.group)
         self._native_spec = self._describe()
@@ -45,7 +45,8 @@ class NativeDecoder:
         self._forward, self._logits = long("decoder_forward"), long("decoder_logits")
         self._best_tokens = long("decoder_best_tokens")
         self._write_context = long("decoder_write_context")
-        self._drafting, self._step = NativeDrafting(team.library), NativeStep(team.library)
+        self._step, self._draft = long("decoder_step"), long("decoder_draft")
+        self._draft_block = long("block_draft")
         self._bound: dict[tuple[int, ...], int] = {}
         # For what needs no caches.
         self._unbound = self._create(self._native_spec, [0] * 2 * len(spec.layers), 1)
@@ -66,19 +67,12 @@ class NativeDecoder:
             return states_TD.index_select(0, wanted_R), tapped_TKD
         num_rows, size = token_ids_T.shape[0], self._spec.embedding.size
         num_wanted = num_rows if wanted_R is None else wanted_R.shape[0]
-        rows = self._team.library.struct(
+        rows = self._library.struct(
             "DecoderRows",
             token_ids=token_ids_T,
-            positions=metadata.positions_T,
             slots=metadata.slots_T,
-            query_start=metadata.query_start_B1,
-            context_lens=metadata.context_lens_B,
-            num_causal=metadata.num_causal_B,
-            ancestors=metadata.ancestors_T,
-            block_table=metadata.block_table_BP,
+            **batch_fields(metadata),
             num_rows=num_rows,
-            num_requests=metadata.context_lens_B.shape[0],
-            table_stride=metadata.block_table_BP.shape[1],
             wanted=wanted_R,
             num_wanted=num_wanted,
         )
@@ -87,8 +81,7 @@ class NativeDecoder:
         assert states_TD is None or states_TD.dtype is self._dtype
         handle = self.handle(caches)
         is_valid = self._forward(handle, rows, states_TD, taps, len(taps), tapped_TKD, out_RD)
-        self._settle()
-        assert is_valid, "a token or a position is out of its table"
+        self._settle(is_valid)
         return out_RD, tapped_TKD
 
     def logits(self, states_RD: Tensor) -> Tensor:
@@ -128,8 +121,10 @@ class NativeDecoder:
     def step(self, task: StepTask) -> StepRead | None:
         if self._link is not None or not self._keeps_logits(task):
             return None
-        size = self._spec.embedding.size
-        return self._step.read(self.handle(task.caches), task, size, self._dtype)
+        native, read = step_task(self._library, task, self._spec.embedding.size, self._dtype)
+        is_valid = self._step(self.handle(task.caches), native)
+        self._settle(is_valid)
+        return read
 
     def draft(self, unread: UnreadTexts, growth: Growth) -> DraftBatch:
         reads_as_many, num_outputs = self._spec.draft_ids_N is not None, self._num_columns
@@ -138,16 +133,45 @@ class NativeDecoder:
             assert isinstance(self._spec.head, VocabParallel)
             num_outputs = self._spec.head.shard.num_tokens
         assert reads_as_many or num_outputs == growth.sampling.vocab_size
-        handle = self.handle(unread.caches)
-        return self._drafting.draft(handle, unread, growth, self._dtype, self._link)
+        task, drafts = draft_task(self._library, growth)
+        shares = None
+        if self._link is not None:
+            shares = self._library.struct(
+                "DraftShares",
+                num_requests=len(growth.num_drafts_G),
+                counts=growth.shares.counts,
+                num_drafts=growth.num_drafts_G,
+            )
+        texts = unread_texts(self._library, unread, self._dtype)
+        is_valid = self._draft(self.handle(unread.caches), task, texts, shares)
+        self._settle(is_valid)
+        return drafts
 
     def draft_block(
         self, spec: BlockSpec, unread: UnreadTexts, growth: Growth
     ) -> DraftBatch | None:
         if self._link is not None:
             return None
-        handle = self.handle(unread.caches)
-        return self._drafting.draft_block(handle, spec, unread, growth, self._dtype)
+        task, drafts = draft_task(self._library, growth)
+        embedding_VM = spec.pair_embedding_VM
+        assert embedding_VM is None or embedding_VM.dtype is self._dtype
+        block = self._library.struct(
+            "BlockSpec",
+            num_rows=spec.num_rows,
+            first_draft=spec.first_draft,
+            mask_token=spec.mask_token_id,
+            is_causal=spec.is_causal,
+            context=weights_of(spec.context),
+            pair_embedding=embedding_VM,
+            pairs=spec.pairs and weights_of(spec.pairs),
+            confidence=spec.confidence and weights_of(spec.confidence),
+            confidence_reads_token=spec.confidence_reads_token,
+            pair_rank=0 if embedding_VM is None else embedding_VM.shape[1],
+        )
+        texts = unread_texts(self._library, unread, self._dtype)
+        is_valid = self._draft_block(self.handle(unread.caches), task, texts, block)
+        self._settle(is_valid)
+        return drafts
 
     def handle(self, caches: Sequence[LayerCache]) -> int:
         """Address of the `Decoder` with these caches; it lives as long as they do."""
@@ -167,7 +191,7 @@ class NativeDecoder:
 
     def _keeps_logits(self, task: StepTask) -> bool:
         """One call may have the logits of all rows that it chooses by, as a part has."""
-        if task.chooser is None or task.chooser.sampling.is_plain_greedy:
+        if task.sampling is None or task.sampling.is_plain_greedy:
             return True  # it has those of few rows at a time
         num_rows = sum([1 + len(span.parents) for span in task.spans if span.samples])
         most = most_logit_rows(self._num_columns, torch.float32, task.token_ids_SL.device)
@@ -176,13 +200,15 @@ class NativeDecoder:
     def _unbind(self, key: tuple[int, ...]) -> None:
         self._destroy(self._bound.pop(key))
 
-    def _settle(self) -> None:
-        """Raises RanksError if another rank did not answer in a call."""
+    def _settle(self, is_valid: object = True) -> None:
+        """Raises RanksError if another rank did not answer in a call; AssertionError if the call
+        found wrong inputs."""
         if self._link is not None:
             self._link.settle()
+        assert is_valid, "a token or a position is out of its table"
 
     def _describe(self) -> Struct:
-        spec, entry, struct = self._spec, self._spec.entry, self._team.library.struct
+        spec, entry, struct = self._spec, self._spec.entry, self._library.struct
         table, source = spec.embedding, spec.embedding.source
         is_table = isinstance(source, Tensor)
         assert not is_table or source.dtype is self._dtype
@@ -204,10 +230,10 @@ class NativeDecoder:
             embedding_codes=None if is_table else weights_of(source),
             num_own_tokens=table.num_tokens,
             cos_sin=spec.cos_sin_MC,
-            final_norm=_vector(spec.final_norm_D),
+            final_norm=float32(spec.final_norm_D),
             layers=[struct("DecoderLayer", **_layer_fields(layer)) for layer in spec.layers],
             head=weights_of(spec.head),
-            head_norm=_vector(spec.head_norm_D),
+            head_norm=float32(spec.head_norm_D),
             draft_ids=spec.draft_ids_N,
             num_first_drafts=spec.num_first_drafts,
         )
@@ -216,8 +242,8 @@ class NativeDecoder:
                 reads_states=True,
                 adds_to_normed=entry.adds_to_normed,
                 leaves_out_first=entry.leaves_out_first,
-                token_norm=_vector(entry.token_norm_D),
-                state_norm=_vector(entry.state_norm_D),
+                token_norm=float32(entry.token_norm_D),
+                state_norm=float32(entry.state_norm_D),
                 fc=entry.fc and weights_of(entry.fc),
             )
         if spec.shard is not None and self._link is not None:
@@ -258,9 +284,5 @@ def _layer_fields(layer: LayerSpec) -> dict[str, Any]:
     return {
         "window": limit(layer.window),
         **{name: weights_of(product) for name, product in products.items()},
-        **{name: _vector(numbers) for name, numbers in vectors.items()},
+        **{name: float32(numbers) for name, numbers in vectors.items()},
     }
-
-
-def _vector(numbers: Tensor | None) -> Tensor | None:
-    return None if numbers is None else numbers.detach().float()

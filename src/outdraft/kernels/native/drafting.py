@@ -13,7 +13,6 @@ from torch import Tensor
 from outdraft.kernels import draft_ops
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.draft_ops import (
-    BlockSpec,
     DraftGrower,
     DraftStart,
     DrawnLevel,
@@ -25,8 +24,6 @@ from outdraft.kernels.draft_ops import (
     side_shares,
 )
 from outdraft.kernels.native.library import Library, Struct
-from outdraft.kernels.native.linear import weights_of
-from outdraft.kernels.native.ranks import RankLink
 from outdraft.kernels.native.sampling import cut_columns
 
 _DRAWN, _RANKED_WITH_NOISE = 1, 2  # `Kind` of csrc/growth.h; 0: ranked
@@ -34,14 +31,12 @@ _SIDE_SHARES = torch.tensor(side_shares(64))  # a level has no more rows
 
 
 class NativeDrafting:
-    """Levels of trees (csrc/drawn_level.cpp), and whole drafts: of a decoder in one call, of other
-    networks level by level."""
+    """Levels of trees (csrc/drawn_level.cpp), and whole drafts of networks that give the logits of
+    one level after the other."""
 
     def __init__(self, library: Library) -> None:
         self._library, self._place_level = library, library.function("place_level")
         self._draw_level = library.function("draw_level", releases_gil=True)
-        self._draft = library.function("decoder_draft", releases_gil=True)
-        self._draft_block = library.function("block_draft", releases_gil=True)
         self._create, self._destroy = (
             library.function(f"growth_{verb}") for verb in ("create", "destroy")
         )
@@ -80,71 +75,8 @@ class NativeDrafting:
         )
         return ancestors_T, positions_T, slots_T
 
-    def draft(
-        self,
-        decoder: int,
-        unread: UnreadTexts,
-        growth: Growth,
-        dtype: torch.dtype,
-        link: RankLink | None = None,
-    ) -> DraftBatch:
-        """Draft in one call.
-
-        Args:
-            decoder: address of the `Decoder`.
-            dtype: of its states.
-            link: to the other ranks of a decoder that is spread.
-
-        Raises:
-            RanksError: another rank did not answer.
-        """
-        task, drafts = self._task(growth)
-        shares = None
-        if link is not None:
-            num_drafts_G = growth.num_drafts_G
-            shares = self._library.struct(
-                "DraftShares",
-                num_requests=len(num_drafts_G),
-                counts=growth.shares.counts,
-                num_drafts=num_drafts_G,
-            )
-        is_valid = self._draft(decoder, task, self._unread(unread, dtype), shares)
-        if link is not None:
-            link.settle()
-        assert is_valid, "a token or a position is out of its table"
-        return drafts
-
-    def draft_block(
-        self,
-        decoder: int,
-        spec: BlockSpec,
-        unread: UnreadTexts,
-        growth: Growth,
-        dtype: torch.dtype,
-    ) -> DraftBatch:
-        """Draft a block in one call, with the `Decoder` of this address."""
-        task, drafts = self._task(growth)
-        embedding_VM = spec.pair_embedding_VM
-        assert embedding_VM is None or embedding_VM.dtype is dtype
-        block = self._library.struct(
-            "BlockSpec",
-            num_rows=spec.num_rows,
-            first_draft=spec.first_draft,
-            mask_token=spec.mask_token_id,
-            is_causal=spec.is_causal,
-            context=weights_of(spec.context),
-            pair_embedding=embedding_VM,
-            pairs=spec.pairs and weights_of(spec.pairs),
-            confidence=spec.confidence and weights_of(spec.confidence),
-            confidence_reads_token=spec.confidence_reads_token,
-            pair_rank=0 if embedding_VM is None else embedding_VM.shape[1],
-        )
-        is_valid = self._draft_block(decoder, task, self._unread(unread, dtype), block)
-        assert is_valid, "a token or a position is out of its table"
-        return drafts
-
     def grow(self, levels: TreeLevels, growth: Growth, by_levels: DraftGrower) -> DraftBatch:
-        (task, drafts), num_requests = self._task(growth), len(growth.num_tokens_B)
+        (task, drafts), num_requests = draft_task(self._library, growth), len(growth.num_tokens_B)
         handle = self._create(task)
         try:
             first_row, frontier = 0, None
@@ -160,89 +92,91 @@ class NativeDrafting:
             self._destroy(handle)
         return drafts
 
-    def _task(self, growth: Growth) -> tuple[Struct, DraftBatch]:
-        """The task of a call, and the drafts that it writes.
 
-        Raises:
-            ValueError: the vocabulary cannot fill a level.
-        """
-        sampling, shape, stops = growth.sampling, growth.shape, growth.stops
-        num_requests = len(growth.num_tokens_B)
-        shape_BK = num_requests, shape.num_rows
-        for num_nodes, num_rows in zip((1, *shape.levels), shape.levels, strict=False):
-            _check_level(num_nodes, num_rows, sampling.vocab_size)
-        draws = growth.samples and sampling.any_draws
-        is_drawn_BK = torch.empty(shape_BK, dtype=torch.bool)
-        drafts = DraftBatch(
-            torch.empty(shape_BK, dtype=torch.int64),
-            torch.empty(shape_BK, dtype=torch.int64),
-            growth.num_drafts_B if stops is None else torch.empty(num_requests, dtype=torch.int64),
-            torch.empty(*shape_BK, sampling.vocab_size) if draws else None,
-            is_drawn_BK if draws else None,
-            is_chain=shape.is_chain,
-            sampled_trees=not shape.is_chain,
-            all_sampled=draws and sampling.all_draw,
-            margins_BL=None if stops is None else torch.empty(num_requests, shape.depth),
-        )
-        fields: dict[str, Any] = {}
-        if stops is not None:
-            assert stops.weights_BL.shape == (len(growth.num_drafts_G), shape.depth)
-            fields = {
-                "weights": stops.weights_BL,
-                "biases": stops.biases_BL,
-                "price": stops.price_B,
-                "has_rule": stops.has_rule_B,
-                "room": int(stops.room_1),
-                "margins": drafts.margins_BL,
-                "num_drafted": drafts.num_drafts_B,
-            }
-        task = self._library.struct(
-            "DraftTask",
-            num_requests=num_requests,
-            num_levels=shape.depth,
-            num_rows=shape.num_rows,
-            size=sampling.vocab_size,
-            levels=shape.levels,
-            **_worth(0),  # each level sets the number of shares
-            num_tokens=growth.num_tokens_B,
-            num_drafts=growth.num_drafts_B,
-            seeds=sampling.seeds_B,
-            kinds=_kinds(growth),
-            is_greedy=sampling.is_greedy_B,
-            **cut_columns(sampling),
-            allowed=sampling.allowed_BV,
-            bias=sampling.bias_BV,
-            token_ids=drafts.token_ids_BN,
-            parents=drafts.parents_BN,
-            is_drawn=is_drawn_BK,
-            probs=drafts.probs_BNV,
-            **fields,
-        )
-        return task, drafts
+def draft_task(library: Library, growth: Growth) -> tuple[Struct, DraftBatch]:
+    """The task of a call, and the drafts that it writes.
 
-    def _unread(self, unread: UnreadTexts, dtype: torch.dtype) -> Struct:
-        """`dtype`: of the states that the network reads."""
-        table_width = max([len(span.block_ids) for span in unread.spans])
-        numbers, blocks = array("q"), array("i")
-        num_skipped = unread.num_skipped or [0] * len(unread.spans)
-        for (context_len, count, _, block_ids, text_start, _), skipped in zip(
-            unread.spans, num_skipped, strict=True
-        ):
-            numbers.extend((context_len, count, text_start, skipped))
-            blocks.extend(block_ids)
-            blocks.extend([0] * (table_width - len(block_ids)))
-        features_NF = unread.features_NF
-        assert features_NF is None or features_NF.dtype is dtype
-        return self._library.struct(
-            "UnreadTexts",
-            spans=torch.frombuffer(numbers, dtype=torch.int64),
-            places=unread.places,
-            texts=unread.token_ids_SL,
-            features=features_NF,
-            block_table=torch.frombuffer(blocks, dtype=torch.int32),
-            table_width=table_width,
-            block_size=unread.block_size,
-        )
+    Raises:
+        ValueError: the vocabulary cannot fill a level.
+    """
+    sampling, shape, stops = growth.sampling, growth.shape, growth.stops
+    num_requests = len(growth.num_tokens_B)
+    shape_BK = num_requests, shape.num_rows
+    for num_nodes, num_rows in zip((1, *shape.levels), shape.levels, strict=False):
+        _check_level(num_nodes, num_rows, sampling.vocab_size)
+    draws = growth.samples and sampling.any_draws
+    is_drawn_BK = torch.empty(shape_BK, dtype=torch.bool)
+    drafts = DraftBatch(
+        torch.empty(shape_BK, dtype=torch.int64),
+        torch.empty(shape_BK, dtype=torch.int64),
+        growth.num_drafts_B if stops is None else torch.empty(num_requests, dtype=torch.int64),
+        torch.empty(*shape_BK, sampling.vocab_size) if draws else None,
+        is_drawn_BK if draws else None,
+        is_chain=shape.is_chain,
+        sampled_trees=not shape.is_chain,
+        all_sampled=draws and sampling.all_draw,
+        margins_BL=None if stops is None else torch.empty(num_requests, shape.depth),
+    )
+    fields: dict[str, Any] = {}
+    if stops is not None:
+        assert stops.weights_BL.shape == (len(growth.num_drafts_G), shape.depth)
+        fields = {
+            "weights": stops.weights_BL,
+            "biases": stops.biases_BL,
+            "price": stops.price_B,
+            "has_rule": stops.has_rule_B,
+            "room": int(stops.room_1),
+            "margins": drafts.margins_BL,
+            "num_drafted": drafts.num_drafts_B,
+        }
+    task = library.struct(
+        "DraftTask",
+        num_requests=num_requests,
+        num_levels=shape.depth,
+        num_rows=shape.num_rows,
+        size=sampling.vocab_size,
+        levels=shape.levels,
+        **_worth(0),  # each level sets the number of shares
+        num_tokens=growth.num_tokens_B,
+        num_drafts=growth.num_drafts_B,
+        seeds=sampling.seeds_B,
+        kinds=_kinds(growth),
+        is_greedy=sampling.is_greedy_B,
+        **cut_columns(sampling),
+        allowed=sampling.allowed_BV,
+        bias=sampling.bias_BV,
+        token_ids=drafts.token_ids_BN,
+        parents=drafts.parents_BN,
+        is_drawn=is_drawn_BK,
+        probs=drafts.probs_BNV,
+        **fields,
+    )
+    return task, drafts
+
+
+def unread_texts(library: Library, unread: UnreadTexts, dtype: torch.dtype) -> Struct:
+    """`dtype`: of the states that the network reads."""
+    table_width = max([len(span.block_ids) for span in unread.spans])
+    numbers, blocks = array("q"), array("i")
+    num_skipped = unread.num_skipped or [0] * len(unread.spans)
+    for (context_len, count, _, block_ids, text_start, _), skipped in zip(
+        unread.spans, num_skipped, strict=True
+    ):
+        numbers.extend((context_len, count, text_start, skipped))
+        blocks.extend(block_ids)
+        blocks.extend([0] * (table_width - len(block_ids)))
+    features_NF = unread.features_NF
+    assert features_NF is None or features_NF.dtype is dtype
+    return library.struct(
+        "UnreadTexts",
+        spans=torch.frombuffer(numbers, dtype=torch.int64),
+        places=unread.places,
+        texts=unread.token_ids_SL,
+        features=features_NF,
+        block_table=torch.frombuffer(blocks, dtype=torch.int32),
+        table_width=table_width,
+        block_size=unread.block_size,
+    )
 
 
 def _worth(num_shares: int) -> dict[str, Any]:

@@ -35,22 +35,14 @@ INSTRUCTION_SETS = {
 }
 
 
-_NUMBERS: dict[str, Any] = {
-    "bool": ctypes.c_bool,
-    "int32": ctypes.c_int32,
-    "uint32": ctypes.c_uint32,
-    "int64": ctypes.c_int64,
-    "uint64": ctypes.c_uint64,
-    "float32": ctypes.c_float,
-    "float64": ctypes.c_double,
-}
-_DTYPES = {
-    "bool": torch.bool,
-    "int32": torch.int32,
-    "uint32": torch.int32,  # a mask of bits
-    "int64": torch.int64,
-    "float32": torch.float32,
-    "float64": torch.float64,
+_NUMBERS: dict[str, tuple[Any, torch.dtype | None]] = {
+    "bool": (ctypes.c_bool, torch.bool),
+    "int32": (ctypes.c_int32, torch.int32),
+    "uint32": (ctypes.c_uint32, torch.int32),  # a mask of bits
+    "int64": (ctypes.c_int64, torch.int64),
+    "uint64": (ctypes.c_uint64, None),
+    "float32": (ctypes.c_float, torch.float32),
+    "float64": (ctypes.c_double, torch.float64),
 }
 
 
@@ -71,7 +63,7 @@ class Pointer:
     def __init__(self, kind: str) -> None:
         """`kind`: as in csrc/export.h, such as "const int64*" or "any*"."""
         self._is_read, self._kind = kind.startswith("const "), kind.removeprefix("const ")[:-1]
-        self._dtype = _DTYPES.get(self._kind)
+        _, self._dtype = _NUMBERS.get(self._kind, (None, None))
 
     def address(self, value: Any) -> tuple[int | None, object]:
         """The address, and what it points to; None is 0, and a number is one already."""
@@ -130,7 +122,8 @@ def _number_type(kind: str) -> Any:
     if kind.endswith("*"):
         return ctypes.c_void_p
     kind, _, length = kind.removesuffix("]").partition("[")
-    return _NUMBERS[kind] * int(length) if length else _NUMBERS[kind]
+    number, _ = _NUMBERS[kind]
+    return number * int(length) if length else number
 
 
 def _converter(kind: str) -> Any:
@@ -261,12 +254,7 @@ class Team:
         end.atexit = False  # the process ends them
 
 
-@functools.cache
-def shared_team(library_name: str, num_threads: int) -> Team:
-    """The team of this process, for a library."""
-    library = open_library(library_name)
-    assert library is not None
-    return Team(library, num_threads)
+shared_team = functools.cache(Team)  # of this process, for a library
 
 
 class Limits:

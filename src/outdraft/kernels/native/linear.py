@@ -60,7 +60,7 @@ class NativeLinear:
         kept = quantization or fitting
         handle = self._pack(
             *(self.team.address, _format(kept), kept.group_inputs, kept.has_zero),
-            *(*weight, _float32(bias_E), self.meets_bytes),
+            *(*weight, float32(bias_E), self.meets_bytes),
         )
         return NativeProduct(self, handle, kept, (len(rows_E), parts_ED[0].shape[1]), dtype)
 
@@ -70,7 +70,7 @@ class NativeLinear:
         """Scales and shifts of codes are kept in the first dtype of _SCALES that holds all."""
         if isinstance(weight, BlockWeight):
             return self._pack_blocks(weight, bias_E, dtype)
-        numbers = [_float32(weight.scales_EN), _float32(weight.shifts_EN)]
+        numbers = [float32(weight.scales_EN), float32(weight.shifts_EN)]
         fitting = (
             kind
             for kind, scale in enumerate(_SCALES)
@@ -81,7 +81,7 @@ class NativeLinear:
         handle = self._pack_codes(
             *(self.team.address, _format(weight.format), weight.format.group_inputs, scale_kind),
             *(weight.codes_ED, *numbers, DTYPES[dtype], num_outputs, num_inputs),
-            *(_float32(bias_E), self.meets_bytes),
+            *(float32(bias_E), self.meets_bytes),
         )
         return NativeProduct(self, handle, weight.format, (num_outputs, num_inputs), dtype)
 
@@ -100,7 +100,7 @@ class NativeLinear:
             *(self.team.address, len(parts)),
             [BLOCK_FORMATS.index(part.format) for part, _ in parts],
             [len(addresses_E) for _, addresses_E in parts],
-            *(addresses_E, num_inputs, _float32(bias_E), self.meets_bytes),
+            *(addresses_E, num_inputs, float32(bias_E), self.meets_bytes),
         )
         return NativeProduct(self, handle, weight.format, (len(addresses_E), num_inputs), dtype)
 
@@ -180,21 +180,8 @@ class NativeExperts:
     ) -> None:
         self._dtype = weights.dtype
 
-        def pack(
-            weight: Tensor | Sequence[Tensor] | Codes, biases_XE: Tensor | None, expert: int
-        ) -> NativeProduct:
-            bias_E = None if biases_XE is None else biases_XE[expert]
-            if isinstance(weight, Codes):
-                return linear.pack_codes(weight, bias_E, weights.dtype)
-            return linear.pack_linear(weight, bias_E, quantization)
-
-        self._gate_up_X, self._down_X = (
-            [pack(weight, biases_XE, expert) for expert, weight in enumerate(weights_X)]
-            for weights_X, biases_XE in (
-                (weights.gate_up_X, weights.gate_up_bias_XE),
-                (weights.down_X, weights.down_bias_XD),
-            )
-        )
+        pack_linear = partial(linear.pack_linear, quantization=quantization)
+        self._gate_up_X, self._down_X = weights.packed(pack_linear, linear.pack_codes)
         for of_one_kind in (self._gate_up_X, self._down_X):
             formats = {product.format for product in of_one_kind}
             if len(formats) > 1 and formats & set(QUANTIZATIONS):
@@ -260,7 +247,8 @@ def _format(kept: WeightFormat) -> int:
     return _FORMATS[kept.split("-")[0]]
 
 
-def _float32(numbers: Tensor | None) -> Tensor | None:
+def float32(numbers: Tensor | None) -> Tensor | None:
+    """The numbers as the library reads them."""
     return None if numbers is None else numbers.detach().float()
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from outdraft.attention.rows import RowBatch, Span
 from outdraft.kernels.data.drafts import DraftBatch
-from outdraft.kernels.decoder_ops import Choice, Chooser, StatePlaces, StatesOf, StepRead, StepTask
-from outdraft.kernels.native.library import Library
+from outdraft.kernels.data.sampling import SamplingBatch
+from outdraft.kernels.decoder_ops import Choice, StatePlaces, StatesOf, StepRead, StepTask
+from outdraft.kernels.native.library import Library, Struct
 from outdraft.kernels.native.sampling import blank_verdict, cut_columns, penalty_columns
 
 _LIKELIEST, _BY_RULE = 1, 2  # `Chooses` of csrc/step.cpp
@@ -98,11 +99,7 @@ class NativeRows:
         self._copy_rows = library.function("copy_rows")
 
     def place_rows(
-        self,
-        spans: Sequence[Span],
-        extra: Sequence[Sequence[int]],
-        block_size: int,
-        width: int,
+        self, spans: Sequence[Span], extra: Sequence[Sequence[int]], block_size: int, width: int
     ) -> RowBatch:
         arrays = RowArrays(spans, extra, block_size, width)
         counts = self._library.struct("RowCounts", **arrays.counts)
@@ -110,11 +107,7 @@ class NativeRows:
         return arrays.rows()
 
     def copy_rows(
-        self,
-        to_ND: Tensor,
-        places_R: Tensor | None,
-        from_TD: Tensor,
-        rows_R: Tensor | None = None,
+        self, to_ND: Tensor, places_R: Tensor | None, from_TD: Tensor, rows_R: Tensor | None = None
     ) -> None:
         assert to_ND.dtype is from_TD.dtype, "rows of two dtypes"
         listed_R = places_R if places_R is not None else rows_R
@@ -123,72 +116,65 @@ class NativeRows:
         self._copy_rows(len(listed_R), row_bytes, to_ND, places_R, from_TD, rows_R)
 
 
-class NativeStep:
-    """Steps of decoders that are whole."""
+def step_task(
+    library: Library, task: StepTask, size: int, dtype: torch.dtype
+) -> tuple[Struct, StepRead]:
+    """The task of a call, and the results that it writes.
 
-    def __init__(self, library: Library) -> None:
-        self._library = library
-        self._step = library.function("decoder_step", releases_gil=True)
-
-    def read(self, decoder: int, task: StepTask, size: int, dtype: torch.dtype) -> StepRead:
-        """Read a step's rows, and choose by them, in one call.
-
-        Args:
-            decoder: address of the `Decoder`.
-            size, dtype: D of its states, and their type.
-        """
-        arrays = RowArrays(task.spans, task.facts, task.block_size, task.width)
-        counts, drafts, chooser = arrays.counts, task.drafts, task.chooser
-        num_rows, num_sampling = counts["num_rows"], counts["num_sampling"]
-        states_RD = tapped_TKD = choice = kept = None
-        fields: dict[str, Any] = {}
-        if task.states_of is not StatesOf.NO_ROW:
-            is_all = task.states_of is StatesOf.ALL_ROWS
-            num_wanted = num_rows if is_all else counts["num_logits"]
-            states_RD = torch.empty((num_wanted, size), dtype=dtype)
-            tapped_TKD = torch.empty((num_rows, len(task.taps), size), dtype=dtype)
-        if drafts is not None:
-            fields["draft_ids"] = drafts.token_ids_BN
-            fields["draft_parents"] = drafts.parents_BN
-            fields["num_drafts"] = drafts.num_drafts_B
-        if chooser is not None:
-            assert drafts is not None
-            verdict = blank_verdict(num_sampling, task.width)
-            choice = Choice(verdict, torch.empty(counts["num_logits"], dtype=torch.bool))
-            fields["emitted"], fields["num_emitted"] = verdict.token_ids_BN1, verdict.num_emitted_B
-            fields["accepted"], fields["are_finite"] = verdict.rows_BN, choice.is_finite_R
-            if task.window:
-                kept = _blank_places(counts["num_works"], num_rows)
-                names = "state_places", "last_rows", "last_places"
-                fields |= zip(names, kept, strict=True)
-            fields["chooses"] = _LIKELIEST
-            if not chooser.sampling.is_plain_greedy:
-                fields |= _rules(chooser, drafts)
-        native = self._library.struct(
-            "StepTask",
-            **counts,
-            **fields,
-            numbers=arrays.numbers,
-            block_table=arrays.block_table,
-            placed=arrays.placed,
-            texts=task.token_ids_SL,
-            row_len=task.token_ids_SL.shape[1],
-            are_shaped=task.are_shaped,
-            states_of=task.states_of,
-            taps=task.taps or None,
-            num_taps=len(task.taps),
-            window=task.window,
-            tapped=tapped_TKD,
-            states=states_RD,
-        )
-        is_valid = self._step(decoder, native)
-        assert is_valid, "a token or a position is out of its table"
-        return StepRead(arrays.rows, states_RD, tapped_TKD, choice, kept)
+    Args:
+        size, dtype: D of the decoder's states, and their type.
+    """
+    arrays = RowArrays(task.spans, task.facts, task.block_size, task.width)
+    counts, drafts, sampling = arrays.counts, task.drafts, task.sampling
+    num_rows, num_sampling = counts["num_rows"], counts["num_sampling"]
+    states_RD = tapped_TKD = choice = kept = None
+    fields: dict[str, Any] = {}
+    if task.states_of is not StatesOf.NO_ROW:
+        is_all = task.states_of is StatesOf.ALL_ROWS
+        num_wanted = num_rows if is_all else counts["num_logits"]
+        states_RD = torch.empty((num_wanted, size), dtype=dtype)
+        tapped_TKD = torch.empty((num_rows, len(task.taps), size), dtype=dtype)
+    if drafts is not None:
+        fields["draft_ids"] = drafts.token_ids_BN
+        fields["draft_parents"] = drafts.parents_BN
+        fields["num_drafts"] = drafts.num_drafts_B
+    if sampling is not None:
+        assert drafts is not None
+        verdict = blank_verdict(num_sampling, task.width)
+        choice = Choice(verdict, torch.empty(counts["num_logits"], dtype=torch.bool))
+        fields["emitted"], fields["num_emitted"] = verdict.token_ids_BN1, verdict.num_emitted_B
+        fields["accepted"], fields["are_finite"] = verdict.rows_BN, choice.is_finite_R
+        if task.window:
+            lengths = num_rows, counts["num_works"], counts["num_works"]
+            kept = StatePlaces(*[torch.empty(one, dtype=torch.int64) for one in lengths])
+            names = "state_places", "last_rows", "last_places"
+            fields |= zip(names, kept, strict=True)
+        fields["chooses"] = _LIKELIEST
+        if not sampling.is_plain_greedy:
+            fields |= _rules(sampling, drafts)
+            fields["rule"] = task.rule
+    native = library.struct(
+        "StepTask",
+        **counts,
+        **fields,
+        numbers=arrays.numbers,
+        block_table=arrays.block_table,
+        placed=arrays.placed,
+        texts=task.token_ids_SL,
+        row_len=task.token_ids_SL.shape[1],
+        are_shaped=task.are_shaped,
+        states_of=task.states_of,
+        taps=task.taps or None,
+        num_taps=len(task.taps),
+        window=task.window,
+        tapped=tapped_TKD,
+        states=states_RD,
+    )
+    return native, StepRead(arrays.rows, task.states_of, states_RD, tapped_TKD, choice, kept)
 
 
-def _rules(chooser: Chooser, drafts: DraftBatch) -> dict[str, Any]:
+def _rules(sampling: SamplingBatch, drafts: DraftBatch) -> dict[str, Any]:
     """The fields of `ChoiceRules`, csrc/step.cpp."""
-    sampling = chooser.sampling
     return {
         **cut_columns(sampling),
         **(penalty_columns(sampling) if sampling.needs_penalties else {}),
@@ -198,11 +184,5 @@ def _rules(chooser: Chooser, drafts: DraftBatch) -> dict[str, Any]:
         "seeds": sampling.seeds_B,
         "probs": drafts.probs_BNV,
         "is_sampled": drafts.is_sampled_BN,
-        "rule": chooser.rule,
         "sampled_trees": drafts.sampled_trees,
     }
-
-
-def _blank_places(num_works: int, num_rows: int) -> StatePlaces:
-    lengths = num_rows, num_works, num_works
-    return StatePlaces(*[torch.empty(length, dtype=torch.int64) for length in lengths])

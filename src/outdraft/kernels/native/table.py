@@ -28,13 +28,10 @@ def native_host_kernels(library: Library, others: Kernels, *, is_cpu: bool) -> K
         ngram_texts=partial(ngram_texts, library),
         suffix_texts=partial(NativeSuffixTexts, library),
     )
-    if not is_cpu:
-        return kernels
-    return replace(
-        kernels,
-        place_level=NativeDrafting(library).place_level,
-        copy_rows=rows.copy_rows,
-    )
+    if is_cpu:
+        place_level = NativeDrafting(library).place_level
+        kernels = replace(kernels, place_level=place_level, copy_rows=rows.copy_rows)
+    return kernels
 
 
 def native_kernels(library: Library, num_threads: int, *, meets_bytes: bool = False) -> Kernels:
@@ -44,7 +41,7 @@ def native_kernels(library: Library, num_threads: int, *, meets_bytes: bool = Fa
         meets_bytes: rows that meet weights in blocks become integers of 8 bits, else of 16.
     """
     kernels = native_host_kernels(library, reference_kernels(in_order=True), is_cpu=True)
-    team = shared_team(library.name, num_threads)
+    team = shared_team(library, num_threads)
     attention, linear = NativeAttention(team), NativeLinear(team, meets_bytes=meets_bytes)
     sampling, drafting = NativeSampling(team), NativeDrafting(library)
     return replace(

@@ -73,11 +73,7 @@ class TorchAttention:
             cached.index_copy_(0, slots_T, torch.where(any_kept, new, cached[slots_T]))
 
     def attend(
-        self,
-        q_THC: Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        form: AttentionForm,
+        self, q_THC: Tensor, cache: LayerCache, metadata: AttentionMetadata, form: AttentionForm
     ) -> Tensor:
         """[T, H, E] of q's dtype, as `AttentionBackend`."""
         num_rows, num_heads, key_size = q_THC.shape
@@ -88,11 +84,14 @@ class TorchAttention:
         row_size = num_heads * head_size if self._in_order else num_heads  # for each key
         most_size = max(num_kv_heads * head_size, row_size)
         most_requests = max(1, self._max_elements // (num_keys * most_size))
+        starts_B1 = metadata.query_start_B1.long()
         softmax = _softmax_in_order if self._in_order else _softmax
         out_THE = q_THC.new_zeros((num_rows, num_heads, value_size), dtype=dtype)
         for requests_N, longest in _pieces(metadata, num_rows, most_requests):
             all_rows_M = torch.arange(longest, device=q_THC.device)
-            padded_rows = _padded_rows(metadata, requests_N, all_rows_M, num_rows)
+            rows_NM = starts_B1[requests_N, None] + all_rows_M
+            is_row_NM = rows_NM < starts_B1[requests_N + 1, None]
+            padded_rows = rows_NM.clamp(max=num_rows - 1), is_row_NM
             k_NKGC, v_NKGE = _gather(cache, metadata, requests_N, padded_rows, dtype)
             most_rows = max(1, self._max_elements // (len(requests_N) * row_size * num_keys))
             for first in range(0, longest, most_rows):
@@ -255,15 +254,6 @@ def _union(bits_NM: Tensor) -> Tensor:
         bits_NM = functional.pad(bits_NM, (0, bits_NM.shape[1] % 2))
         bits_NM = bits_NM[:, ::2] | bits_NM[:, 1::2]
     return bits_NM
-
-
-def _padded_rows(
-    metadata: AttentionMetadata, requests_N: Tensor, rows_M: Tensor, num_rows: int
-) -> tuple[Tensor, Tensor]:
-    """[N, M]: the place in the batch of the m-th row of request n; and bool, if there is one."""
-    starts_B1 = metadata.query_start_B1.long()
-    rows_NM = starts_B1[requests_N, None] + rows_M
-    return rows_NM.clamp(max=num_rows - 1), rows_NM < starts_B1[requests_N + 1, None]
 
 
 def block_mass(

@@ -132,11 +132,7 @@ class TorchDecoder:
         return x_TD if weight_D is None else rms_norm(x_TD, weight_D, self._spec.eps)
 
     def _attend(
-        self,
-        layer: LayerSpec,
-        x_TX: Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
+        self, layer: LayerSpec, x_TX: Tensor, cache: LayerCache, metadata: AttentionMetadata
     ) -> Tensor:
         """[T, D]: what attention adds."""
         num_heads, num_kv_heads = self._spec.num_heads, self._spec.num_kv_heads

@@ -32,9 +32,7 @@ LOW = -(2.0**100)  # below all sums of logits and noise; times any id it is fini
 
 
 def grow(
-    levels: TreeLevels,
-    growth: Growth,
-    by_levels: Callable[[TreeLevels, Growth], DraftBatch],
+    levels: TreeLevels, growth: Growth, by_levels: Callable[[TreeLevels, Growth], DraftBatch]
 ) -> DraftBatch:
     """Grow drafts from a drafter's logits, level by level; new drafts.
 

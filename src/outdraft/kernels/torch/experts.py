@@ -4,18 +4,16 @@ Dimension key: T rows, K experts of a row, X experts, D hidden, I intermediate, 
 expert, E outputs of a product.
 """
 
-from collections.abc import Sequence
+from functools import partial
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from outdraft.core.weights import WeightFormat
-from outdraft.kernels.data.coded_weight import Codes
 from outdraft.kernels.products import Activation, ExpertWeights, Gate
 from outdraft.kernels.torch.linear import PlainProduct, pack_codes
-from outdraft.kernels.torch.pointwise import silu_mul
+from outdraft.kernels.torch.pointwise import sigmoid_mul, silu_mul
 
 
 class TorchExperts:
@@ -31,14 +29,8 @@ class TorchExperts:
         self, weights: ExpertWeights, gate: Gate, quantization: WeightFormat | None = None
     ) -> None:
         self._gate = gate
-        self._gate_up_X = [
-            _pack(weight, _row(weights.gate_up_bias_XE, expert), quantization, weights.dtype)
-            for expert, weight in enumerate(weights.gate_up_X)
-        ]
-        self._down_X = [
-            _pack(weight, _row(weights.down_bias_XD, expert), quantization, weights.dtype)
-            for expert, weight in enumerate(weights.down_X)
-        ]
+        pack_linear = partial(PlainProduct, quantization=quantization)
+        self._gate_up_X, self._down_X = weights.packed(pack_linear, pack_codes)
         self.format = self._down_X[0].format
         self.nbytes = sum(product.nbytes for product in (*self._gate_up_X, *self._down_X))
 
@@ -68,32 +60,8 @@ def gated(gate_up_RE: Tensor, gate: Gate) -> Tensor:
     if gate.activation is Activation.CLAMPED:
         gate_RI = gate_RI.clamp(max=gate.limit)
         up_RI = up_RI.clamp(-gate.limit, gate.limit)
-        return ((up_RI + 1) * _sigmoid_mul(gate_RI, gate.alpha)).to(gate_RI.dtype)
+        return ((up_RI + 1) * sigmoid_mul(gate_RI, gate.alpha)).to(gate_RI.dtype)
     approximate = "tanh" if gate.activation is Activation.GELU_TANH else "none"
     # Each row by itself: torch computes vectors by one method and what is left by another.
     rows = [F.gelu(row_1I.clone(), approximate=approximate) for row_1I in gate_RI.split(1)]
     return torch.cat(rows) * up_RI if rows else gate_RI * up_RI
-
-
-def _sigmoid_mul(x_RI: Tensor, alpha: float) -> Tensor:
-    """x * sigmoid(alpha x), in float32 or better; exp as in `silu_mul`."""
-    if x_RI.device.type != "cpu":
-        return x_RI * torch.sigmoid(alpha * x_RI)
-    wide_RI = x_RI.to(torch.promote_types(x_RI.dtype, torch.float32)).numpy()
-    with np.errstate(over="ignore"):  # infinity is right
-        return torch.from_numpy(wide_RI / (1 + np.exp(-alpha * wide_RI)))
-
-
-def _pack(
-    weight: Tensor | Sequence[Tensor] | Codes,
-    bias_E: Tensor | None,
-    quantization: WeightFormat | None,
-    dtype: torch.dtype,
-) -> PlainProduct:
-    if isinstance(weight, Codes):
-        return pack_codes(weight, bias_E, dtype)
-    return PlainProduct(weight, bias_E, quantization)
-
-
-def _row(bias_XE: Tensor | None, expert: int) -> Tensor | None:
-    return None if bias_XE is None else bias_XE[expert]

@@ -37,11 +37,17 @@ def silu_mul(gate_up_T2I: Tensor) -> Tensor:
     gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
     if gate_up_T2I.device.type != "cpu":
         return F.silu(gate_TI) * up_TI
+    return (sigmoid_mul(gate_TI, 1.0) * up_TI).to(gate_TI.dtype)
+
+
+def sigmoid_mul(x_TI: Tensor, alpha: float) -> Tensor:
+    """x * sigmoid(alpha x); on a CPU in float32 or better."""
+    if x_TI.device.type != "cpu":
+        return x_TI * torch.sigmoid(alpha * x_TI)
     # exp is numpy's: torch computes vectors by one method and the rest by another.
-    wide_TI = gate_TI.to(torch.promote_types(gate_TI.dtype, torch.float32)).numpy()
+    wide_TI = x_TI.to(torch.promote_types(x_TI.dtype, torch.float32)).numpy()
     with np.errstate(over="ignore"):  # infinity is right
-        silu_TI = torch.from_numpy(wide_TI / (1 + np.exp(-wide_TI)))
-    return (silu_TI * up_TI).to(gate_TI.dtype)
+        return torch.from_numpy(wide_TI / (1 + np.exp(-alpha * wide_TI)))
 
 
 def scale_to_rms(x_RS: Tensor, rms: float, eps: float) -> Tensor:

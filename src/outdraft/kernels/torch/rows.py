@@ -5,6 +5,7 @@ level of a growing tree, S texts of L tokens, D numbers of a row.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from outdraft.attention.rows import RowBatch, Span
+from outdraft.kernels.data.drafts import DraftBatch, ancestors_BN1N, depths_BN1
 from outdraft.kernels.decoder_ops import StatePlaces
 from outdraft.kernels.draft_ops import DraftStart
 
@@ -52,10 +54,7 @@ def place_rows(
             draft_slots.append(slots[root + 1 :] + [-1] * (width - num_drafts))
     table_width = max(len(span.block_ids) for span in spans)
     blocks = [[*span.block_ids, *[0] * (table_width - len(span.block_ids))] for span in spans]
-    int32, int64 = (
-        partial(torch.tensor, dtype=torch.int32),
-        partial(torch.tensor, dtype=torch.int64),
-    )
+    int32, int64 = (partial(torch.tensor, dtype=dtype) for dtype in (torch.int32, torch.int64))
     return RowBatch(
         query_start_B1=int32(starts),
         context_lens_B=int32([span.context_len for span in spans]),
@@ -75,36 +74,26 @@ def place_rows(
     )
 
 
-def shape_rows(
-    parents_BN: Tensor, draft_index_T: Tensor, positions_T: Tensor, ancestors_T: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Give drafted rows the position and the ancestors that follow from their parents.
-
-    New positions and ancestors; rows that are not drafted keep theirs. B, N > 0.
+def shape_rows(drafts: DraftBatch, rows: RowBatch) -> RowBatch:
+    """Give drafted rows the position and the ancestors that follow from the drafts' parents.
 
     Args:
-        parents_BN: int64, contiguous, as in DraftBatch.
-        draft_index_T: int64, as in RowBatch; the rows of a draft follow its root, in order.
-        positions_T, ancestors_T: int64, as in AttentionMetadata.
+        drafts: B, N > 0.
+        rows: those of a draft follow its root, in order; others keep what they have.
     """
-    width, device = parents_BN.shape[1], parents_BN.device
-    # Row 0 is the root, which is above itself; padding may hold anything.
-    places_N = torch.arange(width, device=device)
-    up_BN1 = pad(torch.minimum(parents_BN.clamp_min(0), places_N), (1, 0))
-    depth_BN1 = pad(torch.ones_like(parents_BN), (1, 0))
-    seen_BN1 = pad(1 << places_N, (1, 0)).expand_as(up_BN1)
-    for _ in range(width.bit_length()):  # what is 1, 2, 4, ... levels above
-        depth_BN1 = depth_BN1 + depth_BN1.gather(1, up_BN1)
-        seen_BN1 = seen_BN1 | seen_BN1.gather(1, up_BN1)
-        up_BN1 = up_BN1.gather(1, up_BN1)
-    is_draft_T, index_T = draft_index_T >= 0, draft_index_T.clamp_min(0)
-    rows_T = torch.arange(len(index_T), device=device)
-    root_T = (rows_T - 1 - index_T % width).clamp_min(0)
-    depth_T, seen_T = (one[:, 1:].flatten()[index_T] for one in (depth_BN1, seen_BN1))
-    shaped_T = positions_T[root_T] + depth_T
-    return (
-        torch.where(is_draft_T, shaped_T, positions_T),
-        torch.where(is_draft_T, seen_T, ancestors_T),
+    device = drafts.device
+    is_draft_T, index_T = rows.draft_index_T >= 0, rows.draft_index_T.clamp_min(0)
+    places_T = torch.arange(len(index_T), device=device)
+    root_T = (places_T - 1 - index_T % drafts.width).clamp_min(0)
+    bits_N = 1 << torch.arange(drafts.width, device=device)
+    depth_BN = depths_BN1(drafts)[:, 1:]
+    seen_BN = (ancestors_BN1N(drafts)[:, 1:] * bits_N).sum(2)
+    depth_T, seen_T = (one.flatten()[index_T] for one in (depth_BN, seen_BN))
+    shaped_T = rows.positions_T[root_T] + depth_T
+    return replace(
+        rows,
+        positions_T=torch.where(is_draft_T, shaped_T, rows.positions_T),
+        ancestors_T=torch.where(is_draft_T, seen_T, rows.ancestors_T),
     )
 
 

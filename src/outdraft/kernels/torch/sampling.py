@@ -74,16 +74,20 @@ def penalize(logits_RV: Tensor, request_R: Tensor, paths: Paths, sampling: Sampl
 def scale_and_cut(logits_RV: Tensor, request_R: Tensor, sampling: SamplingBatch) -> Tensor:
     """Process each row's logits alone: [R, V] of their dtype, -inf where a token has no mass.
 
-    Temperature, with the best logit moved to 0; min_p; top_k, where ties with the k-th logit stay;
-    top_p, where the lowest ids stay of ties at the border of the nucleus.
+    Temperature, with the best logit moved to 0, so that nothing overflows; min_p, a share of the
+    best token's probability; top_k, where ties with the k-th logit stay; top_p, where the lowest
+    ids stay of ties at the border of the nucleus.
 
     Args:
         logits_RV: float32 or float64; not written to.
         request_R: int64, the request of each row.
     """
-    logits_RV = apply_temperature(logits_RV, sampling.temperature_B[request_R])
+    temperature_R1 = sampling.temperature_B[request_R, None].to(logits_RV.dtype)
+    logits_RV = (logits_RV - logits_RV.amax(1, keepdim=True)) / temperature_R1
     if sampling.needs_min_p:
-        logits_RV = apply_min_p(logits_RV, sampling.min_p_B[request_R])
+        min_p_R1 = sampling.min_p_B[request_R, None].to(logits_RV.dtype)
+        least_R1 = logits_RV.amax(1, keepdim=True) + min_p_R1.log()
+        logits_RV = logits_RV.masked_fill(logits_RV < least_R1, _MASKED)
     return apply_top_k_top_p(logits_RV, request_R, sampling)
 
 
@@ -93,18 +97,6 @@ def choose(
     """int64 [R]: the argmax of greedy rows, the lowest id of a tie; samples of others."""
     sampled_R = noise.sample_gumbel(logits_RV, keys, gumbel)
     return torch.where(is_greedy_R, logits_RV.argmax(1), sampled_R)
-
-
-def apply_temperature(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
-    """Divide by the temperature, with the best logit moved to 0 so that nothing overflows."""
-    best_R1 = logits_RV.amax(1, keepdim=True)
-    return (logits_RV - best_R1) / temperature_R[:, None].to(logits_RV.dtype)
-
-
-def apply_min_p(logits_RV: Tensor, min_p_R: Tensor) -> Tensor:
-    """Mask tokens with less than min_p times the probability of the best one."""
-    least_R1 = logits_RV.amax(1, keepdim=True) + min_p_R[:, None].to(logits_RV.dtype).log()
-    return logits_RV.masked_fill(logits_RV < least_R1, _MASKED)
 
 
 def apply_top_k_top_p(logits_RV: Tensor, request_R: Tensor, sampling: SamplingBatch) -> Tensor:
@@ -117,7 +109,10 @@ def apply_top_k_top_p(logits_RV: Tensor, request_R: Tensor, sampling: SamplingBa
             return logits_RV
         # No sort: the k-th largest is among the max_top_k largest. A k above them is switched off.
         best_RK = logits_RV.topk(sampling.max_top_k, dim=1).values
-        return _mask_below_kth(logits_RV, best_RK, sampling.top_k_B[request_R])
+        top_k_R1, width = sampling.top_k_B[request_R, None], best_RK.shape[1]
+        kth_R1 = best_RK.gather(1, top_k_R1.clamp(max=width) - 1)
+        kth_R1 = kth_R1.masked_fill(top_k_R1 > width, _MASKED)
+        return logits_RV.masked_fill(logits_RV < kth_R1, _MASKED)
     ascending_RV = logits_RV.sort(dim=1).values
     if sampling.max_top_k > 0:
         place_R1 = logits_RV.shape[1] - sampling.top_k_B[request_R, None]
@@ -146,14 +141,6 @@ def _mask_outside_nucleus(logits_RV: Tensor, ascending_RV: Tensor, top_p_R: Tens
     num_kept_R1 = is_tie_RV.sum(1, keepdim=True) - (num_out_R1 - num_below_R1)
     is_late_tie_RV = is_tie_RV & (is_tie_RV.cumsum(1, dtype=torch.int32) > num_kept_R1)
     return logits_RV.masked_fill((logits_RV < border_R1) | is_late_tie_RV, _MASKED)
-
-
-def _mask_below_kth(logits_RV: Tensor, best_RK: Tensor, top_k_R: Tensor) -> Tensor:
-    """Mask logits below the top_k-th of the descending `best_RK`; a k past its end: nothing."""
-    width = best_RK.shape[1]
-    kth_R1 = best_RK.gather(1, (top_k_R.clamp(max=width) - 1)[:, None])
-    kth_R1 = kth_R1.masked_fill((top_k_R > width)[:, None], _MASKED)
-    return logits_RV.masked_fill(logits_RV < kth_R1, _MASKED)
 
 
 def score_tokens(

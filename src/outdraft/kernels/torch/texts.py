@@ -92,7 +92,8 @@ class ReferenceNgramTexts:
         tokens: list[int] = ask.token_ids.tolist()
         max_tokens = min(ask.max_tokens, MAX_DRAFTS)
         text = self._texts.get(ask.request_id)
-        if text is None or not _continues(text.tokens, tokens):
+        old = [] if text is None else text.tokens
+        if text is None or (old and tokens[len(old) - 1 : len(old)] != old[-1:]):
             text = self._texts[ask.request_id] = _LookedUpText()
         _judge(text, tokens[len(text.tokens) :])
         text.tokens = tokens
@@ -132,10 +133,6 @@ def _judge(text: _LookedUpText, truth: list[int]) -> None:
         text.history.setdefault(text.match_len, []).append(is_right)
         if not is_right:
             break
-
-
-def _continues(old: list[int], tokens: list[int]) -> bool:
-    return not old or (len(old) <= len(tokens) and tokens[len(old) - 1] == old[-1])
 
 
 @dataclass(slots=True)
