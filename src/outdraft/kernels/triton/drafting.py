@@ -1,14 +1,14 @@
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportInvalidTypeForm=false, reportOperatorIssue=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN201
 # Triton infers the types of kernels and specialises on them. A launch takes more than their
 # parameters.
-"""Levels of drafts on a GPU: one launch or two where the readable operations are dozens. These
-draw levels of more than one row.
+"""A level of chains is drawn in two launches, where the readable operations are dozens. These draw
+levels of more than one row.
 
-Dimension key: B requests, E nodes of the level above, F rows of a level, Q splits of a vocabulary,
-V vocabulary, W blocks of four neighbouring ids.
+Dimension key: B requests, E nodes of the level above, Q splits of a vocabulary, V vocabulary, W
+blocks of four neighbouring ids.
 """
 
 import torch
@@ -22,36 +22,23 @@ from outdraft.kernels.draft_ops import (
     OWN_BASE,
     OWN_SLOPE,
     PARENT_SHIFT,
-    DraftStart,
     DrawnLevel,
     LevelTask,
 )
 from outdraft.kernels.torch import drawn_level
-from outdraft.kernels.triton.noise import GUMBEL, MASK, gumbel, gumbel_of_word, philox
-from outdraft.kernels.triton.vocabulary import best, best_of_splits, better, softmax_of_row
+from outdraft.kernels.triton.noise import MASK, gumbel, gumbel_of_word, philox
+from outdraft.kernels.triton.vocabulary import (
+    NO_ID,
+    best,
+    best_of_splits,
+    better,
+    softmax_of_row,
+    softmax_of_split,
+)
 
 _TILE = 256  # blocks of four ids
-
-
-def place_level(
-    ancestors_BF: Tensor, first_row: int, num_drafts_B: Tensor, start: DraftStart
-) -> tuple[Tensor, Tensor, Tensor]:
-    num_requests, num_rows = ancestors_BF.shape
-    given = ancestors_BF, num_drafts_B, start.contexts_B
-    size, device = num_requests * num_rows, ancestors_BF.device
-    own, positions, slots = torch.empty(3, size, dtype=torch.int64, device=device).unbind()
-    if size:
-        place_rows_of_level[(num_requests,)](
-            *(one.contiguous() for one in given),
-            start.block_table_BP,
-            *(own, positions, slots),
-            first_row,
-            start.block_table_BP.stride(0),
-            NUM_ROWS=num_rows,
-            BLOCK_SIZE=start.block_size,
-            WIDTH=triton.next_power_of_2(num_rows),
-        )
-    return own, positions, slots
+_LOW, _DECAY = tl.constexpr(drawn_level.LOW), tl.constexpr(DECAY)
+_BASE, _SLOPE = tl.constexpr(OWN_BASE), tl.constexpr(OWN_SLOPE)
 
 
 def draw_level(logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnLevel:
@@ -73,8 +60,7 @@ def draw_level(logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnL
         task.first_above << PARENT_SHIFT,
         int(Purpose.DRAFT),
         TILE=_TILE,
-        LOW=drawn_level.LOW,
-        **GUMBEL,
+        enable_fp_fusion=False,
     )
     level = DrawnLevel(
         token_ids_BF=torch.empty(num_requests, 1, dtype=torch.int64, device=device),
@@ -96,65 +82,8 @@ def draw_level(logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnL
         NUM_SPLITS=num_splits,
         SPLITS=triton.next_power_of_2(num_splits),
         TILE=4 * _TILE,
-        BASE=OWN_BASE,
-        SLOPE=OWN_SLOPE,
-        DECAY=DECAY,
     )
     return level
-
-
-@triton.jit
-def _num_bits(bits):
-    """In int64 numbers, none of them negative: sums of 2, 4, 8 bits side by side, then of bytes."""
-    bits = bits - ((bits >> 1) & 0x5555555555555555)
-    bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
-    bits = (bits + (bits >> 4)) & 0x0F0F0F0F0F0F0F0F
-    return ((bits * 0x0101010101010101) >> 56) & 0x7F
-
-
-@triton.jit(
-    do_not_specialize=["first_row", "stride"],
-    do_not_specialize_on_alignment=["ancestors", "num_drafts", "contexts", "table"],
-)
-def place_rows_of_level(
-    ancestors,  # int64 [B, F]
-    num_drafts,
-    contexts,
-    table,  # int32
-    to_ancestors,
-    to_positions,
-    to_slots,
-    first_row,
-    stride,  # of the table
-    NUM_ROWS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,  # at least NUM_ROWS
-):
-    """Compute `place_level`. Grid: [B]."""
-    request = tl.program_id(0).to(tl.int64)
-    row_F = tl.arange(0, WIDTH)
-    is_row_F = row_F < NUM_ROWS
-    num_drafts_1, context = tl.load(num_drafts + request), tl.load(contexts + request)
-    place_F = first_row + row_F
-    has_slot_F = is_row_F & (place_F < num_drafts_1)
-    index_F = tl.where(has_slot_F, context + place_F, 0)
-    block_F = tl.load(table + request * stride + index_F // BLOCK_SIZE, mask=has_slot_F, other=0)
-    slot_F = block_F.to(tl.int64) * BLOCK_SIZE + index_F % BLOCK_SIZE
-    target = request * NUM_ROWS + row_F
-    one = tl.full((), 1, tl.int64)
-    own_F = tl.load(ancestors + target, mask=is_row_F, other=0) & ((one << num_drafts_1) - 1)
-    tl.store(to_ancestors + target, own_F, mask=is_row_F)
-    tl.store(to_positions + target, context - 1 + _num_bits(own_F), mask=is_row_F)
-    tl.store(to_slots + target, tl.where(has_slot_F, slot_F, -1), mask=is_row_F)
-
-
-@triton.jit
-def _key(logit_W, word_W, token_W, size, LN2, SQRT2, SERIES, LOW):
-    """Logit and noise; without mass something lower, the more so the higher the id."""
-    noisy_W = logit_W + gumbel_of_word(word_W, LN2, SQRT2, SERIES)
-    low_W = LOW * (token_W + 1).to(tl.float32)
-    key_W = tl.where(logit_W > float("-inf"), noisy_W, low_W)
-    return tl.where(token_W < size, key_W, float("-inf"))
 
 
 @triton.jit(
@@ -174,53 +103,29 @@ def draw_parts(
     first_anchor,
     purpose,
     TILE: tl.constexpr,  # blocks of a split
-    ROUNDS: tl.constexpr,
-    LN2: tl.constexpr,
-    SQRT2: tl.constexpr,
-    SERIES: tl.constexpr,
-    LOW: tl.constexpr,
 ):
-    """The largest sum of logit and noise of each split, and its softmax. Grid: [B, Q]."""
+    """The largest sum of logit and noise of each split, and its softmax. Grid: [B, Q].
+
+    A token without mass has something lower for a sum, the more so the higher its id.
+    """
     request, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     block_W = (split * TILE + tl.arange(0, TILE)).to(tl.int64)
-    zeros_W = tl.zeros_like(block_W)
-    word0_W, word1_W, word2_W, word3_W = philox(
-        block_W,
-        zeros_W + (tl.load(positions + request) & MASK),
-        zeros_W + ((tl.load(num_tokens + request) + first_anchor) & MASK),
-        zeros_W + purpose,
-        tl.load(seeds + request),
-        ROUNDS,
-    )
-    source, id_W = logits + request * size, block_W * 4
+    position, length = tl.load(positions + request), tl.load(num_tokens + request)
+    anchor = (length + first_anchor) & MASK
+    words = philox(block_W, position & MASK, anchor, purpose, tl.load(seeds + request))
     least = float("-inf")
-    logit0_W = tl.load(source + id_W, mask=id_W < size, other=least)
-    logit1_W = tl.load(source + id_W + 1, mask=id_W + 1 < size, other=least)
-    logit2_W = tl.load(source + id_W + 2, mask=id_W + 2 < size, other=least)
-    logit3_W = tl.load(source + id_W + 3, mask=id_W + 3 < size, other=least)
-    value, token = best(_key(logit0_W, word0_W, id_W, size, LN2, SQRT2, SERIES, LOW), id_W)
-    value1, token1 = best(
-        _key(logit1_W, word1_W, id_W + 1, size, LN2, SQRT2, SERIES, LOW), id_W + 1
-    )
-    value, token = better(value, token, value1, token1)
-    value2, token2 = best(
-        _key(logit2_W, word2_W, id_W + 2, size, LN2, SQRT2, SERIES, LOW), id_W + 2
-    )
-    value, token = better(value, token, value2, token2)
-    value3, token3 = best(
-        _key(logit3_W, word3_W, id_W + 3, size, LN2, SQRT2, SERIES, LOW), id_W + 3
-    )
-    value, token = better(value, token, value3, token3)
-    top_W = tl.maximum(tl.maximum(logit0_W, logit1_W), tl.maximum(logit2_W, logit3_W))
-    top = tl.max(top_W)
-    base = tl.where(top > least, top, 0.0)
-    total_W = tl.exp(logit0_W - base) + tl.exp(logit1_W - base)
-    total_W += tl.exp(logit2_W - base) + tl.exp(logit3_W - base)
+    value, token = least, tl.full((), NO_ID, tl.int64)
+    for part in tl.static_range(4):
+        id_W = block_W * 4 + part
+        logit_W = tl.load(logits + request * size + id_W, mask=id_W < size, other=least)
+        low_W = (id_W + 1).to(tl.float32) * _LOW
+        key_W = tl.where(logit_W > least, logit_W + gumbel_of_word(words[part]), low_W)
+        own_value, own_token = best(tl.where(id_W < size, key_W, least), id_W)
+        value, token = better(value, token, own_value, own_token)
     place = request * tl.num_programs(1) + split
     tl.store(best_values + place, value)
     tl.store(best_ids + place, token)
-    tl.store(tops + place, top)
-    tl.store(totals + place, tl.sum(total_W))
+    softmax_of_split(logits, request, split, size, tops, totals, 4 * TILE)
 
 
 @triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["weights", "num_kept"])
@@ -240,9 +145,6 @@ def draw_whole(
     NUM_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr,  # at least NUM_SPLITS
     TILE: tl.constexpr,  # ids of a split
-    BASE: tl.constexpr,
-    SLOPE: tl.constexpr,
-    DECAY: tl.constexpr,
 ):
     """The drawn token, and what it was drawn from. Grid: [B, Q]."""
     request, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -258,7 +160,7 @@ def draw_whole(
         logit = tl.load(source + token)
         is_drawn = (logit > least) & (tl.load(num_kept + request) > 0)
         own = tl.exp(logit - base) / total
-        worth = tl.exp(DECAY * tl.log(BASE + SLOPE * tl.sqrt(own)))
+        worth = tl.exp(tl.log(tl.sqrt(own) * _SLOPE + _BASE) * _DECAY)
         weight = tl.load(weights + request) * worth
         tl.store(to_ids + request, token)
         tl.store(to_is_drawn + request, is_drawn)

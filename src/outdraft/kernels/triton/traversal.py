@@ -27,9 +27,8 @@ from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
 from outdraft.kernels.data.noise import Purpose
 from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.torch import verification
-from outdraft.kernels.torch.noise import ROUNDS
 from outdraft.kernels.triton import noise
-from outdraft.kernels.triton.noise import MASK, gumbel_of_word, philox
+from outdraft.kernels.triton.noise import MASK, gumbel_of_word, philox, unit_of_word
 from outdraft.kernels.triton.vocabulary import (
     NO_ID,
     best,
@@ -37,6 +36,7 @@ from outdraft.kernels.triton.vocabulary import (
     better,
     first_row_of,
     softmax_of_row,
+    softmax_of_split,
 )
 
 _TILE = 1024  # ids
@@ -94,7 +94,7 @@ def traverse_chains(
         int(Purpose.RECOVER),
         int(Purpose.SAMPLE),
         TILE=_TILE // 4,
-        **noise.GUMBEL,
+        enable_fp_fusion=False,
     )
     verdict = Verdict(
         ids_BN.new_empty(number, width + 1), ids_BN.new_empty(number), torch.empty_like(ids_BN)
@@ -133,9 +133,7 @@ def _end_paths(
         *(logits_RV, *chains, *of_rows, left_BNQ, size, width), TILE=_TILE, enable_fp_fusion=False
     )
     stop_paths[(number,)](
-        *(weights_BN1, left_BNQ, chains[3], *tokens, *ends, width, int(Purpose.ACCEPT)),
-        ROUNDS=ROUNDS,
-        **in_splits,
+        *(weights_BN1, left_BNQ, chains[3], *tokens, *ends, width, int(Purpose.ACCEPT)), **in_splits
     )
     return of_rows, ends
 
@@ -150,14 +148,7 @@ def split_softmax(
 ):
     """The largest logit of each split, and the sum of exp(logit - it). Grid: [R, Q]."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    id_V = split * TILE + tl.arange(0, TILE)
-    least = float("-inf")
-    logit_V = tl.load(logits + row * size + id_V, mask=id_V < size, other=least)
-    top = tl.max(logit_V)
-    base = tl.where(top > least, top, 0.0)
-    place = row * tl.num_programs(1) + split
-    tl.store(tops + place, top)
-    tl.store(totals + place, tl.sum(tl.exp(logit_V - base)))
+    softmax_of_split(logits, row, split, size, tops, totals, TILE)
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_SMALL)
@@ -258,7 +249,6 @@ def stop_paths(
     purpose,
     NUM_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr,
-    ROUNDS: tl.constexpr,
 ):
     """Rows are tested from the last one on: the path ends at the first coin below its row's weight.
     Grid: [B]."""
@@ -279,28 +269,12 @@ def stop_paths(
         bottom = total + (1.0 - weight)
         refused = tl.where(total > 0.0, total / tl.where(bottom > 0.0, bottom, 1.0), 0.0)
         weight = tl.where(place < number, refused, weight)
-        word, _, _, _ = philox(
-            zero,
-            (length + place - 1) & MASK,
-            length & MASK,
-            zero + purpose,
-            seed,
-            ROUNDS,
-        )
-        coin = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2 ** -23
-        stops = (place == 0) | (coin.to(tl.float64) < weight)
+        word, _, _, _ = philox(zero, (length + place - 1) & MASK, length & MASK, purpose, seed)
+        stops = (place == 0) | (unit_of_word(word).to(tl.float64) < weight)
         accepted = tl.where(stops, place, accepted)
         rest = tl.where(stops, total, rest)
     tl.store(to_num_accepted + request, accepted.to(tl.int64))
     tl.store(to_left + request, rest.to(tl.float32))
-
-
-@triton.jit
-def _key(weight_W, word_W, id_W, size, LN2, SQRT2, SERIES):
-    """A weight's logarithm with noise."""
-    log_W = tl.where(weight_W > 0.0, tl.log(tl.where(weight_W > 0.0, weight_W, 1.0)), float("-inf"))
-    key_W = log_W + gumbel_of_word(word_W, LN2, SQRT2, SERIES)
-    return tl.where(id_W < size, key_W, float("-inf"))
 
 
 @triton.jit(
@@ -327,25 +301,15 @@ def draw_last(
     recover,  # purposes
     sample,
     TILE: tl.constexpr,  # blocks of a split
-    ROUNDS: tl.constexpr,
-    LN2: tl.constexpr,
-    SQRT2: tl.constexpr,
-    SERIES: tl.constexpr,
 ):
     """The last token's best candidate of each split. Grid: [B, Q]."""
     request, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     accepted, number = tl.load(num_accepted + request), tl.load(num_drafts + request)
     row = first_row_of(num_drafts, tl.program_id(0)) + accepted
     block_W = (split * TILE + tl.arange(0, TILE)).to(tl.int64)
-    zeros_W = tl.zeros_like(block_W)
-    words = philox(
-        block_W,
-        zeros_W + ((tl.load(num_tokens + request) + accepted) & MASK),
-        zeros_W,
-        zeros_W + tl.where(accepted < number, recover, sample),
-        tl.load(seeds + request),
-        ROUNDS,
-    )
+    position = (tl.load(num_tokens + request) + accepted) & MASK
+    purpose = tl.where(accepted < number, recover, sample)
+    words = philox(block_W, position, tl.zeros_like(block_W), purpose, tl.load(seeds + request))
     base, total = tl.load(bases + row), tl.load(sums + row)
     rest = tl.load(left + request)
     chain, of_rows = (probs, token_ids, is_sampled), (bases, sums, weights)
@@ -358,8 +322,10 @@ def draw_last(
         else:
             logit_W = tl.load(logits + row * size + id_W, mask=id_W < size, other=float("-inf"))
             weight_W = tl.exp(logit_W - base) / total
-        key_W = _key(weight_W, words[part], id_W, size, LN2, SQRT2, SERIES)
-        own_value, own_token = best(key_W, id_W)
+        has_mass_W = weight_W > 0.0
+        log_W = tl.where(has_mass_W, tl.log(tl.where(has_mass_W, weight_W, 1.0)), float("-inf"))
+        key_W = log_W + gumbel_of_word(words[part])
+        own_value, own_token = best(tl.where(id_W < size, key_W, float("-inf")), id_W)
         value, token = better(value, token, own_value, own_token)
     place = request * tl.num_programs(1) + split
     tl.store(best_values + place, value)

@@ -24,6 +24,18 @@ def first_row_of(num_drafts, request):
 
 
 @triton.jit
+def softmax_of_split(logits, row, split, size, tops, totals, TILE: tl.constexpr):
+    """Store the largest logit of a row's split, and the sum of exp(logit - it)."""
+    id_V = split * TILE + tl.arange(0, TILE)
+    logit_V = tl.load(logits + row * size + id_V, mask=id_V < size, other=float("-inf"))
+    top = tl.max(logit_V)
+    base = tl.where(top > float("-inf"), top, 0.0)
+    place = row * tl.num_programs(1) + split
+    tl.store(tops + place, top)
+    tl.store(totals + place, tl.sum(tl.exp(logit_V - base)))
+
+
+@triton.jit
 def softmax_of_row(tops, totals, row, NUM_SPLITS: tl.constexpr, SPLITS: tl.constexpr):
     """A row's base and sum, from those of its splits: p = exp(logit - base) / sum."""
     place_Q = tl.arange(0, SPLITS)
