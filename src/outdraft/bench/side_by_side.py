@@ -20,7 +20,7 @@ from outdraft.config.engine import EngineConfig, SchedulerConfig
 from outdraft.config.speculation import SourceConfig, parse_speculative_config
 from outdraft.core.draft import Draft, DraftAsk
 from outdraft.core.errors import ConfigError
-from outdraft.core.outputs import RequestOutput, TokenOrigin
+from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine
 from outdraft.engine.engine import Engine
@@ -51,7 +51,7 @@ class Sample:
     num_decoded: int  # tokens after the first ones
     decode_s: float  # time inside of the steps that made them
     stats: StatsTotal  # of those steps; the prompt's own is left out
-    origins: Sequence[TokenOrigin] = ()
+    origins: Sequence[str] = ()
 
     @property
     def tokens_per_s(self) -> float:

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from outdraft.core.decision import Decision
 from outdraft.core.errors import RequestError
-from outdraft.core.outputs import DraftTrace, RequestDelta, SequenceDelta, TokenOrigin
+from outdraft.core.outputs import DraftTrace, RequestDelta, SequenceDelta, TargetChoice
 from outdraft.core.plan import DraftChoice, StepResult, StepStats, TokenLogprobs, WorkResult
 from outdraft.core.request import BookedWork, Request, ScheduledStep
 from outdraft.core.sampling import SamplingParams
@@ -360,16 +360,16 @@ def _sequence_delta(index: int, booked: BookedWork, trace: DraftTrace | None) ->
     )
 
 
-def _origins(outcome: WorkResult, drafts: DraftChoice | None) -> tuple[TokenOrigin, ...]:
+def _origins(outcome: WorkResult, drafts: DraftChoice | None) -> tuple[str, ...]:
     """Return one origin per emitted token, accepted drafts first."""
     if drafts is None:
-        return (TokenOrigin.PLAIN,)
-    accepted = [TokenOrigin(drafts.source)] * len(outcome.accepted_rows)
+        return (TargetChoice.PLAIN,)
+    accepted = [drafts.source] * len(outcome.accepted_rows)
     # Row 0 of the parents is the root, so a drafted row has its place plus one there.
     is_whole = (
         bool(outcome.accepted_rows) and outcome.accepted_rows[-1] + 1 not in outcome.drafted_parents
     )
-    return (*accepted, TokenOrigin.BONUS if is_whole else TokenOrigin.RECOVERED)
+    return (*accepted, TargetChoice.BONUS if is_whole else TargetChoice.RECOVERED)
 
 
 def _trace(
