@@ -192,7 +192,7 @@ class Engine:
         deltas = RequestDeltas(
             request_id,
             [request.id for request in requests],
-            self.drafting.most_drafts(requests[0]),
+            self.drafting.limits.most_drafts(requests[0]),
             lossless=self.drafting.config.is_lossless,
         )
         for index, request in enumerate(requests):
