@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SHOWN = "combined"  # the method whose text is printed
 # Text at this temperature does not repeat itself: repetition is easy to draft.
 TEMPERATURE = 0.8
-SOURCES = {  # label and style of each
+SOURCES: dict[str, tuple[str, str]] = {  # label and style of each
     DraftSource.PREDICTION: ("prediction", "bold magenta"),
     DraftSource.SUFFIX: ("suffix", "bold cyan"),
     DraftSource.NGRAM: ("n-gram", "bold yellow"),

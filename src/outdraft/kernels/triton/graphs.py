@@ -150,7 +150,8 @@ class CallGraphs(Generic[Result]):
         try:
             inputs, end = self._tensors(shapes, device)
             call = filled(inputs)
-            return inputs, *self._capture(launch)
+            replay, result = self._capture(launch)
+            return inputs, replay, result
         except _NoRoomError:
             return None
 
