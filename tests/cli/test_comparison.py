@@ -14,7 +14,8 @@ from outdraft.bench.side_by_side import (
     method_configs,
 )
 from outdraft.cli.demo import load
-from outdraft.core.outputs import TokenOrigin
+from outdraft.core.draft import DraftSource
+from outdraft.core.outputs import TargetChoice
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.stats import StatsTotal
 from tests.cli.pair import PROMPTS, completed
@@ -114,11 +115,11 @@ def test_the_time_that_watching_takes_is_not_counted(llms):
 def test_drafted_and_accepted_tokens_add_up_to_the_origins(compared):
     by_method, _ = compared
     assert all(one.decode_stats.num_draft_tokens == 0 for one in by_method[PLAIN])
-    assert {origin for one in by_method[PLAIN] for origin in one.origins} == {TokenOrigin.PLAIN}
+    assert {origin for one in by_method[PLAIN] for origin in one.origins} == {TargetChoice.PLAIN}
     model = by_method["draft_model"]
     stats = [one.decode_stats for one in model]
     num_accepted = sum(one.num_accepted_tokens for one in stats)
-    assert num_accepted == sum(one.origins.count(TokenOrigin.MODEL) for one in model)
+    assert num_accepted == sum(one.origins.count(DraftSource.MODEL) for one in model)
     num_drafts = sum(one.num_drafts for one in stats)
     assert 0 < sum(one.num_draft_tokens for one in stats) <= NUM_DRAFTS * num_drafts
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 
+from outdraft.core.draft import DraftSource
 from outdraft.core.outputs import (
     CompletionOutput,
     DraftTrace,
@@ -11,7 +12,7 @@ from outdraft.core.outputs import (
     RequestMetrics,
     RequestOutput,
     SpeculationMetrics,
-    TokenOrigin,
+    TargetChoice,
 )
 
 
@@ -60,7 +61,7 @@ def test_a_snapshot_does_not_grow_with_its_output():
     metrics = RequestMetrics(0.0, SpeculationMetrics(4))
     metrics.speculative_decoding.record({"ngram": 4}, {"ngram": 2})
     completion = CompletionOutput(
-        0, "ab", [1, 2], [TokenOrigin.NGRAM, TokenOrigin.BONUS], logprobs=[{1: Logprob(-1.0, 1)}]
+        0, "ab", [1, 2], [DraftSource.NGRAM, TargetChoice.BONUS], logprobs=[{1: Logprob(-1.0, 1)}]
     )
     completion.trace = [DraftTrace((), (), (), (), 1)]
     output = RequestOutput("a", "p", [7], [completion], False, metrics, [None])

@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 
 from outdraft.core.draft import DraftSource
-from outdraft.core.outputs import TokenOrigin
+from outdraft.core.outputs import TargetChoice
 from tests.dashboard.colours import (
     DEFICIENCIES,
     SCHEMES,
@@ -20,7 +20,7 @@ from tests.dashboard.colours import (
 TEXT = 4.5  # WCAG AA
 SHAPE = 3.0  # WCAG AA, of lines and borders that carry a meaning
 APART = 12.0  # CIE 1976; 2.3 is just noticeable
-ORIGINS = [str(origin).replace("_", "-") for origin in TokenOrigin]
+ORIGINS = [str(origin).replace("_", "-") for origin in (*TargetChoice, *DraftSource)]
 
 
 @pytest.fixture(name="scheme", params=SCHEMES)
@@ -67,7 +67,8 @@ def test_origins_differ_in_colour_for_every_eye(scheme, deficiency):
 def test_origins_differ_without_any_colour():
     lines = re.findall(r"\.token\.origin-(\w+) \{ --origin-line: ([^;]+); \}", style("origins.css"))
     origins = {origin for origin, _ in lines}
-    assert origins == {str(origin) for origin in TokenOrigin} - {"plain"}  # plain has no line
+    every = {*map(str, TargetChoice), *map(str, DraftSource)}
+    assert origins == every - {"plain"}  # plain has no line
     assert len({line for _, line in lines}) == len(lines)
 
 

@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 from playwright.sync_api import Page, expect
 
-from outdraft.core.outputs import TokenOrigin
+from outdraft.core.draft import DraftSource
+from outdraft.core.outputs import TargetChoice
 from tests.dashboard.conftest import FACTS, Site
 from tests.dashboard.fake_openai import ANSWER, API_KEY, HEADS, MIXED, TEXT, ScriptedStep
 from tests.dashboard.steps import facts
@@ -50,8 +51,8 @@ def test_every_origin_looks_different_with_and_without_colour(page: Page, site: 
     )
     for look in (1, 2):
         by_origin = {entry[0]: entry[look] for entry in looks}
-        assert by_origin.keys() == set(TokenOrigin)
-        assert len(set(by_origin.values())) == len(TokenOrigin)
+        assert by_origin.keys() == {*TargetChoice, *DraftSource}
+        assert len(set(by_origin.values())) == len(by_origin)
 
 
 def test_rejected_guesses_are_struck_out_under_the_pointer(page: Page):

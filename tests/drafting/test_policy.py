@@ -659,7 +659,7 @@ def test_a_request_is_followed_while_the_network_may_soon_draft_for_it(
     ours = policy(suffix(), drafter_max_len=max_len, control=control, disable_by_batch_size=8)
     one = request("a", num_prompt=10, **params)
     may_follow = ours.may_follow(running)
-    assert (may_follow and ours.follows(one)) == is_followed
+    assert (may_follow and ours.limits.network_may_draft(one)) == is_followed
     assert ours.reads_prompts() == (due_in == 0)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from outdraft.core.draft import Draft, DraftSource
-from outdraft.core.outputs import RequestDelta, SequenceDelta, TokenOrigin
+from outdraft.core.outputs import RequestDelta, SequenceDelta, TargetChoice
 from outdraft.core.plan import DraftChoice, TokenLogprobs, Work, WorkResult
 from outdraft.core.request import BookedWork, Request
 from outdraft.core.sampling import SamplingParams
@@ -12,8 +12,8 @@ from outdraft.engine.engine import RequestDeltas
 from outdraft.engine.inputs import InputProcessor
 from tests.engine.byte_level import byte_ids, tokenizer
 
-PLAIN, RECOVERED, BONUS = TokenOrigin.PLAIN, TokenOrigin.RECOVERED, TokenOrigin.BONUS
-NGRAM, MODEL = TokenOrigin.NGRAM, TokenOrigin.MODEL
+PLAIN, RECOVERED, BONUS = TargetChoice.PLAIN, TargetChoice.RECOVERED, TargetChoice.BONUS
+NGRAM, MODEL = DraftSource.NGRAM, DraftSource.MODEL
 CHAIN = DraftChoice(DraftSource.NGRAM, Draft.chain([1, 2, 3]))
 TREE = DraftChoice(DraftSource.NGRAM, Draft((1, 2, 3), (0, 0, 1)))  # row 2 is below row 0
 MODELS = DraftChoice(DraftSource.MODEL, num_model_drafts=3)

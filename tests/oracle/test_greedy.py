@@ -162,7 +162,7 @@ def test_predictions_right_and_wrong_change_nothing_but_the_number_of_steps(meth
 
 def test_a_drafter_with_a_short_context_gates_only_the_long_request():
     llm = engine("qwen2", "perfect")
-    limits = llm.engine.drafting._limits
+    limits = llm.engine.drafting.limits
     limits._drafter = replace(limits._drafter, max_len=30)
     outputs = run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))
     assert ids(outputs) == greedy_oracle("qwen2", LENGTHS, NUM_TOKENS)

@@ -178,7 +178,7 @@ def test_behind_a_gap_the_drafter_reads_on_as_if_the_text_had_none(
 
     def chosen(*args: Any) -> dict[str, DraftChoice]:
         is_off = next(steps) in off
-        policy.follows = policy.may_read = lambda *_: not is_off
+        policy.limits.network_may_draft = policy.limits.network_can_read = lambda *_: not is_off
         return {} if is_off else choose(*args)
 
     policy.choose = chosen

@@ -20,7 +20,8 @@ from rich.text import Text
 from outdraft import assets
 from outdraft.cli.command import Json, cells_of, held_out, table_of, use_physical_cores
 from outdraft.cli.options import takes_options
-from outdraft.core.outputs import RequestOutput, TokenOrigin
+from outdraft.core.draft import DraftSource
+from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -32,19 +33,19 @@ if TYPE_CHECKING:
 SHOWN = "combined"  # the method whose text is printed
 # Text at this temperature does not repeat itself: repetition is easy to draft.
 TEMPERATURE = 0.8
-SOURCES = {  # label and style of each
-    TokenOrigin.PREDICTION: ("prediction", "bold magenta"),
-    TokenOrigin.SUFFIX: ("suffix", "bold cyan"),
-    TokenOrigin.NGRAM: ("n-gram", "bold yellow"),
-    TokenOrigin.MODEL: ("draft model", "bold green"),
-    TokenOrigin.EAGLE: ("EAGLE", "bold blue"),
-    TokenOrigin.EAGLE3: ("EAGLE-3", "bold bright_blue"),
-    TokenOrigin.MEDUSA: ("Medusa", "bold red"),
-    TokenOrigin.MLP: ("MLP speculator", "bold bright_magenta"),
-    TokenOrigin.DFLASH: ("DFlash", "bold bright_green"),
-    TokenOrigin.DSPARK: ("DSpark", "bold bright_yellow"),
-    TokenOrigin.MTP: ("MTP", "bold bright_white"),
-    TokenOrigin.SELF: ("self", "bold bright_cyan"),
+SOURCES: dict[str, tuple[str, str]] = {  # label and style of each
+    DraftSource.PREDICTION: ("prediction", "bold magenta"),
+    DraftSource.SUFFIX: ("suffix", "bold cyan"),
+    DraftSource.NGRAM: ("n-gram", "bold yellow"),
+    DraftSource.MODEL: ("draft model", "bold green"),
+    DraftSource.EAGLE: ("EAGLE", "bold blue"),
+    DraftSource.EAGLE3: ("EAGLE-3", "bold bright_blue"),
+    DraftSource.MEDUSA: ("Medusa", "bold red"),
+    DraftSource.MLP: ("MLP speculator", "bold bright_magenta"),
+    DraftSource.DFLASH: ("DFlash", "bold bright_green"),
+    DraftSource.DSPARK: ("DSpark", "bold bright_yellow"),
+    DraftSource.MTP: ("MTP", "bold bright_white"),
+    DraftSource.SELF: ("self", "bold bright_cyan"),
 }
 METHODS = {  # columns of their table
     "method": "{name}",
@@ -119,7 +120,7 @@ class DemoView:
     def __init__(self, console: Console, llm: "LLM", prompts: Sequence[tuple[str, str]]) -> None:
         self._console = console
         self._llm = llm
-        self._sources = [TokenOrigin(str(name)) for name in llm.config.speculation.methods]
+        self._sources = llm.config.speculation.methods
         self._coming = iter(prompts)
         self._current: RequestOutput | None = None
         self._detokenizer: Detokenizer | None = None
@@ -207,7 +208,7 @@ class DemoView:
         self._console.print(Text("\n".join(end), "dim"), end="", soft_wrap=True)
 
 
-def _sources(compared: "Mapping[str, Samples]", sources: Sequence[TokenOrigin]) -> Text:
+def _sources(compared: "Mapping[str, Samples]", sources: Sequence[str]) -> Text:
     """Say who chose the tokens of the last, most elaborate method."""
     name, samples = list(compared.items())[-1]
     counts = Counter(origin for sample in samples for origin in sample.origins)

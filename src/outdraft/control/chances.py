@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from outdraft.control.corrections import Costs
-from outdraft.control.facts import DraftOutcome, RequestFacts, StepFacts, StepOutcome
+from outdraft.control.facts import DraftOutcome, RequestFacts, StepOutcome
 from outdraft.control.search import Option
 from outdraft.core.decision import LiveStop, Shape
 from outdraft.core.draft import MAX_DRAFTS, MAX_MARGIN, DraftSource
@@ -141,33 +141,12 @@ class Offset:
         self.value = max(-MAX_OFFSET, min(MAX_OFFSET, self.value))
 
 
-@dataclass(slots=True)
-class Spread:
-    """Difference between requests: the variance of their offsets, by the method of moments
-    (DerSimonian and Laird 1986).
-
-    A request whose labels have the variance V in sum has e more right labels than expected. On
-    average e * e is V + V * V * the variance of offsets.
-    """
-
-    squares: float = OFFSETS**2 * OFFSETS_WEIGHT
-    weights: float = OFFSETS_WEIGHT
-
-    def observe(self, ended: Offset) -> None:
-        """Learn from a request that ended."""
-        own = ended.excess * ended.excess - ended.variance
-        self.squares = OFFSETS_KEEP * self.squares + own
-        self.weights = OFFSETS_KEEP * self.weights + ended.variance * ended.variance
-
-    @property
-    def information(self) -> float:
-        """Weight of "no offset", as an information: 1 is that of about 5 labels."""
-        variance = self.squares / self.weights
-        return 1 / max(MIN_OFFSETS**2, min(MAX_OFFSETS**2, variance))
-
-
 class Curve:
     """Acceptance of the drafts of one source, under one rule, in one shape or of one match length.
+
+    Requests differ: the variance of their offsets is estimated by the method of moments
+    (DerSimonian and Laird 1986). A request whose labels have the variance V in sum has e more right
+    labels than expected. On average e * e is V + V * V * the variance of offsets.
 
     Attributes:
         num_steps: with labels.
@@ -180,7 +159,7 @@ class Curve:
         self._right = [0.0] * num_levels
         self._live = [LiveLevel() for _ in range(num_levels)]
         self._offsets: dict[str, Offset] = {}
-        self._spread = Spread()
+        self._squares, self._weights = OFFSETS**2 * OFFSETS_WEIGHT, OFFSETS_WEIGHT
         self._change = ChangeDetector()
         self._chances: list[float] | None = None  # None: new labels came. Derived from it:
         self._logits: list[float] = []
@@ -205,6 +184,12 @@ class Curve:
         """About the first level's logit."""
         first = self.chances[0]
         return first * (1 - first) * (self._labels[0] + LEAN)
+
+    @property
+    def _no_offset(self) -> float:
+        """Weight of "no offset", as an information: 1 is that of about 5 labels."""
+        variance = self._squares / self._weights
+        return 1 / max(MIN_OFFSETS**2, min(MAX_OFFSETS**2, variance))
 
     @property
     def doubt(self) -> float:
@@ -246,7 +231,7 @@ class Curve:
         chances, total, spread = self.chances, 0.0, 0.0
         labels, right = [0.0] * len(chances), [0.0] * len(chances)
         for draft in drafts:
-            offset = self._offsets.get(draft.request_id) or Offset(self._spread.information)
+            offset = self._offsets.get(draft.request_id) or Offset(self._no_offset)
             excess = variance = 0.0
             for level, label in self._labels_of(draft, offset.value):
                 chance = usual = chances[level]
@@ -287,7 +272,9 @@ class Curve:
     def forget(self, request_id: str) -> None:
         """Drop a request that ended; its effect on the spread stays."""
         if (ended := self._offsets.pop(request_id, None)) is not None:
-            self._spread.observe(ended)
+            own = ended.excess * ended.excess - ended.variance
+            self._squares = OFFSETS_KEEP * self._squares + own
+            self._weights = OFFSETS_KEEP * self._weights + ended.variance * ended.variance
 
     def _offset(self, request_id: str) -> float:
         known = self._offsets.get(request_id)
@@ -378,8 +365,8 @@ class Chances:
             self._hosts[source] = HostCurves(is_given=source == DraftSource.PREDICTION)
         return self._hosts[source]
 
-    def options(self, request: RequestFacts, costs: Costs, hope: float) -> list[Option]:
-        """All ways in which a request could draft now. hope: share of the doubt."""
+    def options(self, request: RequestFacts, costs: Costs) -> list[Option]:
+        """All ways in which a request could draft now."""
         if request.max_drafts == 0:
             return []
         options = list[Option]()
@@ -390,17 +377,17 @@ class Chances:
                 Option(offer.source, survivals, offer.shape, match_length=offer.match_length)
             )
         if request.network is not None:
-            options += self._of_network(request, costs, hope)
+            options += self._of_network(request, costs)
         return [one for one in options if one.survivals]
 
-    def _of_network(self, request: RequestFacts, costs: Costs, hope: float) -> list[Option]:
+    def _of_network(self, request: RequestFacts, costs: Costs) -> list[Option]:
         source, options = request.network or "", list[Option]()
         curves = [self.network(source, request.rule, shape) for shape in request.shapes]
         doubts = [curve.doubt for curve in curves]
         for shape, curve, doubt in zip(request.shapes, curves, doubts, strict=True):
             # A shape that is known less than another is hoped for: else it would never be tried.
-            hoped = max(hope * doubt, doubt - min(doubts))
-            survivals = curve.survivals(request.request_id, request.most_levels(shape), hoped)
+            hope = doubt - min(doubts)
+            survivals = curve.survivals(request.request_id, request.most_levels(shape), hope)
             fixed_s = 0.0
             if request.unread_tokens and survivals:
                 # Future steps share this cost: as many are expected as there were so far.
@@ -430,16 +417,6 @@ class Chances:
         for shadow in outcome.shadows:
             self.host(shadow.source).observe(shadow.match_length, shadow.drafted, shadow.accepted)
         return excess
-
-    def are_doubted(self, facts: StepFacts) -> bool:
-        """A network has few labels, so its chances may be better than they say."""
-        keys = {
-            (one.network, one.rule, shape)
-            for one in facts.requests
-            if one.network is not None
-            for shape in one.shapes
-        }
-        return any(self.network(*key).doubt > 0 for key in keys)
 
     def has_drafted(self, request: RequestFacts) -> bool:
         """The request's network has labels."""

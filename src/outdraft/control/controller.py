@@ -20,7 +20,6 @@ from outdraft.control.search import PLAIN, DraftPlan, Option, Pick, Prices, best
 from outdraft.core.decision import Decision, Grant, LiveStop, Reason
 
 MARGIN = 0.01  # gain over plain decoding that is needed to leave it
-HOPE = 0.5  # share of the doubt about chances that drafts begin with
 HOLD_SHARE = 0.01  # of the time, the most that deciding may take
 MAX_HOLD = 32  # steps
 OFF_STEPS = 8  # steps without the network's drafts after which it counts as off
@@ -141,17 +140,10 @@ class Controller:
         if not has_source or facts.max_rows == 0:
             reason = Reason.NO_ROOM if has_source else Reason.NOTHING_OFFERED
             return self._decision(facts, prices, reason)
-        options = [self.chances.options(one, self.costs, 0.0) for one in facts.requests]
+        options = [self.chances.options(one, self.costs) for one in facts.requests]
         if plan := self.probe.next_plan(facts, options, prices):
             return self._decision(facts, prices, Reason.NETWORK_PROBE, plan)
         plan = self._best(facts, options, prices)
-        has_network = any(one.network is not None for one in facts.requests)
-        if not plan.picks and has_network and self.chances.are_doubted(facts):
-            # A few unlucky labels do not end drafting, as there would be few new labels without
-            # drafts. They also do not keep it from beginning again where it nearly pays.
-            hope = 1.0 if self._is_drafting else HOPE
-            hopeful = [self.chances.options(one, self.costs, hope) for one in facts.requests]
-            plan = self._best(facts, hopeful, prices)
         self._is_drafting = bool(plan.picks)
         if not facts.prompt_rows:
             self._remember(prices, plan)
@@ -163,7 +155,7 @@ class Controller:
                 self._plain_left -= 1
                 return self._decision(facts, prices, Reason.PLAIN_PROBE)
             return self._decision(facts, prices, Reason.GAIN, plan)
-        if has_network and (plan := self._probed(facts, options, prices)) is not None:
+        if plan := self._probed(facts, options, prices):
             return self._decision(facts, prices, Reason.NETWORK_PROBE, plan)
         return self._decision(facts, prices, Reason.NO_GAIN)
 
@@ -183,8 +175,10 @@ class Controller:
     def _probed(
         self, facts: StepFacts, options: Sequence[Sequence[Option]], prices: Prices
     ) -> DraftPlan | None:
+        network = next((one.network for one in facts.requests if one.network is not None), None)
+        if network is None:
+            return None
         is_first = not any(self.chances.has_drafted(one) for one in facts.requests)
-        network = next(one.network for one in facts.requests if one.network is not None)
         plan = self.probe.new_plan(
             facts,
             options,
@@ -212,7 +206,7 @@ class Controller:
         pass_N, max_passes, start_s = [0.0, 0.0], 0, 0.0
         if network is not None:
             pass_N = costs.pass_N(network, 1 + count + most, lengths)
-            max_passes = costs.drafter(network).max_passes
+            max_passes = costs.table.drafters[network].max_passes
             start_s = costs.start_s(network, lengths)
         plain_s += costs.host_s(count)
         drafting_s = costs.drafting_s(count)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from outdraft.control.costs import CostTable, DrafterCost
+from outdraft.control.costs import CostTable
 from outdraft.control.facts import StepOutcome
 from outdraft.core.decision import Reason
 
@@ -87,14 +87,14 @@ class Costs:
 
     def pass_N(self, network: str, count: int, lengths: Sequence[int]) -> list[float]:
         """Passes of a network with 0, 1, ... rows, `count` of them, for texts of these lengths."""
-        cost, factor = self.drafter(network), self._network(network)
+        cost, factor = self.table.drafters[network], self._network(network)
         times_N: list[float] = cost.passes.at(np.arange(1, count)).tolist()
         beside_s = cost.context_s * cost.num_read(lengths)
         return [0.0, *[(seconds + beside_s) * factor for seconds in times_N]]
 
     def start_s(self, network: str, lengths: Iterable[int]) -> float:
         """Seconds of a network's drafts in a step, its passes excluded."""
-        return self.drafter(network).step_s(lengths) * self._network(network)
+        return self.table.drafters[network].step_s(lengths) * self._network(network)
 
     def catch_up_s(self, network: str, num_tokens: int) -> float:
         """Seconds to read num_tokens tokens more than in a usual step."""
@@ -109,9 +109,6 @@ class Costs:
         drafting_s = self.table.booking_s(num_requests, drafts=True) * self._drafting_host.value
         return max(0.0, drafting_s - self.host_s(num_requests))
 
-    def drafter(self, network: str) -> DrafterCost:
-        return self.table.drafters[network]
-
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from a step. The time of a network beside a prompt cannot be seen."""
         facts, decision = outcome.facts, outcome.decision
@@ -124,7 +121,7 @@ class Costs:
             factor = self._drafting_host if drafts else self._host
             factor.observe(self.table.booking_s(len(lengths), drafts=drafts), outcome.host_s)
         if network and not facts.prompt_rows:
-            cost = self.drafter(network)
+            cost = self.table.drafters[network]
             table_s = cost.step_s(lengths) + sum(cost.passes.at(np.array(pass_rows)).tolist())
             table_s += len(pass_rows) * cost.context_s * cost.num_read(lengths)
             table_s += self._table_catch_up_s(network, unread)
@@ -157,7 +154,9 @@ class Costs:
             if grant.source not in self.table.drafters:
                 continue
             network = grant.source
-            passes = min(self.drafter(network).max_passes, draft.num_passes)
+            # One for each level; the last one may have shown a poor margin.
+            num_levels = max(draft.drafted, len(draft.margins))
+            passes = min(self.table.drafters[network].max_passes, num_levels)
             if not outcome.is_held:  # the first step of a decision caught up
                 unread += requests[draft.request_id].unread_tokens
             pass_rows += [0] * (passes - len(pass_rows))
@@ -166,7 +165,7 @@ class Costs:
         return network, pass_rows, unread
 
     def _table_catch_up_s(self, network: str, num_tokens: int) -> float:
-        return float(self.drafter(network).catch_up.at(np.array(num_tokens)))
+        return float(self.table.drafters[network].catch_up.at(np.array(num_tokens)))
 
     def _beside_s(self, context: int, num_requests: int) -> float:
         table = self.table

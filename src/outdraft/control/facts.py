@@ -111,11 +111,6 @@ class DraftOutcome(Struct, frozen=True):
     accepted: int
     margins: tuple[float, ...] = ()
 
-    @property
-    def num_passes(self) -> int:
-        """A network's, one for each level; the last one may have shown a poor margin."""
-        return max(self.drafted, len(self.margins))
-
 
 class ShadowOutcome(Struct, frozen=True):
     """A draft that was not verified, compared with the text that came."""

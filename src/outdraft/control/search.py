@@ -229,7 +229,6 @@ def _best_of(
     levels."""
     levels = _levels(chosen, prices, rate)
     deepest = max([one[3] for one in levels])
-    least_s = prices.pass_s(1)
     best = None
     # The levels of one request are in order, so all numbers of passes are looked at in one go.
     first = min(1, deepest) if len(chosen) > 1 else deepest
@@ -240,7 +239,7 @@ def _best_of(
         if 0 < depth < prices.max_passes and len(chosen) > 1:
             # What a pass brings must beat the best rate so far; deeper ones bring even less.
             bar = rate if best is None or long_run is not None else max(rate, best[0])
-            if sum([one[6] for one in own if one[3] == depth]) <= bar * least_s:
+            if sum([one[6] for one in own if one[3] == depth]) <= bar * prices.pass_s(1):
                 break
         found = _best_prefix(own, prices, long_run)
         if best is None or found[0] > best[0]:
@@ -269,27 +268,26 @@ def _best_prefix(
 ) -> tuple[float, int, float, float]:
     """The largest worth of the first levels, how many these are, and seconds: of the network, and
     of all that is added to a plain step."""
-    num_requests, plain_s, target_N, pass_N = prices[:4]
-    max_rows, last, best = len(target_N) - 1, len(pass_N) - 1, (0.0, 0, 0.0, 0.0)
+    target_N, best = prices.target_N, (0.0, 0, 0.0, 0.0)
     pass_rows = [0] * (1 + max([one[3] for one in levels]))
     rows, tokens, draft_s, beside_s = 0, 0.0, 0.0, prices.drafting_s - target_N[0]
     for number, (_, _, _, depth, own_rows, reads, own, fixed_s) in enumerate(levels, 1):
         rows += own_rows
-        if rows > max_rows:
+        if rows > prices.max_rows:
             break
         tokens += own
         if reads:
             before = pass_rows[depth]
-            now = pass_rows[depth] = before + reads
-            draft_s += pass_N[now if now < last else last]
+            pass_rows[depth] += reads
+            draft_s += prices.pass_s(before + reads)
             if before:
-                draft_s -= pass_N[before if before < last else last]
+                draft_s -= prices.pass_s(before)
             elif depth == 1:
                 draft_s += prices.start_s
         beside_s += fixed_s
         added_s = draft_s + beside_s + target_N[rows]
         if long_run is None:
-            worth = (num_requests + tokens) / (plain_s + added_s)
+            worth = (prices.num_requests + tokens) / (prices.plain_s + added_s)
         else:
             worth = tokens - long_run * added_s
         if worth > best[0]:

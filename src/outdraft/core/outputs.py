@@ -4,7 +4,8 @@ Deltas are plain values: they cross the wire as they are.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TypeVar
 
@@ -14,26 +15,16 @@ from outdraft.core.decision import Decision
 from outdraft.core.plan import TokenLogprobs
 
 Item = TypeVar("Item")
+Value = TypeVar("Value", "CompletionOutput", "SpeculationMetrics")
 
 
-class TokenOrigin(StrEnum):
-    """The origin of a token: the target's own choice, or a draft that it accepted."""
+class TargetChoice(StrEnum):
+    """The origin of a token that the target chose itself; that of an accepted draft is its
+    DraftSource."""
 
     PLAIN = "plain"  # nothing was drafted in that step
-    RECOVERED = "recovered"  # the target's choice where it rejected a draft
-    BONUS = "bonus"  # the target's choice after a draft that it accepted whole
-    PREDICTION = "prediction"
-    SUFFIX = "suffix"
-    NGRAM = "ngram"
-    MODEL = "draft_model"
-    EAGLE = "eagle"
-    EAGLE3 = "eagle3"
-    MEDUSA = "medusa"
-    MLP = "mlp_speculator"
-    DFLASH = "dflash"
-    DSPARK = "dspark"
-    MTP = "mtp"
-    SELF = "self"
+    RECOVERED = "recovered"  # where it rejected a draft
+    BONUS = "bonus"  # after a draft that it accepted whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +61,7 @@ class CompletionOutput:
     """One of a request's n sequences.
 
     Attributes:
-        origins: one per token of token_ids.
+        origins: a DraftSource or a TargetChoice for each of token_ids.
         logprobs: per token, token id -> Logprob: the chosen token and the most likely ones.
         finish_reason: "stop", "length", "abort", "error", or None while running.
         stop_reason: the stop string or stop token id that ended it, if one did.
@@ -81,7 +72,7 @@ class CompletionOutput:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    origins: list[TokenOrigin] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
@@ -123,16 +114,6 @@ class SpeculationMetrics:
             self.drafted_by_source[source] = self.drafted_by_source.get(source, 0) + number
             total = self.accepted_by_source.get(source, 0) + accepted.get(source, 0)
             self.accepted_by_source[source] = total
-
-    def snapshot(self) -> "SpeculationMetrics":
-        """A copy that does not grow."""
-        return replace(
-            self,
-            per_step_drafted=self.per_step_drafted.copy(),
-            per_step_accepted=self.per_step_accepted.copy(),
-            drafted_by_source=self.drafted_by_source.copy(),
-            accepted_by_source=self.accepted_by_source.copy(),
-        )
 
     @property
     def num_spec_steps(self) -> int:
@@ -214,30 +195,24 @@ class RequestOutput:
 
     def snapshot(self) -> "RequestOutput":
         """A copy that does not grow; it shares the parts that never change again."""
-        outputs = [
-            replace(
-                output,
-                token_ids=output.token_ids.copy(),
-                origins=output.origins.copy(),
-                logprobs=_copied(output.logprobs),
-                trace=_copied(output.trace),
-            )
-            for output in self.outputs
-        ]
-        metrics = replace(
-            self.metrics, speculative_decoding=self.metrics.speculative_decoding.snapshot()
+        speculation = _copied(self.metrics.speculative_decoding)
+        return replace(
+            self,
+            outputs=[_copied(output) for output in self.outputs],
+            metrics=replace(self.metrics, speculative_decoding=speculation),
+            prompt_logprobs=copy(self.prompt_logprobs),
         )
-        prompt_logprobs = _copied(self.prompt_logprobs)
-        return replace(self, outputs=outputs, metrics=metrics, prompt_logprobs=prompt_logprobs)
 
 
-def _copied(items: list[Item] | None) -> list[Item] | None:
-    return None if items is None else items.copy()
+def _copied(value: Value) -> Value:
+    """A copy with lists and dictionaries of its own, whose items it shares."""
+    own = {one.name: copy(getattr(value, one.name)) for one in fields(value)}
+    return replace(value, **own)
 
 
 def _extended(items: list[Item] | None, more: list[Item] | None) -> list[Item] | None:
     if items is None:
-        return _copied(more)
+        return copy(more)
     items += more or ()
     return items
 
@@ -253,7 +228,7 @@ class SequenceDelta(Struct, frozen=True):
     """The gain of one of a request's n sequences in a step.
 
     Attributes:
-        origins: one per token of token_ids.
+        origins: a DraftSource or a TargetChoice for each of token_ids.
         drafted: tokens that the step verified, by source; None: there was no draft.
         logprobs: one per token, if the request asked; there may be more of the most likely tokens
             than it asked for.
@@ -265,7 +240,7 @@ class SequenceDelta(Struct, frozen=True):
 
     index: int
     token_ids: tuple[int, ...]
-    origins: tuple[TokenOrigin, ...]
+    origins: tuple[str, ...]
     drafted: dict[str, int] | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     trace: DraftTrace | None = None

@@ -4,17 +4,19 @@ A server writes such lines, `outdraft replay` reads them. `read_requests` checks
 relies on, so what comes from it can be taken as it is.
 """
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
 from outdraft.core.errors import ConfigError
 
-MAX_ID = 2**31 - 1
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[float, Meta(ge=0)]
 
 
 class RecordedStep(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -26,18 +28,13 @@ class RecordedStep(Struct, frozen=True, omit_defaults=True, forbid_unknown_field
             after the end of the text do not count.
     """
 
-    tokens: int
-    drafted: dict[str, int] = field(default_factory=dict)
-    accepted: dict[str, int] = field(default_factory=dict)
+    tokens: Positive
+    drafted: dict[str, Positive] = field(default_factory=dict)
+    accepted: dict[str, Count] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ValueError(f"tokens must be at least 1, got {self.tokens}")
-        for source, count in self.drafted.items():
-            if count < 1:
-                raise ValueError(f"drafted tokens of {source} must be at least 1, got {count}")
         for source, count in self.accepted.items():
-            if not 0 <= count <= self.drafted.get(source, 0):
+            if count > self.drafted.get(source, 0):
                 raise ValueError(f"accepted tokens of {source}: {count} of what was drafted")
         if sum(self.accepted.values()) > self.tokens:
             raise ValueError(f"more tokens were accepted than the {self.tokens} that came")
@@ -51,12 +48,11 @@ class RecordedOutput(Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
             where it happened to be, maybe before the first token.
     """
 
-    token_ids: list[int]
+    token_ids: list[TokenId]
     finish_reason: Literal["stop", "length", "abort", "error"]
     steps: list[RecordedStep]
 
     def __post_init__(self) -> None:
-        _check_ids("token_ids", self.token_ids)
         brought = sum(step.tokens for step in self.steps)
         if brought != len(self.token_ids):
             raise ValueError(f"steps bring {brought} tokens, token_ids has {len(self.token_ids)}")
@@ -83,44 +79,29 @@ class RecordedRequest(
     """
 
     format: Literal[1]
-    arrival_s: float
-    elapsed_s: float
-    prompt_token_ids: list[int]
-    max_tokens: int
-    temperature: float
+    arrival_s: NotNegative
+    elapsed_s: NotNegative
+    prompt_token_ids: Annotated[list[TokenId], Meta(min_length=1)]
+    max_tokens: Positive
+    temperature: NotNegative
     rule: str
-    outputs: list[RecordedOutput]
-    num_cached_tokens: int = 0
+    outputs: Annotated[list[RecordedOutput], Meta(min_length=1)]
+    num_cached_tokens: Count = 0
     may_draft: bool = True
     method: str | None = None
-    num_speculative_tokens: int | None = None
-    prediction_token_ids: list[int] = field(default_factory=list)
-    tree: list[int] = field(default_factory=list)
+    num_speculative_tokens: Count | None = None
+    prediction_token_ids: list[TokenId] = field(default_factory=list)
+    tree: list[Positive] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for name in ("arrival_s", "elapsed_s", "temperature"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be a number of at least 0, got {value}")
-        for name in ("prompt_token_ids", "prediction_token_ids"):
-            _check_ids(name, getattr(self, name))
-        if not self.prompt_token_ids:
-            raise ValueError("prompt_token_ids must not be empty")
-        if not 0 <= self.num_cached_tokens < len(self.prompt_token_ids):
+        if self.num_cached_tokens >= len(self.prompt_token_ids):
             raise ValueError(
                 f"num_cached_tokens must be less than the prompt's {len(self.prompt_token_ids)}, "
                 f"got {self.num_cached_tokens}"
             )
-        if self.num_speculative_tokens is not None and self.num_speculative_tokens < 0:
-            raise ValueError("num_speculative_tokens must be at least 0")
-        if any(rows < 1 for rows in self.tree):
-            raise ValueError(f"tree must have rows in each level, got {self.tree}")
         longest = max((len(output.token_ids) for output in self.outputs), default=0)
-        if not self.outputs or not max(1, longest) <= self.max_tokens:
-            raise ValueError(
-                f"there are {len(self.outputs)} outputs of up to {longest} tokens, but max_tokens "
-                f"is {self.max_tokens}"
-            )
+        if longest > self.max_tokens:
+            raise ValueError(f"an output has {longest} tokens, but max_tokens is {self.max_tokens}")
 
 
 def read_requests(path: Path) -> tuple[list[RecordedRequest], bool]:
@@ -152,9 +133,3 @@ def _decoded(path: Path, lines: list[bytes]) -> Iterator[RecordedRequest]:
             yield decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}, line {number}: {error}") from None
-
-
-def _check_ids(name: str, token_ids: list[int]) -> None:
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) <= MAX_ID):
-        wrong = next(one for one in token_ids if not 0 <= one <= MAX_ID)
-        raise ValueError(f"{name} must hold ids of tokens, got {wrong}")

@@ -4,14 +4,13 @@ Drafts that are not verified are compared with the text that comes: their accept
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from outdraft.config.speculation import SpeculationConfig
 from outdraft.control.facts import ShadowOutcome
-from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource
+from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource, depths_of
 from outdraft.core.request import FinishReason, Request
 from outdraft.drafting.prediction import PredictionProposer
 from outdraft.drafting.request_limits import (
@@ -120,63 +119,30 @@ class HostSources:
                 found.setdefault(ask.request_id, {})[proposer.source] = draft
 
 
-@dataclass(slots=True)
-class _Shadow:
-    """A draft and how far the text has followed it.
-
-    Attributes:
-        num_read: tokens of the text that are accounted for.
-        row: of the draft that the text has reached; 0: none yet.
-        accepted: levels.
-    """
-
-    source: DraftSource
-    draft: Draft
-    num_levels: int
-    num_read: int
-    row: int = 0
-    accepted: int = 0
-
-    def follow(self, request: Request) -> bool:
-        """Read the new tokens; true if later ones cannot change the outcome."""
-        for token_id in request.token_ids[self.num_read :].tolist():
-            self.num_read += 1
-            row = _child(self.draft, self.row, token_id)
-            if row is None:
-                return True
-            self.row = row
-            self.accepted += 1
-            if self.accepted == self.num_levels:
-                return True
-        return False
-
-
 class Shadows:
     """Owns the drafts that wait until their text has left them, or has reached their end. They cost
     no rows."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, list[_Shadow]] = {}
+        # With the length of the text that each draft continues.
+        self._waiting: dict[str, list[tuple[DraftSource, Draft, int]]] = {}
 
     def cast(self, request: Request, source: DraftSource, draft: Draft) -> None:
         """Remember a draft for the text as it is now."""
-        num_levels = len(draft) if draft.is_chain else len(draft.level_sizes())
-        shadow = _Shadow(source, draft, num_levels, request.num_tokens)
-        self._waiting.setdefault(request.id, []).append(shadow)
+        self._waiting.setdefault(request.id, []).append((source, draft, request.num_tokens))
 
     def observe(self, requests: Iterable[Request]) -> tuple[ShadowOutcome, ...]:
         """Outcomes of the drafts whose texts have come."""
         outcomes: list[ShadowOutcome] = []
         for request in requests:
-            left: list[_Shadow] = []
-            for shadow in self._waiting.pop(request.id, ()):
-                if shadow.follow(request):
-                    offered = shadow.source, shadow.draft.match_length
-                    outcomes.append(ShadowOutcome(*offered, shadow.num_levels, shadow.accepted))
+            for source, draft, start in self._waiting.pop(request.id, ()):
+                text, num_levels = request.token_ids[start:].tolist(), max(depths_of(draft.parents))
+                accepted = _num_followed(draft, text)
+                if accepted < len(text) or accepted == num_levels:
+                    offered = source, draft.match_length
+                    outcomes.append(ShadowOutcome(*offered, num_levels, accepted))
                 else:
-                    left.append(shadow)
-            if left:
-                self._waiting[request.id] = left
+                    self._waiting.setdefault(request.id, []).append((source, draft, start))
         return tuple(outcomes)
 
     def forget(self, request_id: str) -> None:
@@ -184,9 +150,11 @@ class Shadows:
         self._waiting.pop(request_id, None)
 
 
-def _child(draft: Draft, row: int, token_id: int) -> int | None:
-    """The row below `row` that holds a token."""
-    for below, (parent, guess) in enumerate(zip(draft.parents, draft.token_ids, strict=True), 1):
-        if parent == row and guess == token_id:
-            return below
-    return None
+def _num_followed(draft: Draft, text: Sequence[int]) -> int:
+    """Number of tokens of the text that follow a path of the draft."""
+    pairs, row = list(zip(draft.parents, draft.token_ids, strict=True)), 0
+    for number, token_id in enumerate(text):
+        if (row, token_id) not in pairs:
+            return number
+        row = pairs.index((row, token_id)) + 1
+    return len(text)

@@ -50,6 +50,7 @@ class DraftPolicy:
 
     Attributes:
         control: decides; may be exchanged while no request runs.
+        limits: of each request.
         decided: about the newest step, without its grants, which `granted` says; None: nothing was
             to decide.
         granted: the drafts that each request of that step was to verify.
@@ -70,7 +71,7 @@ class DraftPolicy:
         self.control = control
         self._host = HostSources(config, proposers, max_num_seqs)
         self._drafter = drafter
-        self._limits = RequestLimits(config, drafter)
+        self.limits = RequestLimits(config, drafter)
         self._shadows = Shadows()
         self._running: _DecidedStep | None = None  # the decision of the step that runs
         self._newest: _DecidedStep | None = None  # the latest decision, which may be held
@@ -117,7 +118,7 @@ class DraftPolicy:
         may_offer = self._host.may_find(requests)
         if self._hold(requests, room, may_offer=may_offer):
             return self.granted
-        wanting = [request for request in requests if self._limits.may_draft(request)]
+        wanting = [request for request in requests if self.limits.may_draft(request)]
         if not wanting:
             self.decided = Decision(Reason.NOT_WANTED)
             return {}
@@ -127,7 +128,7 @@ class DraftPolicy:
             drafts = self._host.drafts(wanting, num_running)
             if not drafts and self._hold(requests, room, looking_s=self._clock() - started_s):
                 return self.granted
-        own = tuple(self._limits.facts(one, drafts.get(one.id, {})) for one in requests)
+        own = tuple(self.limits.facts(one, drafts.get(one.id, {})) for one in requests)
         facts = replace(room, requests=own)
         decision = self.control.decide(facts)
         if decision.shadows:
@@ -154,7 +155,7 @@ class DraftPolicy:
         newest = self._newest
         if newest is not None and newest.decision is decision:
             # A text may have become too long for the network, or may no longer get as many tokens.
-            choices, fits = newest.choices, self._limits.fits
+            choices, fits = newest.choices, self.limits.fits
             asked = [
                 (one, choices[one.id].num_model_drafts) for one in requests if one.id in choices
             ]
@@ -164,7 +165,8 @@ class DraftPolicy:
         return True
 
     def may_follow(self, num_running: int) -> bool:
-        """The network should be able to draft in one of the next steps."""
+        """The network should be able to draft in one of the next steps, for those requests that it
+        may draft for."""
         if self._drafter is None or self._is_disabled(num_running):
             return False
         return self.control.network_due_in() <= WARM_UP_STEPS
@@ -175,14 +177,6 @@ class DraftPolicy:
         That takes as long as several steps. Else it begins with the states of the newest tokens.
         """
         return self.control.network_due_in() == 0
-
-    def follows(self, request: Request) -> bool:
-        """If `may_follow`: the network should be able to draft for this request."""
-        return self._limits.network_may_draft(request)
-
-    def may_read(self, request: Request) -> bool:
-        """The network can read the request's prompt, even if it may not draft for it."""
-        return self._limits.network_can_read(request)
 
     def observe(self, booked: Booked, stats: StepStats) -> None:
         """Learn from the step that `choose` was asked about, before its requests are finished."""
@@ -204,10 +198,6 @@ class DraftPolicy:
         self._shadows.forget(request.id)
         self.control.forget(request.id)
 
-    def most_drafts(self, request: Request) -> int:
-        """Most drafts for this request in any step."""
-        return self._limits.most_drafts(request)
-
     def _is_disabled(self, num_running: int) -> bool:
         limit = self.config.disable_by_batch_size
         return limit is not None and num_running > limit
@@ -227,7 +217,7 @@ class DraftPolicy:
         most = None if self._drafter is None else self._drafter.most_drawn
         drafted = [id_ for id_, choice in choices.items() if choice.num_model_drafts]
         rules = {one.request_id: one.rule for one in facts.requests}
-        if most is None or not any(self._limits.draws(rules[id_]) for id_ in drafted):
+        if most is None or not any(self.limits.draws(rules[id_]) for id_ in drafted):
             return choices
         counts = dict.fromkeys(drafted, 0)
         counts |= dict.fromkeys(drafted[:most], max(1, most // len(drafted)))

@@ -61,7 +61,7 @@ class RequestLimits:
         return self.may_draft(request) and self.network_can_read(request) and self._may_ask(request)
 
     def network_can_read(self, request: Request) -> bool:
-        """Its text is not too long for the network."""
+        """Its text is not too long for the network, even if that may not draft for it."""
         assert self._drafter is not None
         return request.num_tokens < self._drafter.max_len
 

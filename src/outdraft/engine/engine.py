@@ -15,7 +15,7 @@ from msgspec import structs
 
 from outdraft.core.decision import Decision
 from outdraft.core.errors import RequestError
-from outdraft.core.outputs import DraftTrace, RequestDelta, SequenceDelta, TokenOrigin
+from outdraft.core.outputs import DraftTrace, RequestDelta, SequenceDelta, TargetChoice
 from outdraft.core.plan import DraftChoice, StepResult, StepStats, TokenLogprobs, WorkResult
 from outdraft.core.request import BookedWork, Request, ScheduledStep
 from outdraft.core.sampling import SamplingParams
@@ -180,7 +180,7 @@ class Engine:
         deltas = RequestDeltas(
             request_id,
             {request.id: index for index, request in enumerate(requests)},
-            self.drafting.most_drafts(requests[0]),
+            self.drafting.limits.most_drafts(requests[0]),
             lossless=self.drafting.config.is_lossless,
         )
         for request in requests:
@@ -342,15 +342,15 @@ def _sequence_delta(index: int, booked: BookedWork, trace: DraftTrace | None) ->
     )
 
 
-def _origins(outcome: WorkResult, drafts: DraftChoice | None) -> tuple[TokenOrigin, ...]:
+def _origins(outcome: WorkResult, drafts: DraftChoice | None) -> tuple[str, ...]:
     """Return one origin per emitted token, accepted drafts first."""
     if drafts is None:
-        return (TokenOrigin.PLAIN,)
+        return (TargetChoice.PLAIN,)
     rows = outcome.accepted_rows
     # Row 0 of the parents is the root, so a drafted row has its place plus one there.
     is_whole = bool(rows) and rows[-1] + 1 not in outcome.drafted_parents
-    last = TokenOrigin.BONUS if is_whole else TokenOrigin.RECOVERED
-    return (*[TokenOrigin(drafts.source)] * len(rows), last)
+    last = TargetChoice.BONUS if is_whole else TargetChoice.RECOVERED
+    return (*[drafts.source] * len(rows), last)
 
 
 def _trace(

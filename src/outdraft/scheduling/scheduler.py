@@ -465,8 +465,8 @@ def plan_step(scheduler: Scheduler, drafting: DraftPolicy) -> ScheduledStep:
     room = scheduler.room()
     choices = drafting.choose(scheduler.decoding_requests(), num_running, room)
     may_follow = drafting.may_follow(num_running)
-    follows = drafting.follows if may_follow else None
-    reads = drafting.may_read if may_follow and drafting.reads_prompts() else None
+    follows = drafting.limits.network_may_draft if may_follow else None
+    reads = drafting.limits.network_can_read if may_follow and drafting.reads_prompts() else None
     return scheduler.schedule(choices, follows, reads)
 
 

@@ -13,7 +13,7 @@ from outdraft.core.outputs import (
     DraftTrace,
     RequestDelta,
     SequenceDelta,
-    TokenOrigin,
+    TargetChoice,
 )
 from outdraft.core.plan import TokenLogprobs
 from outdraft.core.sampling import SamplingParams
@@ -180,7 +180,7 @@ class _Writer:
             trace = DraftTrace(self._sources, (new[0], 20), (0, 1), (0,), len(new), 0.25)
         if not self.is_running:
             reason = "stop" if self.num_written == len(self._ids) else "length"
-        origins = (TokenOrigin(self._sources[0]), TokenOrigin.RECOVERED)[: len(new)]
+        origins = (self._sources[0], TargetChoice.RECOVERED)[: len(new)]
         drafted = dict(Counter(self._sources))
         return SequenceDelta(self._index, new, origins, drafted, rows, trace, reason)
 

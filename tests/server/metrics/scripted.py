@@ -17,7 +17,7 @@ from outdraft.core.outputs import (
     RequestOutput,
     SequenceDelta,
     SpeculationMetrics,
-    TokenOrigin,
+    TargetChoice,
 )
 from outdraft.core.plan import PhaseTimes, StepStats
 from outdraft.engine.inputs import EncodedPrompt
@@ -157,7 +157,7 @@ class ScriptedLink(EngineLink):
             SequenceDelta(
                 i,
                 (5,) * n,
-                (TokenOrigin.PLAIN,) * n,
+                (TargetChoice.PLAIN,) * n,
                 finish_reason=reason,
                 error="it failed" if reason == "error" else None,
             )

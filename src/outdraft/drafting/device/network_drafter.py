@@ -77,17 +77,15 @@ class DraftNetwork:
     """
 
     def __init__(self, network: DraftModel | StateNetwork) -> None:
-        self.network = network
+        self.network, self.kernels = network, network.kernels
         self.token_shift, self.feature_size, self.taps = 0, 0, ()
-        self._model: DraftModel | None = None
-        self._on_states: StateNetwork | None = None
+        self._on_states, self._model = None, None
         if isinstance(network, StateNetwork):
             self.token_shift, self.feature_size, self.taps = 1, network.feature_size, network.taps
             self._on_states = network
         else:
             self._model = network
         self.reads_hidden = self._on_states is not None and not self.taps
-        self.kernels = network.kernels
 
     @property
     def fused(self) -> FusedPasses | None:

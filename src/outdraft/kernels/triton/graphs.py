@@ -12,11 +12,10 @@ shape becomes a graph at once: to make one takes about as long as its launches w
 
 import gc
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -33,14 +32,9 @@ Result = TypeVar("Result")
 Kept = TypeVar("Kept")
 Shape = tuple[tuple[int, ...], torch.dtype]
 Replay = Callable[[], object]
-
-
-class Capture(Protocol):
-    """Makes a graph of launches."""
-
-    def __call__(self, launch: Callable[[], Result]) -> tuple[Replay, Result]:
-        """A function that repeats the launches, and their results, which it computes anew."""
-        ...
+# Makes a graph of launches: a function that repeats them, and their results, which it computes
+# anew.
+Capture = Callable[[Callable[[], Any]], tuple[Replay, Any]]
 
 
 class Padding(NamedTuple):
@@ -59,13 +53,6 @@ class _NoRoomError(Exception):
     """The memory of a function's graphs is too small for one of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Graph(Generic[Result]):
-    inputs: Sequence[Tensor]
-    replay: Replay
-    result: Result
-
-
 class CallGraphs(Generic[Result]):
     """The graphs of a function. The one that was not called for longest leaves for a new one."""
 
@@ -80,8 +67,10 @@ class CallGraphs(Generic[Result]):
         """
         self._warm_ups, self._capture = warm_ups, capture or DeviceCapture()
         self._launched = set[object]()
-        self._graphs: dict[object, _Graph[Result] | None] = {}  # None: there is no room for it
-        self._shared = _GraphMemory(most_bytes)
+        # Inputs, how to repeat the launches, and their result; None: there is no room for it.
+        self._graphs: dict[object, tuple[Sequence[Tensor], Replay, Result] | None] = {}
+        self._most_bytes = most_bytes
+        self._memory: Tensor | None = None  # of a device, allocated when it is needed first
 
     def call(
         self,
@@ -113,16 +102,14 @@ class CallGraphs(Generic[Result]):
             return lambda: function(*_with_tensors(arguments, iter(inputs)))
 
         launches = tuple(kinds)
-        graph = None
-        if launches in self._launched:
-            graph = self._graph((launches, tuple(shapes)), filled, shapes, tensors[0].device)
-        else:
+        if launches not in self._launched:
             self._launched.add(launches)
             self._warm_ups.count += 1
-        if graph is not None:
-            _fill(graph.inputs, tensors, values)
-            graph.replay()
-            return graph.result
+        elif graph := self._graph((launches, tuple(shapes)), filled, shapes, tensors[0].device):
+            inputs, replay, result = graph
+            _fill(inputs, tensors, values)
+            replay()
+            return result
         own = [
             one if tuple(one.shape) == shape else one.new_empty(shape)
             for one, (shape, _) in zip(tensors, shapes, strict=True)
@@ -135,7 +122,7 @@ class CallGraphs(Generic[Result]):
         filled: Callable[[Sequence[Tensor]], Callable[[], Result]],
         shapes: Sequence[Shape],
         device: torch.device,
-    ) -> _Graph[Result] | None:
+    ) -> tuple[Sequence[Tensor], Replay, Result] | None:
         if kind in self._graphs:
             graph = self._graphs.pop(kind)
         else:
@@ -151,21 +138,42 @@ class CallGraphs(Generic[Result]):
         filled: Callable[[Sequence[Tensor]], Callable[[], Result]],
         shapes: Sequence[Shape],
         device: torch.device,
-    ) -> _Graph[Result] | None:
+    ) -> tuple[Sequence[Tensor], Replay, Result] | None:
         def launch() -> Result:
             result, made = call(), list[Tensor]()
             _parts(result, made)
             of_result = [(tuple(one.shape), one.dtype) for one in made]
-            kept, _ = self._shared.tensors(of_result, device, end)
+            kept, _ = self._tensors(of_result, device, end)
             _copy_all(made, kept)
             return _with_tensors(result, iter(kept))
 
         try:
-            inputs, end = self._shared.tensors(shapes, device)
+            inputs, end = self._tensors(shapes, device)
             call = filled(inputs)
-            return _Graph(inputs, *self._capture(launch))
+            replay, result = self._capture(launch)
+            return inputs, replay, result
         except _NoRoomError:
             return None
+
+    def _tensors(
+        self, shapes: Sequence[Shape], device: torch.device, start: int = 0
+    ) -> tuple[list[Tensor], int]:
+        """Tensors of the memory that all graphs share, and the byte where they end.
+
+        Raises:
+            _NoRoomError: they do not fit.
+        """
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
+        end = start + sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes)
+        if end > self._most_bytes:
+            raise _NoRoomError
+        if self._memory is None:
+            self._memory = torch.zeros(self._most_bytes, dtype=torch.uint8, device=device)
+        found: list[Tensor] = []
+        for (shape, dtype), size in zip(shapes, sizes, strict=True):
+            found.append(self._memory[start : start + size].view(dtype).view(shape))
+            start += -(-size // _ALIGNED) * _ALIGNED
+        return found, end
 
 
 class PerCache(Generic[Kept]):
@@ -195,55 +203,20 @@ class DeviceCapture:
         """
         if self._pool is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        graph = torch.cuda.CUDAGraph()
-        with _no_collection(), torch.cuda.stream(self._stream):
-            # Kernels may be loaded meanwhile, and other threads may allocate and copy.
-            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
-            try:
-                results = launch()
-            finally:
-                graph.capture_end()
+        graph, was_on = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.disable()  # to destroy an old graph would spoil the one that is made
+        try:
+            with torch.cuda.stream(self._stream):
+                # Kernels may be loaded meanwhile, and other threads may allocate and copy.
+                graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+                try:
+                    results = launch()
+                finally:
+                    graph.capture_end()
+        finally:
+            if was_on:
+                gc.enable()
         return graph.replay, results
-
-
-@contextmanager
-def _no_collection() -> Generator[None]:
-    """Nothing is collected meanwhile: to destroy an old graph would spoil the one that is made."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-class _GraphMemory:
-    """Memory of a device, allocated when it is needed first."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
-        self._memory: Tensor | None = None
-
-    def tensors(
-        self, shapes: Sequence[Shape], device: torch.device, start: int = 0
-    ) -> tuple[list[Tensor], int]:
-        """Tensors one after the other, and the byte where they end.
-
-        Raises:
-            _NoRoomError: they do not fit.
-        """
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
-        end = start + sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes)
-        if end > self._num_bytes:
-            raise _NoRoomError
-        if self._memory is None:
-            self._memory = torch.zeros(self._num_bytes, dtype=torch.uint8, device=device)
-        found: list[Tensor] = []
-        for (shape, dtype), size in zip(shapes, sizes, strict=True):
-            found.append(self._memory[start : start + size].view(dtype).view(shape))
-            start += -(-size // _ALIGNED) * _ALIGNED
-        return found, end
 
 
 def _parts(value: Any, tensors: list[Tensor]) -> object:

@@ -22,14 +22,8 @@ MULTIPLIER_0, MULTIPLIER_1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
 WEYL_0, WEYL_1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 FRACTION_MASK = tl.constexpr((1 << 52) - 1)
 ONE_BITS = tl.constexpr(1023 << 52)
-# What kernels that make Gumbel noise are compiled for. A fused sum would round less: other bits.
-GUMBEL = {
-    "ROUNDS": ROUNDS,
-    "LN2": LN2,
-    "SQRT2": SQRT2,
-    "SERIES": LOG_SERIES,
-    "enable_fp_fusion": False,
-}
+_LN2, _SQRT2, _SERIES = tl.constexpr(LN2), tl.constexpr(SQRT2), tl.constexpr(LOG_SERIES)
+_ROUNDS = tl.constexpr(ROUNDS)
 _TILE = 256  # blocks of four tokens, or rows
 
 
@@ -38,7 +32,7 @@ def gumbel(keys: NoiseKeys, vocab_size: int) -> Tensor:
     noise_RV = torch.empty(num_rows, vocab_size, device=keys.seeds_R.device)
     if num_rows:
         gumbel_rows[(num_rows, triton.cdiv(vocab_size, 4 * _TILE))](
-            *_columns(keys), noise_RV, vocab_size, TILE=_TILE, **GUMBEL
+            *_columns(keys), noise_RV, vocab_size, TILE=_TILE, enable_fp_fusion=False
         )
     return noise_RV
 
@@ -48,7 +42,7 @@ def uniform_scalar(keys: NoiseKeys) -> Tensor:
     noise_R = torch.empty(num_rows, device=keys.seeds_R.device)
     if num_rows:
         uniform_of_rows[(triton.cdiv(num_rows, _TILE),)](
-            *_columns(keys), noise_R, num_rows, TILE=_TILE, ROUNDS=ROUNDS, enable_fp_fusion=False
+            *_columns(keys), noise_R, num_rows, TILE=_TILE, enable_fp_fusion=False
         )
     return noise_R
 
@@ -59,32 +53,33 @@ def _columns(keys: NoiseKeys) -> tuple[Tensor, ...]:
 
 
 @triton.jit
-def _log(x, LN2: tl.constexpr, SQRT2: tl.constexpr, SERIES: tl.constexpr):
-    """The logarithm of torch/noise.py, float64. `SERIES`: LOG_SERIES."""
+def _log(x):
+    """The logarithm of torch/noise.py, float64. A fused sum would round less: other bits."""
     bits = x.to(tl.int64, bitcast=True)
     fraction = ((bits & FRACTION_MASK) | ONE_BITS).to(tl.float64, bitcast=True)
-    is_large = fraction > SQRT2
+    is_large = fraction > _SQRT2
     exponent = (bits >> 52) - 1023 + is_large.to(tl.int64)
     fraction = tl.where(is_large, fraction * 0.5, fraction)
     s = (fraction - 1.0) / (fraction + 1.0)
     square = s * s
-    series = tl.zeros_like(s) + SERIES[6]
+    series = tl.zeros_like(s) + _SERIES[6]
     for place in tl.static_range(5, -1, -1):
         series = series * square
-        series = series + SERIES[place]
-    return exponent.to(tl.float64) * LN2 + s * series
+        series = series + _SERIES[place]
+    return exponent.to(tl.float64) * _LN2 + s * series
 
 
 @triton.jit
-def gumbel_of_word(word, LN2: tl.constexpr, SQRT2: tl.constexpr, SERIES: tl.constexpr):
+def gumbel_of_word(word):
     u = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
-    return (-_log(-_log(u, LN2, SQRT2, SERIES), LN2, SQRT2, SERIES)).to(tl.float32)
+    return (-_log(-_log(u))).to(tl.float32)
 
 
 @triton.jit
-def philox(c0, c1, c2, c3, seed, ROUNDS: tl.constexpr):
+def philox(c0, c1, c2, c3, seed):
+    """Four words of noise by the counter's words, int64 below 2**32: all of one shape, or one."""
     k0, k1 = seed & MASK, (seed >> 32) & MASK
-    for _ in tl.static_range(ROUNDS):
+    for _ in tl.static_range(_ROUNDS):
         # The products wrap around in 64 bits, which leaves them right.
         product0, product1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
         c0 = ((product1 >> 32) & MASK) ^ c1 ^ k0
@@ -107,29 +102,16 @@ def gumbel_rows(
     out,  # float32 [R, size]
     size,
     TILE: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    LN2: tl.constexpr,
-    SQRT2: tl.constexpr,
-    SERIES: tl.constexpr,
 ):
     """Gumbel noise of a key for each row. Grid: [R, tiles of blocks]."""
     row = tl.program_id(0)
     block_W = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)
-    zeros_W = tl.zeros_like(block_W)
-    c0, c1, c2, c3 = philox(
-        block_W,
-        zeros_W + (tl.load(positions + row) & MASK),
-        zeros_W + (tl.load(anchors + row) & MASK),
-        zeros_W + tl.load(purposes + row),
-        tl.load(seeds + row),
-        ROUNDS,
-    )
-    id_W = block_W * 4
-    target = out + row.to(tl.int64) * size + id_W
-    tl.store(target, gumbel_of_word(c0, LN2, SQRT2, SERIES), mask=id_W < size)
-    tl.store(target + 1, gumbel_of_word(c1, LN2, SQRT2, SERIES), mask=id_W + 1 < size)
-    tl.store(target + 2, gumbel_of_word(c2, LN2, SQRT2, SERIES), mask=id_W + 2 < size)
-    tl.store(target + 3, gumbel_of_word(c3, LN2, SQRT2, SERIES), mask=id_W + 3 < size)
+    position, anchor = tl.load(positions + row) & MASK, tl.load(anchors + row) & MASK
+    words = philox(block_W, position, anchor, tl.load(purposes + row), tl.load(seeds + row))
+    for part in tl.static_range(4):
+        id_W = block_W * 4 + part
+        target = out + row.to(tl.int64) * size + id_W
+        tl.store(target, gumbel_of_word(words[part]), mask=id_W < size)
 
 
 @triton.jit(
@@ -144,7 +126,6 @@ def uniform_of_rows(
     out,  # float32 [R]
     num_rows,
     TILE: tl.constexpr,
-    ROUNDS: tl.constexpr,
 ):
     """Uniform noise of vocabulary id 0 for each row. Grid: [tiles of rows]."""
     row_R = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -156,7 +137,6 @@ def uniform_of_rows(
         tl.load(anchors + row_R, mask=is_row_R, other=0) & MASK,
         tl.load(purposes + row_R, mask=is_row_R, other=0),
         seed_R,
-        ROUNDS,
     )
     unit_R = ((word_R >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2 ** -23
     tl.store(out + row_R, unit_R, mask=is_row_R)

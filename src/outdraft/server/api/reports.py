@@ -8,12 +8,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from outdraft.core.draft import DraftSource
 from outdraft.core.outputs import (
     CompletionOutput,
     DraftTrace,
     Logprob,
     RequestOutput,
-    TokenOrigin,
 )
 from outdraft.text.detokenizer import REPLACEMENT, Detokenizer, token_bytes
 
@@ -158,7 +158,7 @@ def usage(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
     prompt = sum(len(output.prompt_token_ids) for output in all_outputs)
     completion = sum(len(one.token_ids) for output in all_outputs for one in output.outputs)
     found = [output.metrics.speculative_decoding for output in all_outputs]
-    predicted = TokenOrigin.PREDICTION
+    predicted = DraftSource.PREDICTION
     accepted = sum(metrics.accepted_by_source.get(predicted, 0) for metrics in found)
     drafted = sum(metrics.drafted_by_source.get(predicted, 0) for metrics in found)
     return {
