@@ -87,7 +87,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     began_s = time.process_time()
     result = yield
     may_take_longer = any(
-        map(item.get_closest_marker, ("slow", "gpu", "network", "cluster", "published"))
+        map(item.get_closest_marker, ("slow", "full", "gpu", "network", "cluster", "published"))
     )
     if (taken_s := time.process_time() - began_s) > 5 and not may_take_longer:
         pytest.fail(f"took {taken_s:.1f} s of the processor: mark it `slow`, or make it faster")

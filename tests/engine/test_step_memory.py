@@ -222,6 +222,7 @@ class LargeHead:
         return torch.rand(len(states_RD), self.vocabulary.num_tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_many_drafts_are_verified_in_no_more_memory_than_the_plan_says(is_compiled: bool):
