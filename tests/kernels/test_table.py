@@ -28,7 +28,7 @@ from tests.kernels.comparisons import Case, Comparison
 CPU = torch.device("cpu")
 OPERATIONS = operation_names()
 # Interpreted they take seconds; a model's dtype changes nothing for them.
-QUICK_IN_TRITON = ("gumbel",)
+QUICK_IN_TRITON = ("gumbel", "place_level")
 TABLES = [*kernels_options(), *(["triton"] if find_spec("triton") else [])]
 
 

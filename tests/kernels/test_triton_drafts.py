@@ -1,4 +1,4 @@
-"""Levels on a GPU: drawn by kernels of their own, as the reference does it.
+"""Levels on a GPU: drawn and placed by kernels of their own, as the reference does it.
 
 Without a GPU the kernels are interpreted.
 """
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from outdraft.kernels.draft_ops import LevelTask
+from outdraft.kernels.draft_ops import DraftStart, LevelTask
 from outdraft.kernels.torch.table import reference_kernels
 
 pytest.importorskip("triton", reason="needs triton")
@@ -53,3 +53,30 @@ def test_the_lower_id_of_a_tie_is_drawn(device: str):
     level = drafting.draw_level(logits_BEV, torch.ones(1, 1, device=device), task)
     assert level.token_ids_BF.tolist() == [[0]]
     assert level.is_drawn_BF.tolist() == [[False]]
+
+
+@each_device
+def test_a_level_stands_behind_its_text_and_sees_its_own_rows(device: str):
+    rng = np.random.default_rng(1)
+    ancestors_BF = torch.tensor(rng.integers(0, 2**62, (5, 3)))
+    contexts_B = torch.tensor(rng.integers(1, 40, 5))
+    table_BP = torch.tensor(rng.integers(0, 99, (5, 30))).int()
+    for first_row in (0, 1, 30, 60):
+        numbers_B = torch.tensor(rng.integers(1, 64, 5))
+        places = [
+            one.cpu()
+            for one in drafting.place_level(
+                ancestors_BF.to(device),
+                first_row,
+                numbers_B.to(device),
+                start_of(contexts_B.to(device), table_BP.to(device)),
+            )
+        ]
+        wanted = REFERENCE.place_level(
+            ancestors_BF, first_row, numbers_B, start_of(contexts_B, table_BP)
+        )
+        assert all(torch.equal(*pair) for pair in zip(places, wanted, strict=True))
+
+
+def start_of(contexts_B: torch.Tensor, table_BP: torch.Tensor) -> DraftStart:
+    return DraftStart(torch.empty(5, 0), [], contexts_B, table_BP, 4, 120)

@@ -155,6 +155,7 @@ def with_triton(others: Kernels, *, has_graphs: bool) -> Kernels:
         name=f"triton, {others.name}",
         attention=TritonAttention(),
         gumbel=noise.gumbel,
+        place_level=drafting.place_level,
         draw_level=drafting.draw_level,
         verify=traversal.verify,
         compile_decoder=partial(TritonDecoder, has_graphs=has_graphs, warm_ups=others.warm_ups),

@@ -76,6 +76,11 @@ def gumbel_of_word(word):
 
 
 @triton.jit
+def unit_of_word(word):
+    return ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2 ** -23
+
+
+@triton.jit
 def philox(c0, c1, c2, c3, seed):
     """Four words of noise by the counter's words, int64 below 2**32: all of one shape, or one."""
     k0, k1 = seed & MASK, (seed >> 32) & MASK
@@ -138,5 +143,4 @@ def uniform_of_rows(
         tl.load(purposes + row_R, mask=is_row_R, other=0),
         seed_R,
     )
-    unit_R = ((word_R >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2 ** -23
-    tl.store(out + row_R, unit_R, mask=is_row_R)
+    tl.store(out + row_R, unit_of_word(word_R), mask=is_row_R)

@@ -4,8 +4,7 @@
 # ruff: noqa: ANN001, ANN201, ANN202
 # Triton infers the types of kernels and specialises on them. A launch takes more than their
 # parameters.
-"""Verification of drawn chains on a GPU: `traverse` of torch/verification.py, with kernels for all
-that reads a vocabulary.
+"""Verification of drawn chains on a GPU: torch/verification.py, `traverse`, in six launches.
 
 A chain's row i has the weight w_i, and one child that was drawn from q. Its p and its weight do not
 depend on what comes after it, so what the child leaves of p,
@@ -23,15 +22,22 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
 from outdraft.kernels.data.noise import Purpose
 from outdraft.kernels.data.sampling import SamplingBatch
 from outdraft.kernels.torch import verification
 from outdraft.kernels.triton import noise
-from outdraft.kernels.triton.drafting import NO_ID, best, better
-from outdraft.kernels.triton.noise import MASK, gumbel_of_word, philox
+from outdraft.kernels.triton.noise import MASK, gumbel_of_word, philox, unit_of_word
+from outdraft.kernels.triton.vocabulary import (
+    NO_ID,
+    best,
+    best_of_splits,
+    better,
+    first_row_of,
+    softmax_of_row,
+    softmax_of_split,
+)
 
 _TILE = 1024  # ids
 _TINY = tl.constexpr(2.2250738585072014e-308)
@@ -39,6 +45,8 @@ _TINY = tl.constexpr(2.2250738585072014e-308)
 # compiled on the way takes longer than hundreds of steps.
 _NUMBERS = ["size", "width"]
 _SMALL = ["token_ids", "is_sampled", "num_drafts", "bases", "sums", "weights"]
+_POINTERS = ["weights", "left", "num_drafts", "num_tokens", "seeds", "to_num_accepted", "to_left"]
+_OF_VERDICTS = ["token_ids", "num_accepted", "to_token_ids", "to_num_emitted", "to_rows"]
 
 
 def verify(
@@ -53,63 +61,82 @@ def verify(
     is_plain = rule == Rule.TRAVERSAL and drafts.is_chain and processed_RV.dtype == torch.float32
     if not (draws and is_plain):
         return verification.verify(processed_RV, drafts, sampling, num_tokens_B, rule, source=noise)
+    judged = traverse_chains(processed_RV, drafts, sampling.seeds_B, num_tokens_B)
     step = verification.VerificationStep(processed_RV, drafts, sampling, num_tokens_B, noise)
-    return step.beside_matched(_traverse_chains(step))
+    return step.beside_matched(judged)
 
 
-def _traverse_chains(step: verification.VerificationStep) -> Verdict:
-    """Traversal verification of chains; the verdicts of `verification.traverse`."""
-    drafts, logits_RV = step.drafts, step.processed_RV.contiguous()
+def traverse_chains(
+    logits_RV: Tensor, drafts: DraftBatch, seeds_B: Tensor, num_tokens_B: Tensor
+) -> Verdict:
+    """Traversal verification of chains; the verdicts of `verification.traverse`.
+
+    Args:
+        logits_RV: float32, processed.
+        drafts: one request at least, and one draft of it.
+        seeds_B: int64, the requests' noise.
+    """
     assert drafts.probs_BNV is not None
     assert drafts.is_sampled_BN is not None
-    (num_rows, size), number, width = logits_RV.shape, drafts.num_requests, drafts.width
+    size, number, width = logits_RV.shape[1], drafts.num_requests, drafts.width
     num_splits, device = triton.cdiv(size, _TILE), logits_RV.device
     in_splits = {"NUM_SPLITS": num_splits, "SPLITS": triton.next_power_of_2(num_splits)}
+    logits_RV, ids_BN = logits_RV.contiguous(), drafts.token_ids_BN.contiguous()
     is_sampled_BN = drafts.is_sampled_BN.contiguous().view(torch.uint8)
-    ids_BN, num_drafts_B = drafts.token_ids_BN.contiguous(), drafts.num_drafts_B.contiguous()
-    chains = drafts.probs_BNV.contiguous(), ids_BN, is_sampled_BN, num_drafts_B
-    tops_RQ, totals_RQ = (torch.empty(num_rows, num_splits, device=device) for _ in range(2))
-    bases_R, sums_R = (torch.empty(num_rows, device=device) for _ in range(2))
-    weights_BN1 = torch.empty(number, width + 1, dtype=torch.float64, device=device)
-    of_rows = bases_R, sums_R, weights_BN1
-    split_softmax[(num_rows, num_splits)](logits_RV, tops_RQ, totals_RQ, size, TILE=_TILE)
-    weigh_rows[(number,)](
-        logits_RV, tops_RQ, totals_RQ, *chains, *of_rows, size, width, **in_splits
-    )
-    # What is summed here is drawn from below.
-    left_BNQ = torch.empty(number, width, num_splits, device=device)
-    sum_left[(number, width, num_splits)](
-        *(logits_RV, *chains, *of_rows, left_BNQ, size, width), TILE=_TILE, enable_fp_fusion=False
-    )
-    left_BN = torch.where(drafts.is_draft_BN, left_BNQ.sum(2, dtype=torch.float64), 0.0)
-    accepted_B = _num_accepted(weights_BN1, left_BN, drafts, step.coins())
-    rest_B = pad(left_BN, (0, 1)).gather(1, accepted_B[:, None])[:, 0].float()
+    probs_BNV, num_drafts_B = drafts.probs_BNV.contiguous(), drafts.num_drafts_B.contiguous()
+    chains = probs_BNV, ids_BN, is_sampled_BN, num_drafts_B
+    tokens = num_tokens_B.contiguous(), seeds_B.contiguous()
+    of_rows, ends = _end_paths(logits_RV, chains, tokens, in_splits)
     values_BQ = torch.empty(number, num_splits, device=device)
     best_BQ = torch.empty_like(values_BQ, dtype=torch.int64)
-    tokens = step.num_tokens_B.contiguous(), step.sampling.seeds_B.contiguous()
     draw_last[(number, num_splits)](
         logits_RV,
-        *(*chains, *tokens, *of_rows, accepted_B, rest_B, values_BQ, best_BQ, size, width),
+        *(*chains, *tokens, *of_rows, *ends, values_BQ, best_BQ, size, width),
         int(Purpose.RECOVER),
         int(Purpose.SAMPLE),
         TILE=_TILE // 4,
         enable_fp_fusion=False,
     )
-    token_B = best_BQ.gather(1, values_BQ.argmax(1, keepdim=True))[:, 0]
-    is_on_path_BN = torch.arange(width, device=device) < accepted_B[:, None]
-    return verification.verdict_of_path(drafts, is_on_path_BN, token_B)
+    verdict = Verdict(
+        ids_BN.new_empty(number, width + 1), ids_BN.new_empty(number), torch.empty_like(ids_BN)
+    )
+    write_verdicts[(number,)](
+        *(ids_BN, ends[0], values_BQ, best_BQ),
+        *(verdict.token_ids_BN1, verdict.num_emitted_B, verdict.rows_BN, width),
+        WIDTH=triton.next_power_of_2(width + 1),
+        **in_splits,
+    )
+    return verdict
 
 
-def _num_accepted(
-    weights_BN1: Tensor, left_BN: Tensor, drafts: DraftBatch, coins_BN: Tensor
-) -> Tensor:
-    """int64 [B]. Rows are tested from the last one on: the path ends at the first coin below its
-    row's weight."""
-    bottom_BN = left_BN + (1.0 - weights_BN1[:, :-1])
-    refused_BN = torch.where(left_BN > 0, left_BN / bottom_BN.where(bottom_BN > 0, 1.0), 0.0)
-    is_refused_BN1 = pad(drafts.is_draft_BN, (0, 1))  # the last row has no child
-    tested_BN1 = torch.where(is_refused_BN1, pad(refused_BN, (0, 1)), weights_BN1)
-    return verification.last_row_B((coins_BN < tested_BN1[:, 1:]) & drafts.is_draft_BN)
+def _end_paths(
+    logits_RV: Tensor,
+    chains: tuple[Tensor, ...],
+    tokens: tuple[Tensor, Tensor],
+    in_splits: dict[str, int],
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+    """Bases, sums and weights of all rows; the number of accepted drafts of each request, and what
+    their last row leaves."""
+    (num_rows, size), (number, width) = logits_RV.shape, chains[1].shape
+    num_splits, device = in_splits["NUM_SPLITS"], logits_RV.device
+    tops_RQ, totals_RQ = (torch.empty(num_rows, num_splits, device=device) for _ in range(2))
+    bases_R, sums_R = (torch.empty(num_rows, device=device) for _ in range(2))
+    weights_BN1 = torch.empty(number, width + 1, dtype=torch.float64, device=device)
+    of_rows = bases_R, sums_R, weights_BN1
+    left_BNQ = torch.empty(number, width, num_splits, device=device)
+    ends = torch.empty_like(tokens[0]), torch.empty(number, device=device)
+    split_softmax[(num_rows, num_splits)](logits_RV, tops_RQ, totals_RQ, size, TILE=_TILE)
+    weigh_rows[(number,)](
+        logits_RV, tops_RQ, totals_RQ, *chains, *of_rows, size, width, **in_splits
+    )
+    # What is summed here is drawn from below.
+    sum_left[(number, width, num_splits)](
+        *(logits_RV, *chains, *of_rows, left_BNQ, size, width), TILE=_TILE, enable_fp_fusion=False
+    )
+    stop_paths[(number,)](
+        *(weights_BN1, left_BNQ, chains[3], *tokens, *ends, width, int(Purpose.ACCEPT)), **in_splits
+    )
+    return of_rows, ends
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -122,36 +149,7 @@ def split_softmax(
 ):
     """The largest logit of each split, and the sum of exp(logit - it). Grid: [R, Q]."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    id_V = split * TILE + tl.arange(0, TILE)
-    logit_V = tl.load(logits + row * size + id_V, mask=id_V < size, other=float("-inf"))
-    top = tl.max(logit_V)
-    base = tl.where(top > float("-inf"), top, 0.0)
-    place = row * tl.num_programs(1) + split
-    tl.store(tops + place, top)
-    tl.store(totals + place, tl.sum(tl.exp(logit_V - base)))
-
-
-@triton.jit
-def first_row_of(num_drafts, request):
-    """int64: the flat row of a request's root."""
-    root = tl.full((), 0, tl.int64)
-    for first in range(0, request, 128):
-        before_B = first + tl.arange(0, 128)
-        root += tl.sum(tl.load(num_drafts + before_B, mask=before_B < request, other=-1) + 1)
-    return root
-
-
-@triton.jit
-def softmax_of_row(tops, totals, row, NUM_SPLITS: tl.constexpr, SPLITS: tl.constexpr):
-    """A row's base and sum, from those of its splits: p = exp(logit - base) / sum."""
-    place_Q = tl.arange(0, SPLITS)
-    is_split_Q = place_Q < NUM_SPLITS
-    least = float("-inf")
-    top_Q = tl.load(tops + row * NUM_SPLITS + place_Q, mask=is_split_Q, other=least)
-    total_Q = tl.load(totals + row * NUM_SPLITS + place_Q, mask=is_split_Q, other=0.0)
-    top = tl.max(top_Q)
-    base = tl.where(top > least, top, 0.0)
-    return base, tl.sum(total_Q * tl.exp(top_Q - base))
+    softmax_of_split(logits, row, split, size, tops, totals, TILE)
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_SMALL)
@@ -239,6 +237,47 @@ def sum_left(
     tl.store(left + target, tl.sum(left_V))
 
 
+@triton.jit(do_not_specialize=["width", "purpose"], do_not_specialize_on_alignment=_POINTERS)
+def stop_paths(
+    weights,
+    left,
+    num_drafts,
+    num_tokens,
+    seeds,
+    to_num_accepted,  # int64 [B]
+    to_left,  # float32 [B]: the sum that the last token is drawn from; 0: from the row's p
+    width,
+    purpose,
+    NUM_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Rows are tested from the last one on: the path ends at the first coin below its row's weight.
+    Grid: [B]."""
+    request = tl.program_id(0).to(tl.int64)
+    number = tl.load(num_drafts + request).to(tl.int32)
+    length = tl.load(num_tokens + request)
+    seed = tl.load(seeds + request)
+    zero = tl.full((), 0, tl.int64)
+    place_Q = tl.arange(0, SPLITS)
+    accepted = tl.full((), 0, tl.int32)
+    rest = tl.full((), 0.0, tl.float64)
+    for place in range(number + 1):
+        weight = tl.load(weights + request * (width + 1) + place)
+        num_parts = tl.where(place < number, NUM_SPLITS, 0)
+        source = left + (request * width + place) * NUM_SPLITS
+        parts_Q = tl.load(source + place_Q, mask=place_Q < num_parts, other=0.0)
+        total = tl.sum(parts_Q.to(tl.float64))
+        bottom = total + (1.0 - weight)
+        refused = tl.where(total > 0.0, total / tl.where(bottom > 0.0, bottom, 1.0), 0.0)
+        weight = tl.where(place < number, refused, weight)
+        word, _, _, _ = philox(zero, (length + place - 1) & MASK, length & MASK, purpose, seed)
+        stops = (place == 0) | (unit_of_word(word).to(tl.float64) < weight)
+        accepted = tl.where(stops, place, accepted)
+        rest = tl.where(stops, total, rest)
+    tl.store(to_num_accepted + request, accepted.to(tl.int64))
+    tl.store(to_left + request, rest.to(tl.float32))
+
+
 @triton.jit(
     do_not_specialize=[*_NUMBERS, "recover", "sample"],
     do_not_specialize_on_alignment=[*_SMALL, "num_tokens", "seeds", "num_accepted", "left"],
@@ -292,3 +331,30 @@ def draw_last(
     place = request * tl.num_programs(1) + split
     tl.store(best_values + place, value)
     tl.store(best_ids + place, token)
+
+
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=_OF_VERDICTS)
+def write_verdicts(
+    token_ids,
+    num_accepted,
+    best_values,
+    best_ids,
+    to_token_ids,  # int64 [B, N + 1]
+    to_num_emitted,
+    to_rows,  # int64 [B, N]
+    width,
+    WIDTH: tl.constexpr,  # at least width + 1
+    NUM_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """The accepted drafts and the last token. Grid: [B]."""
+    request = tl.program_id(0).to(tl.int64)
+    token = best_of_splits(best_values, best_ids, request, NUM_SPLITS, SPLITS)
+    accepted = tl.load(num_accepted + request)
+    place_N = tl.arange(0, WIDTH)
+    draft_N = tl.load(token_ids + request * width + place_N, mask=place_N < width, other=-1)
+    emitted_N = tl.where(place_N < accepted, draft_N, tl.where(place_N == accepted, token, -1))
+    tl.store(to_token_ids + request * (width + 1) + place_N, emitted_N, mask=place_N <= width)
+    rows_N = tl.where(place_N < accepted, place_N, -1)
+    tl.store(to_rows + request * width + place_N, rows_N, mask=place_N < width)
+    tl.store(to_num_emitted + request, accepted + 1)
