@@ -226,7 +226,7 @@ def _parts(value: Any, tensors: list[Tensor]) -> object:
         tensors.append(value)
         return value.dtype
     if isinstance(value, tuple):
-        return tuple([_parts(one, tensors) for one in value])
+        return type(value), tuple([_parts(one, tensors) for one in value])
     names = _open_fields(type(value))
     if names is not None:
         return type(value), tuple([_parts(getattr(value, name), tensors) for name in names])
@@ -238,7 +238,8 @@ def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, tuple):
-        return tuple(_with_tensors(one, tensors) for one in value)
+        parts = [_with_tensors(one, tensors) for one in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     names = _open_fields(type(value))
     if names is None:
         return value
