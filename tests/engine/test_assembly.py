@@ -45,7 +45,7 @@ class Caller:
             max_model_len=100,
             stop_token_ids=frozenset([EOS, *(self.params.stop_token_ids or ())]),
         )
-        self.deltas = RequestDeltas("r", ["r/0"], 3, lossless=True)
+        self.deltas = RequestDeltas("r", {"r/0": 0}, 3, lossless=True)
         self.assembly = assembly(self.params, [5, 6])
         self.output = self.assembly.output
         self.completion = self.output.outputs[0]
@@ -60,7 +60,7 @@ class Caller:
             self.request.finish_reason = self.request.append(token_id)
             if self.request.finish_reason is not None:
                 break
-        self.deltas.add(0, BookedWork(self.request, work, outcome, tuple(added)), 0.25)
+        self.deltas.add(BookedWork(self.request, work, outcome, tuple(added)), 0.25)
         self.num_stopped += len(self.assembly.add(self.deltas.take())[1])
 
 
@@ -193,7 +193,7 @@ def test_prompt_logprobs_of_a_prompt_computed_twice_are_those_of_one():
     for start, rows in [*chunks, *chunks]:
         work = Work(0, start, 1, False)
         outcome = WorkResult(prompt_logprobs=tuple(rows))
-        caller.deltas.add(0, BookedWork(caller.request, work, outcome, ()), 0.25)
+        caller.deltas.add(BookedWork(caller.request, work, outcome, ()), 0.25)
     assert caller.output.metrics.first_token_s is None
     caller.step(WorkResult((10,)))
     first, *others = caller.output.prompt_logprobs or []

@@ -64,7 +64,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "preempted": {"num_blocks": 6, "enable_prefix_caching": False},
     "preempted-with-prefix-cache": {"num_blocks": 6},
     "one-by-one": {"max_num_seqs": 1},
-    "priority": {"policy": "priority"},
+    "priority": {"scheduling_policy": "priority"},
     "reference-attention": {"kernels": "reference"},
 }
 

@@ -54,8 +54,8 @@ class CostFile:
             return None
 
     def write(self, table: CostTable) -> None:
-        """Replace the file at once; readers see the old one or the new one. Of all files those stay
-        that were written last."""
+        """Replace the file at once; readers see the old one or the new one. The files that were
+        written last stay."""
         content = {"key": self._key, "table": json.loads(table.to_json())}
         temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
         try:
