@@ -110,4 +110,5 @@ def test_the_report_counts_what_the_transformers_library_computes(name: str, tmp
     assert isinstance(model, torch.nn.Module)
     vectors = sum(one.nbytes for one in model.parameters() if one.dim() == 1)
     mib = (model.memory_bytes - vectors) / 2**20
-    assert float(rows["all weights"].split()[0]) == pytest.approx(mib, abs=0.011)
+    # Products of few outputs are padded to a tile.
+    assert float(rows["all weights"].split()[0]) == pytest.approx(mib, abs=0.016)

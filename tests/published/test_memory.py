@@ -21,7 +21,8 @@ method = {"method": "suffix", "num_speculative_tokens": 24}
 llm = LLM(model=sys.argv[1], device="cpu", speculative_config=method, cost_table="roofline")
 warm_up(llm.engine)
 step, cache = llm.memory.step, llm.memory.block_bytes * llm.memory.num_blocks
-print(step.sampling + step.prompt_scores, cache, psutil.Process().memory_info().rss)
+logits = step["logits and sampling"] + step["log-probabilities of prompts"]
+print(logits, cache, psutil.Process().memory_info().rss)
 """
 
 

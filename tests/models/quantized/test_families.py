@@ -233,7 +233,8 @@ def test_each_rank_keeps_its_part_of_the_codes(
     rounding = 2**-6 if reason == CUT else SHORTS_ROUNDING
     assert (got_TV - wanted_TV).abs().max() <= rounding * wanted_TV.abs().max()
     # Less than its share: a whole weight of 192 inputs is padded to 256, its half of 96 to none.
-    assert 0.9 * share * whole <= first <= 1.1 * share * whole
+    # More: the few outputs of keys and values are padded to a tile.
+    assert 0.9 * share * whole <= first <= 1.12 * share * whole
     assert (second < first) == (reason == CUT)
     told = [line for line in caplog.messages if "are dequantised" in line]
     assert len(told) == {CUT: 1, "": 0}.get(reason, 2)
