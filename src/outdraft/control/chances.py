@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from outdraft.control.corrections import Costs
-from outdraft.control.facts import DraftOutcome, RequestFacts, StepOutcome
+from outdraft.control.facts import DraftOutcome, RequestFacts, StepFacts, StepOutcome
 from outdraft.control.search import Option
 from outdraft.core.decision import LiveStop, Shape
 from outdraft.core.draft import MAX_DRAFTS, MAX_MARGIN, DraftSource
@@ -365,8 +365,8 @@ class Chances:
             self._hosts[source] = HostCurves(is_given=source == DraftSource.PREDICTION)
         return self._hosts[source]
 
-    def options(self, request: RequestFacts, costs: Costs) -> list[Option]:
-        """All ways in which a request could draft now."""
+    def options(self, request: RequestFacts, costs: Costs, hope: float) -> list[Option]:
+        """All ways in which a request could draft now. hope: share of the doubt."""
         if request.max_drafts == 0:
             return []
         options = list[Option]()
@@ -377,17 +377,17 @@ class Chances:
                 Option(offer.source, survivals, offer.shape, match_length=offer.match_length)
             )
         if request.network is not None:
-            options += self._of_network(request, costs)
+            options += self._of_network(request, costs, hope)
         return [one for one in options if one.survivals]
 
-    def _of_network(self, request: RequestFacts, costs: Costs) -> list[Option]:
+    def _of_network(self, request: RequestFacts, costs: Costs, hope: float) -> list[Option]:
         source, options = request.network or "", list[Option]()
         curves = [self.network(source, request.rule, shape) for shape in request.shapes]
         doubts = [curve.doubt for curve in curves]
         for shape, curve, doubt in zip(request.shapes, curves, doubts, strict=True):
             # A shape that is known less than another is hoped for: else it would never be tried.
-            hope = doubt - min(doubts)
-            survivals = curve.survivals(request.request_id, request.most_levels(shape), hope)
+            hoped = max(hope * doubt, doubt - min(doubts))
+            survivals = curve.survivals(request.request_id, request.most_levels(shape), hoped)
             fixed_s = 0.0
             if request.unread_tokens and survivals:
                 # Future steps share this cost: as many are expected as there were so far.
@@ -396,6 +396,16 @@ class Chances:
                 fixed_s = costs.catch_up_s(source, request.unread_tokens) / steps
             options.append(Option(source, survivals, shape, is_network=True, fixed_s=fixed_s))
         return options
+
+    def are_doubted(self, facts: StepFacts) -> bool:
+        """A network has few labels, so its chances may be better than they say."""
+        keys = {
+            (one.network, one.rule, shape)
+            for one in facts.requests
+            if one.network is not None
+            for shape in one.shapes
+        }
+        return any(self.network(*key).doubt > 0 for key in keys)
 
     def observe(self, outcome: StepOutcome) -> float:
         """Learn from a step; return the tokens that networks brought beyond the predicted ones."""

@@ -20,6 +20,7 @@ from outdraft.control.search import PLAIN, DraftPlan, Option, Pick, Prices, best
 from outdraft.core.decision import Decision, Grant, LiveStop, Reason
 
 MARGIN = 0.01  # gain over plain decoding that is needed to leave it
+HOPE = 0.5  # share of the doubt about chances that drafts begin with
 HOLD_SHARE = 0.01  # of the time, the most that deciding may take
 MAX_HOLD = 32  # steps
 OFF_STEPS = 8  # steps without the network's drafts after which it counts as off
@@ -140,10 +141,16 @@ class Controller:
         if not has_source or facts.max_rows == 0:
             reason = Reason.NO_ROOM if has_source else Reason.NOTHING_OFFERED
             return self._decision(facts, prices, reason)
-        options = [self.chances.options(one, self.costs) for one in facts.requests]
+        options = [self.chances.options(one, self.costs, 0.0) for one in facts.requests]
         if plan := self.probe.next_plan(facts, options, prices):
             return self._decision(facts, prices, Reason.NETWORK_PROBE, plan)
         plan = self._best(facts, options, prices)
+        if not plan.picks and self.chances.are_doubted(facts):
+            # A few unlucky labels do not end drafting, as there would be few new labels without
+            # drafts. They also do not keep it from beginning again where it nearly pays.
+            hope = 1.0 if self._is_drafting else HOPE
+            hopeful = [self.chances.options(one, self.costs, hope) for one in facts.requests]
+            plan = self._best(facts, hopeful, prices)
         self._is_drafting = bool(plan.picks)
         if not facts.prompt_rows:
             self._remember(prices, plan)
