@@ -144,7 +144,10 @@ class PartVerifier(NamedTuple):
         for part in parts if len(parts) > 1 or is_padded else [None]:
             own, own_RD = of.of(part), states_RD if part is None else states_RD[part.rows]
             if chooses:
-                made.append((self._chosen(own, own_RD), None))
+                choice = self._chosen(own, own_RD)
+                if part is not None:  # the results of a graph hold until its next call
+                    choice = Choice(choice.verdict.copied(), choice.is_finite_R.clone())
+                made.append((choice, None))
             else:
                 made.append(self.verified_by(self.model.logits(own_RD), own))
         return joined(made)
@@ -181,8 +184,7 @@ class PartVerifier(NamedTuple):
         choosing = _Choosing(self.model, self.verifier, paths)
         rows = states_RD, of.drafts, of.sampling, of.texts.num_tokens_B
         verdict, is_finite_R = choose(choosing, *rows)
-        # The results of a graph hold until its next call.
-        return Choice(verdict.widened(self.width).copied(), is_finite_R.clone())
+        return Choice(verdict.widened(self.width), is_finite_R)
 
 
 def joined(parts: Sequence[Verified]) -> Verified:
