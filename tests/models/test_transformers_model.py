@@ -153,6 +153,16 @@ def test_it_is_the_network_that_this_engine_has_itself(
     torch.testing.assert_close(got_2TV, want_2TV, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma", "gemma-2", "gemma-3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_are_the_engines_own(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Also those of Gemma, which multiply by 1 + weight in float32."""
+    save(randomised_family(family), tmp_path)
+    model = loaded(tmp_path, dtype, kernels=choose_kernels("auto", CPU, dtype))
+    names = {type(part).__name__ for part in model.modules() if "Norm" in type(part).__name__}
+    assert names == {"FusedNorm"}
+
+
 def test_frequencies_of_longrope_follow_from_the_longest_text(tmp_path: Path) -> None:
     """The library would take others for the rows of a long text than for those of a short one."""
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}

@@ -47,7 +47,7 @@ _NUMBERS: dict[str, tuple[Any, torch.dtype | None]] = {
 
 
 class _KeptAddress(ctypes.c_void_p):
-    """An address, and what it points to."""
+    """An address of a copy, and the copy."""
 
     kept: object = None
 
@@ -68,7 +68,8 @@ class Pointer:
     def address(self, value: Any) -> tuple[int | None, object]:
         """The address, and what it points to; None is 0, and a number is one already."""
         if isinstance(value, Tensor):
-            assert self._dtype in (None, value.dtype), f"expected {self._dtype}, got {value.dtype}"
+            dtype = self._dtype
+            assert dtype is None or value.dtype is dtype, f"expected {dtype}, got {value.dtype}"
             assert value.is_cpu
             if not value.is_contiguous():
                 assert self._is_read, "numbers that are written lie apart"
@@ -87,9 +88,13 @@ class Pointer:
             return ctypes.addressof(structs), (structs, value)
         return self.address(torch.tensor(value, dtype=self._dtype))
 
-    def from_param(self, value: Any) -> _KeptAddress:
-        """The address as ctypes passes it on."""
+    def from_param(self, value: Any) -> ctypes.c_void_p:
+        """The address as ctypes passes it on. The caller keeps the value until the call is over."""
+        if type(value) is int:
+            return ctypes.c_void_p(value)
         address, kept = self.address(value)
+        if kept is value or kept is None:
+            return ctypes.c_void_p(address)
         found = _KeptAddress(address)
         found.kept = kept
         return found

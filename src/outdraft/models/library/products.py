@@ -167,7 +167,7 @@ def fuse_layers(model: nn.Module, packing: Packing, group: RankGroup = ALONE) ->
 
 
 class FusedNorm(nn.Module):
-    """x / rms(x) * weight, rounded before the weight, as the library's."""
+    """x / rms(x) * weight, in the dtype of the weight, which may be above that of x."""
 
     def __init__(self, weight_D: nn.Parameter, eps: float, kernels: Kernels) -> None:
         super().__init__()
@@ -175,9 +175,9 @@ class FusedNorm(nn.Module):
 
     def forward(self, x_1TD: Tensor) -> Tensor:
         """[1, T, D] of the same shape."""
-        rows_TD = x_1TD.reshape(-1, x_1TD.shape[-1])
+        rows_TD = x_1TD.reshape(-1, x_1TD.shape[-1]).to(self.weight.dtype)
         scaled_TD = self._kernels.scale_to_rms(rows_TD, 1.0, self._eps)
-        return (scaled_TD * self.weight).view(x_1TD.shape)
+        return (scaled_TD * self.weight).to(x_1TD.dtype).view(x_1TD.shape)
 
 
 class FusedBlock(PackedExperts):
@@ -198,9 +198,11 @@ def _norm(part: nn.Module, kernels: Kernels) -> FusedNorm | None:
         return None
     if weight.dim() != 1 or not isinstance(eps, float):
         return None
-    fused = FusedNorm(weight, eps, kernels)
     x_2D = _random(2, len(weight), weight)
-    return fused if _is_same(part(x_2D), fused(x_2D)) else None
+    expected_2D = part(x_2D)
+    above_one = nn.Parameter(1.0 + weight.detach().float(), requires_grad=False)  # Gemma's
+    fused = (FusedNorm(factor, eps, kernels) for factor in (weight, above_one))
+    return next((one for one in fused if _is_same(one(x_2D), expected_2D)), None)
 
 
 def _block(part: Any, packing: Packing) -> FusedBlock | None:
