@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.kernels.native.library import Team, open_library, usable_instruction_sets
 from outdraft.kernels.native.linear import NativeExperts, NativeLinear
 from outdraft.kernels.products import Activation, ExpertWeights, Gate
-from outdraft.kernels.torch.experts import TorchExperts
+from outdraft.kernels.torch.experts import GroupedExperts, TorchExperts
 from outdraft.kernels.torch.linear import quantized
 from tests.kernels.comparisons import Case
 from tests.rounding import UNIT
@@ -223,6 +224,35 @@ def test_more_tiles_than_units_are_all_computed(instruction_set):
     x_TD, ids_TK, weights_TK = torch.randn(40, 33), torch.arange(40)[:, None], torch.ones(40, 1)
     want_TD = TorchExperts(weights, GATE, None)(x_TD, ids_TK, weights_TK)
     torch.testing.assert_close(experts(x_TD, ids_TK, weights_TK), want_TD, rtol=0, atol=1e-4)
+
+
+# Rows without an expert hold any bits between the products.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@given(data=st.data())
+def test_groups_of_a_gpu_give_what_float64_gives(data: st.DataObject):
+    draw, dtype = data.draw, torch.bfloat16
+    num_experts, num_rows = draw(st.integers(2, 10), "X"), draw(st.integers(0, 40), "T")
+    sizes = num_experts, *(8 * draw(st.integers(1, 12), name) for name in "DI")
+    torch.manual_seed(draw(st.integers(0, 2**31), "seed"))
+    weights = random_weights(sizes, dtype, has_bias=draw(st.booleans(), "bias"))
+    gate = Gate(draw(st.sampled_from(list(Activation)), "activation"), limit=1.5)
+    ids_TK = routes(draw, num_rows, num_experts) if num_rows else torch.zeros(0, 2).long()
+    weights_TK, x_TD = torch.rand(ids_TK.shape), torch.randn(num_rows, sizes[1]).to(dtype)
+
+    got_TD = GroupedExperts(weights, gate)(x_TD, ids_TK, weights_TK)
+
+    assert got_TD.dtype is dtype
+    exact = in_float64(weights, None, None)
+    want_TD, error_TD = bounded(exact, gate, x_TD, ids_TK, weights_TK, dtype)
+    assert ((got_TD.double() - want_TD).abs() <= error_TD).all()
+
+
+def test_all_rows_meet_the_only_expert(instruction_set):
+    weights, x_TD = random_weights((1, 16, 8), torch.bfloat16), torch.randn(5, 16).bfloat16()
+    for pack in (native(instruction_set, 1), TorchExperts, GroupedExperts):
+        experts = pack(weights, GATE, None)
+        want_TD = experts(x_TD, torch.zeros(5, 1).long(), torch.ones(5, 1))
+        assert torch.equal(experts(x_TD), want_TD)
 
 
 @pytest.mark.parametrize("wrong", [-1, 4])

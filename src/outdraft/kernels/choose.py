@@ -19,6 +19,7 @@ from outdraft.kernels.native.linear import DTYPES
 from outdraft.kernels.native.ranks import NativeMemoryTransports
 from outdraft.kernels.native.table import native_host_kernels, native_kernels
 from outdraft.kernels.ops import Kernels, operation_names
+from outdraft.kernels.torch.experts import GroupedExperts
 from outdraft.kernels.torch.table import reference_kernels
 
 AUTO, REFERENCE = "auto", "reference"
@@ -132,8 +133,10 @@ def choose_kernels(
         meets_bytes = activation_dtype != "float"
         return native_kernels(library, torch.get_num_threads(), meets_bytes=meets_bytes)
     chosen = reference
+    if dtype is torch.bfloat16 and not is_cpu:  # groups of other dtypes wait inside torch
+        chosen = replace(reference, pack_experts=GroupedExperts)
     if library is not None:
-        chosen = native_host_kernels(library, reference, is_cpu=is_cpu)
+        chosen = native_host_kernels(library, chosen, is_cpu=is_cpu)
     return with_triton(chosen, has_graphs=has_graphs) if device.type == "cuda" else chosen
 
 

@@ -209,17 +209,20 @@ class Experts(Protocol):
     format: WeightFormat
     nbytes: int
 
-    def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def __call__(
+        self, x_TD: Tensor, expert_ids_TK: Tensor | None = None, weights_TK: Tensor | None = None
+    ) -> Tensor:
         """[T, D], new, of x's dtype, which is the weights'.
 
         Between the two products numbers are of that dtype; what experts give is weighted and added
-        in float32 or better, in ascending order of the experts, and rounded once.
+        in float32 or better, on a CPU in ascending order of the experts, and rounded once.
 
         Args:
-            expert_ids_TK: int64, from 0 to X; X: no expert, which adds nothing.
+            expert_ids_TK: int64, from 0 to X; X: no expert, which adds nothing. None: there is one
+                expert, which all rows meet with weight 1.
             weights_TK: of any floating dtype.
 
         Raises:
-            IndexError: an id is out of range.
+            IndexError: an id is out of range, on a CPU.
         """
         ...

@@ -211,5 +211,5 @@ def _in_the_text(placed: RowBatch, unread: UnreadTexts, device: torch.device) ->
     (skipped_B, rows_B) = to_device(
         [np.array(unread.num_skipped), np.array([span.num_rows for span in unread.spans])], device
     )
-    positions_T = placed.positions_T + skipped_B.repeat_interleave(rows_B)
-    return replace(placed, positions_T=positions_T)
+    skipped_T = skipped_B.repeat_interleave(rows_B, output_size=len(placed.positions_T))
+    return replace(placed, positions_T=placed.positions_T + skipped_T)

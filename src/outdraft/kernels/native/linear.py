@@ -200,8 +200,14 @@ class NativeExperts:
         # Not at the end of the process: a late helper may still read them.
         weakref.finalize(self, _free, team, free, self._handle).atexit = False
 
-    def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def __call__(
+        self, x_TD: Tensor, expert_ids_TK: Tensor | None = None, weights_TK: Tensor | None = None
+    ) -> Tensor:
         num_rows, num_inputs = x_TD.shape
+        if expert_ids_TK is None:
+            expert_ids_TK = torch.zeros((num_rows, 1), dtype=torch.int64)
+            weights_TK = torch.ones(num_rows, 1)
+        assert weights_TK is not None
         assert x_TD.dtype is self._dtype, f"expected {self._dtype}, got {x_TD.dtype}"
         assert num_inputs == self._hidden, f"expected {self._hidden}, got {num_inputs}"
         assert expert_ids_TK.shape == weights_TK.shape

@@ -63,6 +63,9 @@ class PlainProduct:
     It makes one of the numbers that a format rounds to, and of parts that lie apart. Neither weight
     is changed or written later.
 
+    Attributes:
+        weight_ED: what it multiplies with.
+
     Args:
         weight_ED: or parts of it that lie apart, each some of its rows, all of one dtype.
         quantization: the numbers are those that it rounds the weight to; None: those of the weight.
@@ -81,15 +84,15 @@ class PlainProduct:
         if quantization is not None:
             weight_ED = quantized(weight_ED, quantization)
         self.nbytes = 0 if weight_ED is given_ED else weight_ED.nbytes
-        self._weight_ED, self._bias_E = weight_ED, bias_E
+        self.weight_ED, self._bias_E = weight_ED, bias_E
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """[T, E]."""
-        return linear(x_TD, self._weight_ED, self._bias_E)
+        return linear(x_TD, self.weight_ED, self._bias_E)
 
     def rows(self, outputs_T: Tensor) -> Tensor:
         """[T, D]."""
-        return self._weight_ED[outputs_T]
+        return self.weight_ED[outputs_T]
 
 
 def pack_codes(weight: Codes, bias_E: Tensor | None, dtype: torch.dtype) -> PlainProduct:

@@ -72,11 +72,9 @@ class PackedDenseExperts(PackedExperts):
         """[X T, D] of the same shape, expert by expert."""
         num_rows = len(hidden_states) // self.num_experts
         ids_X = torch.arange(self.num_experts, device=hidden_states.device)
-        rows_R = hidden_states.any(dim=1).nonzero()[:, 0]
-        ids_R1 = ids_X.repeat_interleave(num_rows)[rows_R, None]
-        ones_R1 = torch.ones_like(ids_R1).float()
-        out_RD = self._group.sum(self.experts(hidden_states[rows_R], ids_R1, ones_R1))
-        return torch.zeros_like(hidden_states).index_copy_(0, rows_R, out_RD)
+        ids_R1 = ids_X.repeat_interleave(num_rows)[:, None]
+        ids_R1 = ids_R1.where(hidden_states.any(dim=1, keepdim=True), self.num_experts)
+        return super().forward(hidden_states, ids_R1, torch.ones_like(ids_R1).float())
 
 
 class _CodesOfExperts(Sequence[Codes]):

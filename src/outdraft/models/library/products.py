@@ -185,10 +185,7 @@ class FusedBlock(PackedExperts):
 
     def forward(self, x_1TD: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """[1, T, D] of the same shape."""
-        rows_TD = x_1TD.reshape(-1, x_1TD.shape[-1])
-        ids_T1 = torch.zeros((len(rows_TD), 1), dtype=torch.int64, device=x_1TD.device)
-        weights_T1 = torch.ones((len(rows_TD), 1), device=x_1TD.device)
-        return self.experts(rows_TD, ids_T1, weights_T1).view(x_1TD.shape)
+        return self.experts(x_1TD.reshape(-1, x_1TD.shape[-1])).view(x_1TD.shape)
 
 
 def _norm(part: nn.Module, kernels: Kernels) -> FusedNorm | None:
