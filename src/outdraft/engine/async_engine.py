@@ -48,7 +48,7 @@ class AsyncEngine:
     def start(self) -> None:
         """Watch the other ranks from now on, if there are some."""
         if self._engine.ranks is not None:
-            self._engine.ranks.watch(lambda: self._call(self._step))
+            self._engine.ranks.watch(self._look_after_ranks)
 
     async def stop(self) -> None:
         """Abort all requests and end the thread."""
@@ -97,6 +97,9 @@ class AsyncEngine:
             self._thread.submit(function, *arguments)
             return True
         return False
+
+    def _look_after_ranks(self) -> None:
+        self._call(self._step)
 
     def _add(self, request: Queued, put: _Put) -> None:
         try:
