@@ -41,27 +41,23 @@ def dashboard_router(feed: LiveFeed) -> APIRouter:
     static = files("outdraft.dashboard") / "static"
     assets = {entry.name: entry.read_bytes() for entry in static.iterdir() if entry.is_file()}
 
-    @router.get("/")
-    async def index() -> Response:  # pyright: ignore[reportUnusedFunction]
-        return _asset(assets, "index.html")
-
     @router.get("/dashboard/events")
     async def events() -> StreamingResponse:  # pyright: ignore[reportUnusedFunction]
         headers = {**HEADERS, "X-Accel-Buffering": "no"}  # nginx would hold events back
         return StreamingResponse(_events(feed), media_type="text/event-stream", headers=headers)
 
     @router.get("/dashboard/{name}")
-    async def asset(name: str) -> Response:  # pyright: ignore[reportUnusedFunction]
-        return _asset(assets, name)
+    async def asset(name: str) -> Response:
+        if name not in assets:
+            raise HTTPException(404, "no such file")
+        content_type = CONTENT_TYPES[name.rpartition(".")[2]]
+        return Response(assets[name], media_type=content_type, headers=dict(HEADERS))
+
+    @router.get("/")
+    async def index() -> Response:  # pyright: ignore[reportUnusedFunction]
+        return await asset("index.html")
 
     return router
-
-
-def _asset(assets: Mapping[str, bytes], name: str) -> Response:
-    if name not in assets:
-        raise HTTPException(404, "no such file")
-    content_type = CONTENT_TYPES[name.rpartition(".")[2]]
-    return Response(assets[name], media_type=content_type, headers=dict(HEADERS))
 
 
 async def _events(feed: LiveFeed) -> AsyncIterator[str]:

@@ -149,41 +149,6 @@ def _excess(block: np.ndarray) -> float:
 VerifiedDraft = tuple[str, str, int, int]
 
 
-class _Source:
-    """The state of one source.
-
-    Attributes:
-        idle: steps since it drafted, probes aside.
-        fruitless: steps with its drafts since one was accepted.
-        on: alarms that have begun and not ended.
-    """
-
-    def __init__(self) -> None:
-        self.idle = self.fruitless = 0
-        self.fall = FallWatch()
-        self.on = set[AlarmKind]()
-
-    def step(self, name: str, num_accepted: int | None, *, is_probe: bool) -> Iterator[Alarm]:
-        """Count a step, and the tokens that its drafts brought; None: it did not draft. Yield the
-        alarms that begin or end."""
-        self.idle += 1
-        if num_accepted is not None:
-            self.idle = self.idle if is_probe else 0
-            self.fruitless = 0 if num_accepted else self.fruitless + 1
-        idle = f"it has not drafted in {IDLE_STEPS} steps, but for probes"
-        fruitless = f"it drafted in {FRUITLESS_STEPS} steps, and none was accepted"
-        accepted = "a draft was accepted"
-        fell = self.fall.evidence
-        for kind, is_on, begins, ends in (
-            (AlarmKind.NEVER_DRAFTS, self.idle >= IDLE_STEPS, idle, "it drafts again"),
-            (AlarmKind.NONE_ACCEPTED, self.fruitless >= FRUITLESS_STEPS, fruitless, accepted),
-            (AlarmKind.ACCEPTANCE_FELL, self.fall.is_on, fell, fell),
-        ):
-            if is_on != (kind in self.on):
-                self.on ^= {kind}
-                yield Alarm(kind, name, is_on, begins if is_on else ends)
-
-
 class SourceAlarms:
     """Watches sources. Each alarm is reported once when it begins and once when it ends.
 
@@ -191,7 +156,10 @@ class SourceAlarms:
     """
 
     def __init__(self, sources: Iterable[str]) -> None:
-        self._sources = {source: _Source() for source in sources}
+        self._falls = {source: FallWatch() for source in sources}
+        self._idle = Counter[str]()  # steps since a source drafted, probes aside
+        self._fruitless = Counter[str]()  # steps with its drafts since one was accepted
+        self._on = set[tuple[AlarmKind, str]]()  # alarms that have begun and not ended
 
     def step(
         self, drafts: Iterable[VerifiedDraft] = (), *, is_probe: bool = False
@@ -200,16 +168,32 @@ class SourceAlarms:
 
         is_probe: the drafts are an experiment. Drafts of unknown sources are ignored.
         """
-        accepted: dict[str, int] = {}
+        accepted = Counter[str]()
         for name, request_id, levels, num_accepted in drafts:
-            if name in self._sources:
-                accepted[name] = accepted.get(name, 0) + num_accepted
-                self._sources[name].fall.observe(request_id, levels, num_accepted)
-        return tuple(
-            alarm
-            for name, source in self._sources.items()
-            for alarm in source.step(name, accepted.get(name), is_probe=is_probe)
-        )
+            if name in self._falls:
+                accepted[name] += num_accepted
+                self._falls[name].observe(request_id, levels, num_accepted)
+        self._idle.update(self._falls.keys())
+        for name, num_accepted in accepted.items():
+            self._idle[name] = self._idle[name] if is_probe else 0
+            self._fruitless[name] = 0 if num_accepted else self._fruitless[name] + 1
+        return tuple(alarm for name in self._falls for alarm in self._changed(name))
+
+    def _changed(self, name: str) -> Iterator[Alarm]:
+        """Yield the alarms of a source that begin or end now."""
+        idle = f"it has not drafted in {IDLE_STEPS} steps, but for probes"
+        fruitless = f"it drafted in {FRUITLESS_STEPS} steps, and none was accepted"
+        is_idle = self._idle[name] >= IDLE_STEPS
+        is_fruitless = self._fruitless[name] >= FRUITLESS_STEPS
+        fall = self._falls[name]
+        for kind, is_on, begins, ends in (
+            (AlarmKind.NEVER_DRAFTS, is_idle, idle, "it drafts again"),
+            (AlarmKind.NONE_ACCEPTED, is_fruitless, fruitless, "a draft was accepted"),
+            (AlarmKind.ACCEPTANCE_FELL, fall.is_on, fall.evidence, fall.evidence),
+        ):
+            if is_on != ((kind, name) in self._on):
+                self._on ^= {(kind, name)}
+                yield Alarm(kind, name, is_on, begins if is_on else ends)
 
     def watch(self, booked: Sequence[BookedWork], decision: Decision | None) -> tuple[Alarm, ...]:
         """Count a step; log and return the alarms that begin or end.
@@ -235,5 +219,5 @@ class SourceAlarms:
 
     def finish(self, request_id: str) -> None:
         """Count the end of a request; the next `step` returns the alarms that follow from it."""
-        for source in self._sources.values():
-            source.fall.finish(request_id)
+        for fall in self._falls.values():
+            fall.finish(request_id)

@@ -97,10 +97,10 @@ class LLM:
             sampling_params = self.get_default_sampling_params()
         params = _per_prompt(sampling_params, len(several))
         ranks = list(priority) if priority is not None else [0] * len(several)
-        if len(ranks) != len(several):
-            raise RequestError(
-                f"priority has {len(ranks)} entries for {len(several)} prompts", "priority"
-            )
+        for name, given in (("sampling_params", params), ("priority", ranks)):
+            if len(given) != len(several):
+                message = f"{name} has {len(given)} entries for {len(several)} prompts"
+                raise RequestError(message, name)
         encoded = [
             self.engine.check_request(prompt, one)
             for prompt, one in zip(several, params, strict=True)
@@ -216,9 +216,5 @@ def _per_prompt(
         raise RequestError(
             f"sampling_params must be SamplingParams or a list of them, got {params!r:.80}",
             "sampling_params",
-        )
-    if len(params) != count:
-        raise RequestError(
-            f"sampling_params has {len(params)} entries for {count} prompts", "sampling_params"
         )
     return list(params)

@@ -103,8 +103,6 @@ class StatsTotal:
         self.draft_s += step.times.draft_s
         self.verify_s += step.times.verify_s
         self.sample_s += step.times.sample_s
-        if not step.num_drafts:
-            return
         self.accepted_at.update(dict(enumerate(step.accepted_at)))
         self.drafted_by_source.update(step.drafted_by_source)
         self.accepted_by_source.update(step.accepted_by_source)

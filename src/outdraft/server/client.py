@@ -25,7 +25,7 @@ DEATH_POLL_S = 0.1
 GOODBYE_S = 0.2  # for reports that were under way when the process ended
 OnLoading = Callable[[Loading], None]
 Result = TypeVar("Result")
-_REPORTS = msgspec.msgpack.Decoder(list[Report])
+REPORTS = msgspec.msgpack.Decoder(list[Report])
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class EngineLink(ABC):
         """End the engine if it still runs, and close everything."""
 
     async def receive(self) -> list[Report]:
-        return _REPORTS.decode(await self.receive_frame())
+        return REPORTS.decode(await self.receive_frame())
 
     def send(self, command: Command) -> None:
         self.send_frame(msgspec.msgpack.encode(command))

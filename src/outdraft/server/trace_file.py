@@ -45,10 +45,6 @@ class TraceFile(AbstractContextManager["TraceFile"]):
             raise ConfigError(f"--record-trace: {path} cannot be made: {error.strerror}") from error
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Record no more."""
         self._file.close()
 
     def record(
@@ -109,4 +105,4 @@ class TraceFile(AbstractContextManager["TraceFile"]):
         except OSError as error:
             _logger.error("the trace %s ends here: %s", self.path, error)
             self._file.truncate(size)
-            self.close()
+            self._file.close()

@@ -5,6 +5,7 @@ GBNF's notation, or a choice of texts.
 """
 
 import json
+from contextlib import closing
 from functools import cached_property, lru_cache
 
 from llguidance import LLMatcher, LLTokenizer
@@ -69,7 +70,7 @@ class GrammarCompiler:
             raise GrammarError(grammar.start.get_error())
         first = grammar.start.deep_copy()
         try:
-            with TimeLimit(MAX_FIRST_MASK_S) as limit:
+            with closing(TimeLimit(MAX_FIRST_MASK_S)) as limit:
                 limit.run(first.compute_bitmask)
         except TimeoutError:
             raise GrammarError("it takes too much time to find how an output begins") from None

@@ -34,7 +34,7 @@ class Grammar:
         self.limit = limit
         self.failure: str | None = None  # why no sequence may follow it any more
         self.start = compile_state()
-        self._compile_state = compile_state
+        self.compile_state = compile_state
 
     def matcher(self, stop_ids: Set[int]) -> "SequenceMatcher":
         """Make a new sequence's matcher: `stop_ids` may end it exactly where the grammar may end.
@@ -42,12 +42,6 @@ class Grammar:
         Without `stop_ids` it is finished where nothing can follow.
         """
         return SequenceMatcher(self, stop_ids)
-
-    def renewed(self, used: LLMatcher) -> LLMatcher:
-        """Return the state to start with, with another lexer than `used` has."""
-        if self.start is used:
-            self.start = self._compile_state()
-        return self.start
 
 
 class SequenceMatcher:
@@ -171,7 +165,9 @@ class SequenceMatcher:
 
     def _renew(self) -> bool:
         """Reach the same state with another lexer; False if that is not possible."""
-        self._start = self._grammar.renewed(self._start)
+        if self._grammar.start is self._start:
+            self._grammar.start = self._grammar.compile_state()
+        self._start = self._grammar.start
         self._state = self._start.deep_copy()
         return self._state.consume_tokens(self._output)
 

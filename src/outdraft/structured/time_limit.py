@@ -43,14 +43,8 @@ class TimeLimit:
                     raise  # the function's own
                 is_late = time.monotonic() - started_s > MAX_WALL_S
                 if is_late or time.clock_gettime(self._clock) - started_cpu_s >= self.limit_s:
-                    self._leave()
+                    self.close()
                     raise TimeoutError(f"it takes more than {self.limit_s:g} s") from None
-
-    def __enter__(self) -> "TimeLimit":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._leave()
 
     def _start(self) -> SimpleQueue[_Call | None]:
         self._calls = calls = SimpleQueue[_Call | None]()
@@ -62,7 +56,7 @@ class TimeLimit:
         self._clock = time.pthread_getcpuclockid(thread.ident)
         return calls
 
-    def _leave(self) -> None:
+    def close(self) -> None:
         """Let the thread end when it has done what it does."""
         if self._calls is not None:
             self._calls.put(None)

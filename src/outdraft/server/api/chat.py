@@ -37,11 +37,13 @@ def add_chat_route(router: APIRouter, context: ApiContext) -> None:
         model = model_name(context, body.model)
         check_stream_options(body)
         check_numbers(body, context.settings)
+        if body.top_logprobs and not body.logprobs:
+            raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
         params = sampling_params(
             body,
             context,
             max_tokens=body.max_completion_tokens or body.max_tokens,
-            logprobs=_num_logprobs(body),
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
         tools = active_tools(body)
         calls = call_format(body, tools, context.settings)
@@ -53,12 +55,6 @@ def add_chat_route(router: APIRouter, context: ApiContext) -> None:
         stage = first_stage(context.settings, prompt, continued)
         params = with_form_after_thoughts(params, stage)
         return ChatAnswer(context, body, model, [prompt], params, stage, calls).reply()
-
-
-def _num_logprobs(body: ChatRequest) -> int | None:
-    if body.top_logprobs and not body.logprobs:
-        raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
-    return (body.top_logprobs or 0) if body.logprobs else None
 
 
 @dataclass(slots=True)

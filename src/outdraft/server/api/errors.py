@@ -127,7 +127,9 @@ def install_error_handlers(app: FastAPI, retry_after_s: int) -> None:
 
     async def on_error(request: Request, error: Exception) -> Response:
         if isinstance(error, RequestValidationError):
-            return error_response(_validation_error(error, _body_kind(request)))
+            body = getattr(request.scope.get("route"), "body_field", None)
+            kind = body.field_info.annotation if body is not None else None
+            return error_response(_validation_error(error, kind))
         if isinstance(error, HTTPException):
             return error_response(_http_error(request, error))
         reply = error_response(as_api_error(error, retry_after_s))
@@ -154,7 +156,7 @@ def _http_error(request: Request, error: HTTPException) -> ApiError:
 def _validation_error(error: RequestValidationError, body_kind: object) -> ApiError:
     """The most specific of what pydantic found: of a union it lists the errors of every member.
 
-    `body_kind`: its annotation, for the name that a misspelt one is closest to.
+    `body_kind`: the body's annotation, for the name that a misspelt one is closest to.
     """
     details: Sequence[Any] = error.errors()
     paths = [_path(detail, error.body) for detail in details]
@@ -194,12 +196,6 @@ def _what_is_wrong(detail: Mapping[str, Any], same: Sequence[Mapping[str, Any]])
         if one["type"] in _WRONG_TYPES
     ]
     return _SHOULD_BE + " or ".join(dict.fromkeys(wanted))
-
-
-def _body_kind(request: Request) -> object:
-    """Annotation of the body that the request's route reads; None: it reads none."""
-    body = getattr(request.scope.get("route"), "body_field", None)
-    return body.field_info.annotation if body is not None else None
 
 
 def _names_at(kind: object, path: Sequence[str | int]) -> set[str]:

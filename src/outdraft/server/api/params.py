@@ -46,14 +46,10 @@ def sampling_params(body: SamplingFields, context: ApiContext, **values: Any) ->
     whole: dict[str, Any] = {"max_tokens": None, **context.settings.default_sampling, **given}
     params = SamplingParams(**whole, structured=structured_output(body, context))
     _check_limits(params, context.settings)
-    _log_verbosity(body)
-    return params
-
-
-def _log_verbosity(body: SamplingFields) -> None:
     text = body.text if isinstance(body, ResponsesRequest) else None
     if body.verbosity is not None or (text is not None and text.verbosity is not None):
         _logger.warning("verbosity is ignored: say in a message how long the answer is to be")
+    return params
 
 
 def check_numbers(body: ChatRequest | ResponsesRequest, settings: ApiSettings) -> None:

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from outdraft.core.errors import EngineDeadError
 from outdraft.core.process import Silence
-from outdraft.server.client import EngineLink, EngineProcess, first_ended
+from outdraft.server.client import REPORTS, EngineLink, EngineProcess, first_ended
 from outdraft.server.messages import EngineInfo, Progress, Report
 
 HELLO, LEAVING = b"hello", b"leaving"  # relay to front end
@@ -244,7 +244,6 @@ class Relay:
         self._socket.connect(url)
         self._line = Line(self._send)
         self.num_requests = 0
-        self._reports = msgspec.msgpack.Decoder(list[Report])
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()
 
@@ -289,10 +288,10 @@ class Relay:
         while True:
             frame = await self._engine.receive_frame()
             self._line.pass_on(frame)
-            if not self.ready.done():
-                for report in self._reports.decode(frame):
-                    if isinstance(report, EngineInfo):
-                        self.ready.set_result(None)
+            if self.ready.done():
+                continue
+            if any(isinstance(report, EngineInfo) for report in REPORTS.decode(frame)):
+                self.ready.set_result(None)
 
     async def _pass_commands(self) -> None:
         while True:
