@@ -227,7 +227,7 @@ def traffics_of(traffic: TrafficPlan, sweep: str | None) -> list[TrafficPlan]:
 
 
 def _params(run: RunOptions) -> SamplingParams:
-    """Sampling of every request, but for its"""
+    """Sampling of every request, but for its length."""
     detokenize = not run.disable_detokenize
     return SamplingParams(temperature=run.temperature, ignore_eos=True, detokenize=detokenize)
 
