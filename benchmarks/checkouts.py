@@ -82,12 +82,14 @@ def answer(args: argparse.Namespace) -> None:
     """Answer as many prompts as each line of the input says; print tokens a second."""
     from outdraft import LLM, SamplingParams, assets
 
-    drafter = args.draft_model
-    if drafter == "embedded":
-        drafter = str(assets.drafter_path())
+    speculative = None
+    if args.draft_model is not None:
+        is_embedded = args.draft_model == "embedded"
+        drafter = str(assets.drafter_path()) if is_embedded else args.draft_model
+        speculative = {"method": "draft_model", "model": drafter}
     llm = LLM(
         args.model or str(assets.target_path()),
-        speculative_config=drafter and {"method": "draft_model", "model": drafter},
+        speculative_config=speculative,
         max_model_len=1024,
         seed=0,
     )
