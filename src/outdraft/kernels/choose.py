@@ -133,7 +133,7 @@ def choose_kernels(
         meets_bytes = activation_dtype != "float"
         return native_kernels(library, torch.get_num_threads(), meets_bytes=meets_bytes)
     chosen = reference
-    if dtype is torch.bfloat16 and not is_cpu:  # groups of other dtypes wait inside torch
+    if dtype is torch.bfloat16 and not is_cpu:  # torch has no group of others without a wait
         chosen = replace(reference, pack_experts=GroupedExperts)
     if library is not None:
         chosen = native_host_kernels(library, chosen, is_cpu=is_cpu)

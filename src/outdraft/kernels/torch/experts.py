@@ -62,7 +62,8 @@ class GroupedExperts(TorchExperts):
     """The experts of a layer, all at once; for bfloat16 on a GPU.
 
     Rows are sorted by their experts, and a product of all groups is one launch. The host waits for
-    nothing. Weights lie in one copy of their own.
+    nothing, on a GPU of compute capability 9.0 or more: on others torch multiplies group by group,
+    and reads on the host where they end. Weights lie in one copy of their own.
     """
 
     def __init__(
